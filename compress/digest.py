@@ -1,0 +1,29 @@
+"""Content digests: `sha256:<hex>` over bytes, files and canonical JSON (sorted keys, no spaces, UTF-8, no NaN)."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest_bytes(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    hasher = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return "sha256:" + hasher.hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte form of a JSON value that digests are taken over."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest_json(value: Any) -> str:
+    return digest_bytes(canonical_json(value))

@@ -1,0 +1,73 @@
+"""Errors that a user meets. Each carries one paragraph (what, where, what to do) and the exit code of the process.
+
+Exit codes (a frozen surface, see README): 0 done, 1 internal error, 2 recipe or usage, 3 a gate failed, 4 environment or hardware,
+5 registry or input/output, 75 lock held or transient, 130 / 143 interrupted by SIGINT / SIGTERM and resumable.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class CompressError(Exception):
+    """Base of every error with a message for a user; anything else that escapes is a defect (exit code 1)."""
+
+    exit_code = 1
+
+
+class UsageError(CompressError):
+    """The command line, a recipe, a data card or an input file asks for something that cannot be done."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe or data card is wrong; the message starts with `file:line:column` where that is known."""
+
+
+class UnsupportedArch(UsageError):
+    """A checkpoint has a block or a config field that the canonical decoder does not know. Never a guess."""
+
+
+class UnsupportedFormat(UsageError):
+    """A file or tensor layout that is not read or written here (pickles among them)."""
+
+
+class GateFailed(CompressError):
+    """A validation gate failed: the artifact is kept and not pushed."""
+
+    exit_code = 3
+
+
+class EnvironmentUnfit(CompressError):
+    """Hardware, driver or an installed package cannot do what was asked."""
+
+    exit_code = 4
+
+
+class StorageError(CompressError):
+    """A registry, file or network transfer failed or did not match its digest."""
+
+    exit_code = 5
+
+
+class LockHeld(CompressError):
+    """Another process works on the same workspace; trying again later is right."""
+
+    exit_code = 75
+
+
+class Interrupted(CompressError):
+    """A signal asked the run to stop; it stopped at a boundary from which it resumes."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the nearest known word, or the known words when none is near."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean '{near[0]}'?"
+    return f" Known: {', '.join(choices)}." if choices else ""

@@ -1,0 +1,153 @@
+"""The facts of a decoder: shapes, rope, norms, biases. Data only; no module and no tensor lives here.
+
+An `Arch` says everything the canonical decoder needs and nothing about names on disk (`family.py` knows those). Widths are stated per
+layer, because pruning may make them differ. Facts travel as JSON in an artifact's manifest (`to_json` / `from_json` are inverse).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compress.errors import UnsupportedArch
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864) of one layer and the rescaling of its frequencies.
+
+    The whole head rotates. `linear` divides every frequency by `factor` (arXiv 2306.15595); `llama3`
+    and `yarn` (arXiv 2309.00071) rescale each dimension by its wavelength against `original_max_position`.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Widths of one decoder layer; `window` is the number of positions a query sees including itself, None for all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope: Rope
+    window: int | None = None
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """Canonical linear name -> the tap that observes its input, in execution order."""
+        return {
+            "attn.q": "attn_in",
+            "attn.k": "attn_in",
+            "attn.v": "attn_in",
+            "attn.o": "attn_out",
+            "ffn.gate": "ffn_in",
+            "ffn.up": "ffn_in",
+            "ffn.down": "ffn_mid",
+        }
+
+    def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
+        """[O, I] of a canonical linear of this layer."""
+        q_size, kv_size, ffn_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.intermediate_size
+        shapes = {
+            "attn.q": (q_size, hidden_size),
+            "attn.k": (kv_size, hidden_size),
+            "attn.v": (kv_size, hidden_size),
+            "attn.o": (hidden_size, q_size),
+            "ffn.gate": (ffn_size, hidden_size),
+            "ffn.up": (ffn_size, hidden_size),
+            "ffn.down": (hidden_size, ffn_size),
+        }
+        return shapes[linear]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """All facts of one decoder-only language model.
+
+    `config` keeps the source's `config.json` as it was, so that export writes back every field that does not change the function here
+    (token ids, initializer range, ...) and rewrites those that do.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    layers: tuple[LayerShape, ...]
+    norm_eps: float
+    activation: str
+    tied_head: bool
+    qkv_bias: bool
+    o_bias: bool
+    ffn_bias: bool
+    qk_norm: bool
+    dtype: str
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise UnsupportedArch(f"activation '{self.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}.")
+        for idx, layer in enumerate(self.layers):
+            if layer.num_heads % layer.num_kv_heads:
+                raise UnsupportedArch(f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self.config.get("eos_token_id")
+        return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+
+    @property
+    def num_linear_params(self) -> int:
+        """Weights of all decoder linears (those a weight-only scheme quantizes)."""
+        return sum(self._size(*layer.linear_shape(name, self.hidden_size)) for layer in self.layers for name in layer.linears)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters; a tied head counts once. Biases and norms included."""
+        heads = 1 if self.tied_head else 2
+        total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
+        for layer in self.layers:
+            total += 2 * self.hidden_size + (2 * layer.head_dim if self.qk_norm else 0)
+            for name in layer.linears:
+                total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
+        return total
+
+    def has_bias(self, linear: str) -> bool:
+        if linear in ("attn.q", "attn.k", "attn.v"):
+            return self.qkv_bias
+        return self.o_bias if linear == "attn.o" else self.ffn_bias
+
+    def replace(self, **changes: Any) -> "Arch":
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        facts = dataclasses.asdict(self)
+        facts["layers"] = [dataclasses.asdict(layer) for layer in self.layers]
+        facts["config"] = dict(self.config)
+        return facts
+
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> "Arch":
+        layers = tuple(LayerShape(**{**layer, "rope": Rope(**layer["rope"])}) for layer in facts["layers"])
+        return Arch(**{**facts, "layers": layers})
+
+    @staticmethod
+    def _size(rows: int, columns: int) -> int:
+        return rows * columns

@@ -1,0 +1,29 @@
+"""Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every layer when one is stated."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compress.models.family import FAMILIES, Family
+
+
+def _one_window(config: Mapping[str, Any]) -> list[int | None]:
+    return [config.get("sliding_window")] * config["num_hidden_layers"]
+
+
+FAMILIES.add(
+    "mistral",
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        windows=_one_window,
+        known_fields=frozenset({"sliding_window"}),
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+    ),
+)

@@ -1,0 +1,64 @@
+"""Causal attention for calibration, training and as the oracle: over one whole sequence, or with a contiguous cache of earlier positions.
+
+`Decoder.forward` takes the attention as an argument, so what differs between a training step and a cached decode is this object and
+nothing in the model. The serving runtime has its own paged attention; these two are the law it is held to.
+
+Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `window` counts positions including the query itself.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class AttentionFn(Protocol):
+    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor: ...
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [S, P + S], True where the query at absolute position P + s may look."""
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=device).unsqueeze(0)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _attend(q_BSHC: Tensor, k_BPKC: Tensor, v_BPKC: Tensor, window: int | None) -> Tensor:
+    num_queries, num_keys = q_BSHC.shape[1], k_BPKC.shape[1]
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
+    grouped = q.shape[1] != k.shape[1]
+    if num_queries == num_keys and (window is None or window >= num_keys):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        mask = causal_mask(num_queries, num_keys, window, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+class FullAttention:
+    """Each sequence of the batch attends to itself from position 0; nothing is kept."""
+
+    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor:
+        del layer_idx
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window)
+
+
+class CachedAttention:
+    """Keys and values of earlier calls are kept and attended to; every sequence of the batch has the same length."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """Cached positions."""
+        return self._past[0][0].shape[1] if self._past else 0
+
+    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor:
+        if layer_idx in self._past:
+            past_k, past_v = self._past[layer_idx]
+            k_BSKC, v_BSKC = torch.cat((past_k, k_BSKC), dim=1), torch.cat((past_v, v_BSKC), dim=1)
+        self._past[layer_idx] = (k_BSKC, v_BSKC)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window)

@@ -1,0 +1,71 @@
+"""The project's own store of weights between stages: one safetensors file per layer under canonical names, plus the outer weights.
+
+Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the manifest
+when linears are quantized (leaves of `quant/codec.py`). A layer's file is also a resume point: it is complete or absent.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.artifact.manifest import Artifact
+from compress.artifact.tensors import load_tensors, save_tensors
+from compress.errors import UnsupportedFormat
+from compress.models.arch import Arch
+from compress.models.weights import Weights
+from compress.quant.codec import CanonicalCodec
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+OUTER_NAME = "outer.safetensors"
+_CODEC = CanonicalCodec()
+
+
+def layer_name(layer_idx: int) -> str:
+    return f"layer-{layer_idx:05d}.safetensors"
+
+
+def save_weights(path: Path, weights: Weights) -> None:
+    """Write one file of the store."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if isinstance(value, QuantizedWeight):
+            module = name.removesuffix(".weight")
+            tensors.update({f"{module}.{leaf}": tensor for leaf, tensor in _CODEC.encode(value).items()})
+        else:
+            tensors[name] = value
+    save_tensors(path, tensors)
+
+
+def load_weights(path: Path, scheme: Scheme | None) -> dict[str, Tensor | QuantizedWeight]:
+    """Inverse of `save_weights`."""
+    tensors = load_tensors(path)
+    weights: dict[str, Tensor | QuantizedWeight] = {}
+    for name in [each for each in tensors if each.endswith(".packed")]:
+        if scheme is None:
+            raise UnsupportedFormat(f"{path} holds quantized weights and its artifact states no scheme.")
+        module = name.removesuffix(".packed")
+        leaves = {leaf: tensors.pop(f"{module}.{leaf}") for leaf in _CODEC.leaves(scheme)}
+        weights[f"{module}.weight"] = _CODEC.decode(leaves, scheme)
+    return weights | tensors
+
+
+class CanonicalStore:
+    """An artifact with this layout as a `WeightSource`."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        if artifact.manifest.arch is None:
+            raise UnsupportedFormat(f"{artifact.path} is not an artifact with weights: its manifest states no arch.")
+        self._path = artifact.path
+        self._arch = Arch.from_json(artifact.manifest.arch)
+        scheme = artifact.manifest.scheme
+        self.scheme = None if scheme is None else Scheme.from_json(scheme)
+
+    @property
+    def arch(self) -> Arch:
+        return self._arch
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return load_weights(self._path / OUTER_NAME, self.scheme)
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return load_weights(self._path / layer_name(layer_idx), self.scheme)

@@ -1,0 +1,175 @@
+"""Hugging Face checkpoints: import to canonical names and export by the exact inverse of the same table, streaming, layer by layer.
+
+`Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter present with its shape, else
+an error names the tensor: a checkpoint is understood wholly or refused. Quantized linears are decoded by the codec handed in for the
+checkpoint's `quant_method`; `write_checkpoint` is the way back.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.artifact.tensors import ShardWriter, TensorFiles
+from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.models.weights import WeightSource, parameter_names
+from compress.quant.codec import Codec, ForeignCodec
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+CONFIG_NAME = "config.json"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of a model directory.
+
+    Raises:
+        UsageError: it is missing or not JSON.
+    """
+    file = path / CONFIG_NAME
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.") from None
+    except ValueError as error:
+        raise UsageError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} is not a JSON object.")
+    return config
+
+
+class Checkpoint:
+    """A model directory as a `WeightSource`.
+
+    Raises:
+        UnsupportedArch: the config or a tensor is not known to the decoder, or a tensor is missing or misshapen.
+        UnsupportedFormat: pickles, or a `quant_method` without a codec here.
+    """
+
+    def __init__(self, path: Path, *, codecs: Mapping[str, ForeignCodec] | None = None) -> None:
+        config = read_config(path)
+        self.path = path
+        self.family = family_of(config)
+        self._arch = self.family.read_config(config)
+        self._files = TensorFiles(path)
+        self._codec, self._schemes = _quantization(config, codecs or {}, self._linears_on_disk())
+        self._check_names()
+
+    @property
+    def arch(self) -> Arch:
+        return self._arch
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Canonical linear (`layers.0.attn.q`) -> scheme of the quantized ones; empty for a dense checkpoint."""
+        return {canonical: self._schemes[disk] for canonical, disk in self._canonical_linears() if disk in self._schemes}
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return {name: self._read(name) for name in parameter_names(self._arch)[0]}
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return {name: self._read(f"layers.{layer_idx}.{name}") for name in parameter_names(self._arch)[1][layer_idx]}
+
+    def _read(self, name: str) -> Tensor | QuantizedWeight:
+        module, _, leaf = name.rpartition(".")
+        disk = self.family.to_disk(module)
+        if leaf == "weight" and disk in self._schemes:
+            assert self._codec is not None
+            scheme = self._schemes[disk]
+            return self._codec.decode({each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}, scheme)
+        return self._files.get(f"{disk}.{leaf}")
+
+    def _canonical_linears(self) -> Iterator[tuple[str, str]]:
+        for idx, layer in enumerate(self._arch.layers):
+            for linear in layer.linears:
+                yield f"layers.{idx}.{linear}", self.family.to_disk(f"layers.{idx}.{linear}")
+
+    def _linears_on_disk(self) -> list[str]:
+        return [disk for _, disk in self._canonical_linears()] + [self.family.to_disk("head")]
+
+    def _check_names(self) -> None:
+        expected = self._expected()
+        for name, shape in expected.items():
+            if name not in self._files:
+                raise UnsupportedArch(f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its config has.")
+            if shape is not None and self._files.shape(name) != shape:
+                raise UnsupportedArch(f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says {list(shape)}.")
+        ignored = re.compile(self.family.ignored_tensors)
+        tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else None
+        for name in self._files.names():
+            if name not in expected and name != tied and not ignored.search(name):
+                raise UnsupportedArch(f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know.")
+
+    def _expected(self) -> dict[str, tuple[int, ...] | None]:
+        """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows)."""
+        outer, layers = parameter_names(self._arch)
+        named = dict(outer)
+        for idx, layer in enumerate(layers):
+            named.update({f"layers.{idx}.{name}": shape for name, shape in layer.items()})
+        expected: dict[str, tuple[int, ...] | None] = {}
+        for name, shape in named.items():
+            module, _, leaf = name.rpartition(".")
+            disk = self.family.to_disk(module)
+            if leaf == "weight" and disk in self._schemes:
+                assert self._codec is not None
+                expected.update(dict.fromkeys(f"{disk}.{each}" for each in self._codec.leaves(self._schemes[disk])))
+            else:
+                expected[f"{disk}.{leaf}"] = shape
+        return expected
+
+
+def write_checkpoint(
+    directory: Path,
+    source: WeightSource,
+    *,
+    codec: Codec | None = None,
+    quantization_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of memory.
+
+    Raises:
+        UnsupportedFormat: the source has quantized weights and no codec was given.
+    """
+    arch = source.arch
+    family = family_of({"model_type": arch.family})
+    shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
+
+    def add(name: str, value: Tensor | QuantizedWeight) -> None:
+        module, _, leaf = name.rpartition(".")
+        disk = family.to_disk(module)
+        if not isinstance(value, QuantizedWeight):
+            shards.add(f"{disk}.{leaf}", value)
+        elif codec is None:
+            raise UnsupportedFormat(f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export format.")
+        else:
+            for each, tensor in codec.encode(value).items():
+                shards.add(f"{disk}.{each}", tensor)
+
+    for name, value in source.outer().items():
+        add(name, value)
+    for idx in range(arch.num_layers):
+        for name, value in source.layer(idx).items():
+            add(f"layers.{idx}.{name}", value)
+    shards.finish()
+    config = family.write_config(arch)
+    if quantization_config is not None:
+        config["quantization_config"] = dict(quantization_config)
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _quantization(
+    config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec], linears: list[str]
+) -> tuple[ForeignCodec | None, dict[str, Scheme]]:
+    said = config.get("quantization_config")
+    if not said:
+        return None, {}
+    method = str(said.get("quant_method"))
+    if method not in codecs:
+        known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
+        raise UnsupportedFormat(f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}.")
+    return codecs[method], codecs[method].schemes(said, linears)

@@ -1,0 +1,184 @@
+"""The canonical decoder: the one module tree into which every checkpoint is brought.
+
+    h = embed(tokens)
+    per layer:  h = h + o(attention(rope(q), rope(k), v)),  q, k, v = linears of attn_norm(h), q and k optionally normed per head
+                h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
+    logits = head(norm(h))
+
+Pre-norm, RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Linears
+are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward; the
+serving runtime has its own fused step that is held to it. What it does not do: dropout, parallel residuals, encoder-decoder, experts.
+
+Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out, I in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.models.arch import Arch, LayerShape
+from compress.models.attention import AttentionFn, FullAttention
+from compress.models.rope import cos_sin, rotate
+
+Tap = Callable[[str, Tensor], None]
+"""Called with (tap name, input of the linears behind it); taps are attn_in, attn_out, ffn_in, ffn_mid."""
+
+
+def no_tap(name: str, x: Tensor) -> None:
+    """The tap of a forward that nobody observes."""
+
+
+def activation(name: str, x: Tensor) -> Tensor:
+    if name == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears that read the same input, and therefore share statistics: `tap` names that input."""
+
+    tap: str
+    linears: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SmoothingPair:
+    """A producer whose output channels may be divided by s while the `linears` behind `tap` have their columns multiplied by s.
+
+    `producer` is a norm (its weight is divided) or a linear (its rows and bias are). With grouped queries the columns of `o` repeat the
+    channels of `v`: column h * C + c reads channel (h // repeat) * C + c, so one s serves `repeat` query heads.
+    """
+
+    producer: str
+    tap: str
+    linears: tuple[str, ...]
+    head_dim: int = 0
+    repeat: int = 1
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_f32 = x.to(torch.float32)
+        normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, arch: Arch, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        for name in ("q", "k", "v", "o"):
+            self.add_module(name, _linear(arch, shape, f"attn.{name}"))
+        if arch.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, arch.norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, arch.norm_eps)
+        self.qk_norm = arch.qk_norm
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap) -> Tensor:
+        shape, leading = self.shape, x_BSD.shape[:-1]
+        tap("attn_in", x_BSD)
+        q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
+        k_BSKC = self.k(x_BSD).view(*leading, shape.num_kv_heads, shape.head_dim)
+        v_BSKC = self.v(x_BSD).view(*leading, shape.num_kv_heads, shape.head_dim)
+        if self.qk_norm:
+            q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
+        cos, sin = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
+        q_BSHC, k_BSKC = rotate(q_BSHC, cos, sin), rotate(k_BSKC, cos, sin)
+        out = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
+        tap("attn_out", out)
+        return self.o(out)
+
+
+class Ffn(nn.Module):
+    def __init__(self, arch: Arch, shape: LayerShape) -> None:
+        super().__init__()
+        for name in ("gate", "up", "down"):
+            self.add_module(name, _linear(arch, shape, f"ffn.{name}"))
+        self.activation = arch.activation
+
+    def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
+        tap("ffn_in", x_BSD)
+        mid_BSF = activation(self.activation, self.gate(x_BSD)) * self.up(x_BSD)
+        tap("ffn_mid", mid_BSF)
+        return self.down(mid_BSF)
+
+
+class DecoderLayer(nn.Module):
+    """One layer. `linear(name)` and the parameter names are the canonical ones relative to the layer (`attn.q`, `ffn.down`, ...)."""
+
+    def __init__(self, arch: Arch, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.shape = arch.layers[layer_idx]
+        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attn = Attention(arch, self.shape)
+        self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.ffn = Ffn(arch, self.shape)
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), positions, attention, self.layer_idx, tap)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
+
+    def linear(self, name: str) -> nn.Linear:
+        module = self.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        return module
+
+    def groups(self) -> list[LinearGroup]:
+        """Linears by shared input, in execution order."""
+        taps: dict[str, list[str]] = {}
+        for name, tap in self.shape.linears.items():
+            taps.setdefault(tap, []).append(name)
+        return [LinearGroup(tap, tuple(names)) for tap, names in taps.items()]
+
+    def smoothing_pairs(self) -> list[SmoothingPair]:
+        """Where a per-channel scale can be moved into the producer without changing the function, in execution order."""
+        shape = self.shape
+        return [
+            SmoothingPair("attn_norm", "attn_in", ("attn.q", "attn.k", "attn.v")),
+            SmoothingPair("attn.v", "attn_out", ("attn.o",), head_dim=shape.head_dim, repeat=shape.num_heads // shape.num_kv_heads),
+            SmoothingPair("ffn_norm", "ffn_in", ("ffn.gate", "ffn.up")),
+            SmoothingPair("ffn.up", "ffn_mid", ("ffn.down",)),
+        ]
+
+
+class Decoder(nn.Module):
+    """The whole model. Parameters carry the canonical names that checkpoints are imported to and exported from."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__()
+        self.arch = arch
+        self.embed = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
+        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
+        if arch.tied_head:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None) -> Tensor:
+        """Logits [B, S, V]. Positions default to 0..S-1, attention to the whole sequence."""
+        return self.head(self.hidden(tokens_BS, positions, attention))
+
+    def hidden(self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None) -> Tensor:
+        """Final normed hidden states [B, S, D]."""
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        attend = attention if attention is not None else FullAttention()
+        x_BSD = self.embed(tokens_BS)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, positions, attend)
+        return self.norm(x_BSD)
+
+
+def _linear(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
+    rows, columns = shape.linear_shape(name, arch.hidden_size)
+    return nn.Linear(columns, rows, bias=arch.has_bias(name))

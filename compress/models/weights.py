@@ -1,0 +1,97 @@
+"""Where weights come from, layer by layer: the one interface between a store of weights and everything that reads them.
+
+A `WeightSource` yields canonical tensors of one layer at a time, dense or quantized, so that a model larger than memory streams through
+calibration, export and the runtime's loader alike. Two stores implement it: a Hugging Face directory (`checkpoint.py`) and the
+project's own intermediate artifacts (`canonical.py`).
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.decoder import Decoder, DecoderLayer
+from compress.quant.scheme import QuantizedWeight
+
+Weights = Mapping[str, Tensor | QuantizedWeight]
+"""Module parameters by canonical name; a quantized linear stands under its module's name with `.weight`."""
+
+
+class WeightSource(Protocol):
+    @property
+    def arch(self) -> Arch: ...
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        """`embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`."""
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        """Parameters of one layer, names relative to it (`attn.q.weight`, ...)."""
+
+
+def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor, or what the codes stand for; a quantized weight is rounded to its scale's dtype first, as every consumer does."""
+    tensor = value.dequantize() if isinstance(value, QuantizedWeight) else value
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Assign every parameter of a module built on the meta device; both sides must name the same parameters."""
+    state = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items()}
+    module.load_state_dict(state, strict=True, assign=True)
+
+
+def build_layer(source: WeightSource, layer_idx: int, *, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
+    """One decoder layer with its weights, ready to run."""
+    with torch.device("meta"):
+        layer = DecoderLayer(source.arch, layer_idx)
+    fill_(layer, source.layer(layer_idx), dtype=dtype, device=device)
+    return layer.requires_grad_(False)
+
+
+def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The whole decoder with its weights, ready to run."""
+    with torch.device("meta"):
+        decoder = Decoder(source.arch)
+    weights: dict[str, Tensor | QuantizedWeight] = dict(source.outer())
+    for idx in range(source.arch.num_layers):
+        weights.update({f"layers.{idx}.{name}": value for name, value in source.layer(idx).items()})
+    if source.arch.tied_head:
+        weights["head.weight"] = weights["embed.weight"]
+    fill_(decoder, weights, dtype=dtype, device=device)
+    if source.arch.tied_head:
+        decoder.head.weight = decoder.embed.weight
+    return decoder.requires_grad_(False)
+
+
+def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
+    """Expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a parameter of its own."""
+    with torch.device("meta"):
+        outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
+        if not arch.tied_head:
+            outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
+        layers = [
+            {name: tuple(parameter.shape) for name, parameter in DecoderLayer(arch, idx).named_parameters()}
+            for idx in range(arch.num_layers)
+        ]
+    return outer, layers
+
+
+class MemorySource:
+    """A decoder in memory as a source of its weights (trained models, tests)."""
+
+    def __init__(self, decoder: Decoder, *, dtype: torch.dtype) -> None:
+        self._decoder = decoder
+        self._dtype = dtype
+
+    @property
+    def arch(self) -> Arch:
+        return self._decoder.arch
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        names = ["embed.weight", "norm.weight"] + ([] if self.arch.tied_head else ["head.weight"])
+        return {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return {name: p.detach().to(self._dtype) for name, p in self._decoder.layers[layer_idx].named_parameters()}

@@ -1,0 +1,68 @@
+"""What varies is one file: a plug-in set is a package whose modules register themselves by name.
+
+`METHODS = PluginSet("rounder", "compress.methods")` finds its members by importing every module of that package once, on first use;
+a third party adds members through the entry-point group of the package's name. Nobody keeps a list.
+"""
+
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from compress.errors import UsageError, did_you_mean
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+
+class PluginSet(Generic[T]):
+    """Named members of one kind, found in one package.
+
+    Raises:
+        UsageError: from `get`, for a name nobody registered.
+    """
+
+    def __init__(self, noun: str, package: str) -> None:
+        self.noun = noun
+        self.package = package
+        self._members: dict[str, T] = {}
+        self._loaded = False
+
+    def add(self, name: str, member: T) -> None:
+        if name in self._members:
+            raise ValueError(f"{self.noun} '{name}' is registered twice")
+        self._members[name] = member
+
+    def register(self, name: str) -> Callable[[M], M]:
+        """Decorator form of `add`."""
+
+        def decorate(member: M) -> M:
+            self.add(name, member)  # type: ignore[arg-type]
+            return member
+
+        return decorate
+
+    def get(self, name: str) -> T:
+        self._load()
+        if name not in self._members:
+            raise UsageError(f"unknown {self.noun} '{name}'.{did_you_mean(name, self._members)}")
+        return self._members[name]
+
+    def names(self) -> list[str]:
+        self._load()
+        return sorted(self._members)
+
+    def items(self) -> list[tuple[str, T]]:
+        self._load()
+        return sorted(self._members.items())
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+        for entry_point in importlib.metadata.entry_points(group=self.package):
+            entry_point.load()
+        self._loaded = True

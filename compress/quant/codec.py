@@ -1,0 +1,54 @@
+"""How a quantized weight lies in a file: a codec turns a `QuantizedWeight` into named tensors and back, bit for bit.
+
+`CanonicalCodec` is the form of this project's own intermediate artifacts; the forms that other programs read are the codecs of `export/`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from compress.quant.packing import pack, unpack
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+
+class Codec(Protocol):
+    """One on-disk form of a quantized linear. A leaf is the last part of a tensor's name (`weight_packed`)."""
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        """Leaf names of a weight of this scheme."""
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Leaf -> tensor."""
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        """Exact inverse of `encode`."""
+
+
+class ForeignCodec(Codec, Protocol):
+    """A codec of a published checkpoint format, which also says in `config.json` what is quantized and how."""
+
+    def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        """Scheme of every quantized linear among `linears` (disk module names) as a checkpoint's `quantization_config` states them.
+
+        Raises:
+            UnsupportedFormat: the config asks for something this codec does not read.
+        """
+
+
+class CanonicalCodec:
+    """`packed` int32 [O, I*b/32], `scale` [O, G] in the model's dtype, `zero_point` int8 [O, G] for asymmetric schemes."""
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        return frozenset({"packed", "scale"} if scheme.symmetric else {"packed", "scale", "zero_point"})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        leaves = {"packed": pack(weight.codes_OI, weight.scheme.num_bits), "scale": weight.scale_OG}
+        if weight.zero_point_OG is not None:
+            leaves["zero_point"] = weight.zero_point_OG
+        return leaves
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        in_features = leaves["packed"].shape[1] * 32 // scheme.num_bits
+        codes_OI = unpack(leaves["packed"], scheme.num_bits, in_features)
+        return QuantizedWeight(scheme, codes_OI, leaves["scale"], leaves.get("zero_point"))

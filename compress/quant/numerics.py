@@ -1,0 +1,93 @@
+"""From weights to codes and back: scale choice, rounding to the nearest code, and their composition.
+
+Symmetric: s = absmax / (2^b - 1) * 2, that is absmax / 7.5 for four bits, so that both ends of [-8, 7] err alike (the convention of
+compressed-tensors; absmax / 7 has 12 % more error). Asymmetric: s = (max - min) / (2^b - 1), z = round(min_code - min / s), the range always
+holding zero. Scales are rounded to the stored dtype before any code is chosen. `search_scale` shrinks the range on a grid and keeps, per
+group, the one with the least weighted squared error; with weights E[x^2] of the layer's input that is the error of the layer's output as
+far as the diagonal of H sees it.
+
+Shapes: O out, I in, G groups, N members of a group.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+GRID_SIZE = 40
+"""Steps of the range search; the last is `SMALLEST_RANGE_FRAC` of the full range."""
+SMALLEST_RANGE_FRAC = 0.5
+
+
+def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
+    """[O, I] -> [O, G, N]."""
+    return w_OI.reshape(w_OI.shape[0], scheme.num_groups(w_OI.shape[1]), -1)
+
+
+def min_max_scale(
+    w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, range_frac: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [O, G] in `scale_dtype` and zero point int8 [O, G] (None if symmetric) from the range of each group times `range_frac`."""
+    num_steps = 2**scheme.num_bits - 1
+    if scheme.symmetric:
+        absmax = w_OGN.abs().amax(dim=-1).to(torch.float32) * range_frac
+        return _stored(absmax * 2 / num_steps, scale_dtype), None
+    low = w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0) * range_frac
+    high = w_OGN.amax(dim=-1).to(torch.float32).clamp(min=0) * range_frac
+    scale = _stored((high - low) / num_steps, scale_dtype)
+    zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(scheme.min_code, scheme.max_code)
+    return scale, zero_point.to(torch.int8)
+
+
+def search_scale(
+    w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, importance_GN: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """As `min_max_scale`, with the range of each group that minimises sum(importance * (dequantized - w)^2)."""
+    best_scale, best_zero = min_max_scale(w_OGN, scheme, scale_dtype)
+    best_error = _weighted_error(w_OGN, scheme, best_scale, best_zero, importance_GN)
+    for step in range(1, GRID_SIZE):
+        range_frac = 1 - step / (GRID_SIZE - 1) * (1 - SMALLEST_RANGE_FRAC)
+        scale, zero = min_max_scale(w_OGN, scheme, scale_dtype, range_frac=range_frac)
+        error = _weighted_error(w_OGN, scheme, scale, zero, importance_GN)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
+    return best_scale, best_zero
+
+
+def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """Codes as float32, for broadcastable scale and zero point: clamp(round(w / s) + z)."""
+    codes = torch.round(w.to(torch.float32) / scale.to(torch.float32))
+    if zero_point is not None:
+        codes = codes + zero_point.to(torch.float32)
+    return codes.clamp(scheme.min_code, scheme.max_code)
+
+
+def round_to_nearest(w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None) -> QuantizedWeight:
+    """Quantize with the given scales, each weight on its own."""
+    zero = None if zero_point_OG is None else zero_point_OG.unsqueeze(-1)
+    codes = nearest_codes(grouped(w_OI, scheme), scheme, scale_OG.unsqueeze(-1), zero)
+    return QuantizedWeight(scheme, codes.to(torch.int8).view(w_OI.shape), scale_OG, zero_point_OG)
+
+
+def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
+    """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
+    w, delta, h = w_OI.to(torch.float32), (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)), h_II.to(torch.float32)
+    signal = ((w @ h) * w).sum()
+    return float(((delta @ h) * delta).sum() / signal) if signal > 0 else 0.0
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale as stored; a group of zeros gets 1 so that no division by zero reaches a consumer."""
+    stored = scale.to(dtype)
+    return torch.where(stored > 0, stored, torch.ones_like(stored))
+
+
+def _weighted_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, importance_GN: Tensor | None) -> Tensor:
+    scale, zero = scale_OG.unsqueeze(-1), None if zero_OG is None else zero_OG.unsqueeze(-1)
+    codes = nearest_codes(w_OGN, scheme, scale, zero)
+    value = (codes if zero is None else codes - zero.to(torch.float32)) * scale.to(torch.float32)
+    squared = (value - w_OGN.to(torch.float32)).square()
+    return (squared if importance_GN is None else squared * importance_GN).sum(dim=-1)
