@@ -1,0 +1,52 @@
+"""Quantization = smoother x rounder x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
+
+A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes. Both see the inputs
+of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py` puts them together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compress.calibrate.stats import Stat, StatFactory
+from compress.plugins import PluginSet
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Codes of a weight, and what the report should say about how they came to be (damping, ...)."""
+
+    weight: QuantizedWeight
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rounder(Protocol):
+    """A Spec that rounds."""
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        """Statistics it needs of the linears' input, by name."""
+
+    def round(self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
+        """Codes of float32 weights [O, I]; rows are independent, so linears that share an input may be stacked along O."""
+
+
+class Smoother(Protocol):
+    """A Spec that proposes scales."""
+
+    def stats(self) -> Mapping[str, StatFactory]: ...
+
+    def scale(
+        self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype, head_repeat: tuple[int, int]
+    ) -> Tensor:
+        """Positive float32 [I]: columns of the (stacked) weights are to be multiplied by it, their producer divided.
+
+        `head_repeat` = (R, C): columns h * C + c and h' * C + c with h // R == h' // R must get the same scale; (1, 0) for no such tie.
+        """
+
+
+ROUNDERS: PluginSet[type[Rounder]] = PluginSet("rounder", "compress.methods")
+SMOOTHERS: PluginSet[type[Smoother]] = PluginSet("smoother", "compress.methods")

@@ -15,9 +15,9 @@ from torch import Tensor
 from compress.models.arch import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
     """float32 [C/2] radians per position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return plain / rope.factor
@@ -49,14 +49,14 @@ def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device) - low) / max(high - low, 0.001)
     interpolated_frac = ramp.clamp(0, 1)
     return plain / rope.factor * interpolated_frac + plain * (1 - interpolated_frac)
 
 
 def cos_sin(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of shape [*positions.shape, C] for integer positions."""
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim).to(positions.device)
+    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype)
 

@@ -3,11 +3,13 @@
 Symmetric: s = absmax / (2^b - 1) * 2, that is absmax / 7.5 for four bits, so that both ends of [-8, 7] err alike (the convention of
 compressed-tensors; absmax / 7 has 12 % more error). Asymmetric: s = (max - min) / (2^b - 1), z = round(min_code - min / s), the range always
 holding zero. Scales are rounded to the stored dtype before any code is chosen. `search_scale` shrinks the range on a grid and keeps, per
-group, the one with the least weighted squared error; with weights E[x^2] of the layer's input that is the error of the layer's output as
-far as the diagonal of H sees it.
+group, the one with the least error: squared error, or the error of the layer's output as far as the group's own block of H = E[x x^T] sees it
+(the clipping search of AWQ, arXiv 2306.00978, without replaying any token).
 
 Shapes: O out, I in, G groups, N members of a group.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,22 +41,43 @@ def min_max_scale(
     return scale, zero_point.to(torch.int8)
 
 
-def search_scale(
-    w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, importance_GN: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """As `min_max_scale`, with the range of each group that minimises sum(importance * (dequantized - w)^2)."""
+def search_scale(w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_GNN: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """As `min_max_scale`, with the range of each group that minimises d^T H d over d = dequantized - w (H None: the identity)."""
     best_scale, best_zero = min_max_scale(w_OGN, scheme, scale_dtype)
-    best_error = _weighted_error(w_OGN, scheme, best_scale, best_zero, importance_GN)
+    best_error = _group_error(w_OGN, scheme, best_scale, best_zero, h_GNN)
     for step in range(1, GRID_SIZE):
         range_frac = 1 - step / (GRID_SIZE - 1) * (1 - SMALLEST_RANGE_FRAC)
         scale, zero = min_max_scale(w_OGN, scheme, scale_dtype, range_frac=range_frac)
-        error = _weighted_error(w_OGN, scheme, scale, zero, importance_GN)
+        error = _group_error(w_OGN, scheme, scale, zero, h_GNN)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
+
+
+def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
+    """[I, I] -> [G, N, N], the blocks of H that belong to one group each."""
+    num_groups = scheme.num_groups(h_II.shape[0])
+    blocks = h_II.view(num_groups, h_II.shape[0] // num_groups, num_groups, -1)
+    return torch.stack([blocks[group, :, group] for group in range(num_groups)])
+
+
+ScaleChoice = Literal["min_max", "mse", "hessian"]
+"""How the range of a group is chosen: all of it, least squared error, or least output error under the group's block of H."""
+
+
+def choose_scale(
+    w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, choice: ScaleChoice, h_II: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [O, G] in `scale_dtype` and zero point int8 [O, G] or None. `hessian` needs H of the linear's input."""
+    w_OGN = grouped(w_OI, scheme)
+    if choice == "min_max":
+        return min_max_scale(w_OGN, scheme, scale_dtype)
+    assert choice == "mse" or h_II is not None, "the choice 'hessian' needs H"
+    h_GNN = diagonal_blocks(h_II, scheme) if choice == "hessian" and h_II is not None else None
+    return search_scale(w_OGN, scheme, scale_dtype, h_GNN=h_GNN)
 
 
 def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -85,9 +108,10 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(stored > 0, stored, torch.ones_like(stored))
 
 
-def _weighted_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, importance_GN: Tensor | None) -> Tensor:
+def _group_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None) -> Tensor:
     scale, zero = scale_OG.unsqueeze(-1), None if zero_OG is None else zero_OG.unsqueeze(-1)
     codes = nearest_codes(w_OGN, scheme, scale, zero)
-    value = (codes if zero is None else codes - zero.to(torch.float32)) * scale.to(torch.float32)
-    squared = (value - w_OGN.to(torch.float32)).square()
-    return (squared if importance_GN is None else squared * importance_GN).sum(dim=-1)
+    delta_OGN = (codes if zero is None else codes - zero.to(torch.float32)) * scale.to(torch.float32) - w_OGN.to(torch.float32)
+    if h_GNN is None:
+        return delta_OGN.square().sum(dim=-1)
+    return ((delta_OGN.transpose(0, 1) @ h_GNN).transpose(0, 1) * delta_OGN).sum(dim=-1)

@@ -1,0 +1,53 @@
+"""Files that are either wholly there or not there at all, also after a power cut: temporary name, fsync, rename, fsync of the directory."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *, temporary_directory: Path | None = None) -> Iterator[BinaryIO]:
+    """A stream whose content appears at `path` when the block ends; after an error `path` is as it was before.
+
+    A kill leaves a `.tmp` file beside `path`, or in `temporary_directory`, which must be on the same file system.
+    """
+    temporary = (temporary_directory or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        with temporary.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace the content of `path` by `data` in one step."""
+    with atomic_file(path) as stream:
+        stream.write(data)
+
+
+def sync_tree(path: Path) -> None:
+    """Force the files that others wrote below a directory, and the directories themselves, to the disk."""
+    for entry in path.rglob("*"):
+        _sync(entry, os.O_NOFOLLOW)
+    sync_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Force the names in a directory to the disk: a rename is durable only after this."""
+    _sync(path, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flag: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flag)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""What a stage is handed besides its inputs: device, seed, scratch directory, progress, and the question whether to stop.
+
+Passed as an argument, never global. Randomness comes only from `rng`, whose stream depends on the seed and a path of names, so that adding a
+consumer does not move the numbers of another.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from compress.errors import Interrupted
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Progress(Protocol):
+    """Where progress is shown; everything goes to stderr or a log, never to stdout."""
+
+    def update(self, done: int, total: int, note: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class SilentProgress:
+    """Shows nothing (tests, library use)."""
+
+    def update(self, done: int, total: int, note: str) -> None:
+        del done, total, note
+
+    def say(self, text: str) -> None:
+        del text
+
+
+def never() -> int | None:
+    """Nobody asked to stop."""
+    return None
+
+
+@dataclass(frozen=True)
+class Context:
+    """`stop_signal` gives the number of the signal that asked this run to end, or None."""
+
+    device: str
+    seed: int
+    scratch: Path
+    progress: Progress = field(default_factory=SilentProgress)
+    stop_signal: Callable[[], int | None] = never
+
+    def rng(self, *path: str) -> "torch.Generator":
+        """A CPU generator for one purpose, named by `path`."""
+        import torch
+
+        name = "/".join((str(self.seed), *path))
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
+
+    def boundary(self, done: int, total: int, note: str) -> None:
+        """Called where the work so far is on disk: shows progress, and stops here if a signal asked for it.
+
+        Raises:
+            Interrupted: with the signal's exit code; the same command resumes from this point.
+        """
+        self.progress.update(done, total, note)
+        signal_number = self.stop_signal()
+        if signal_number is not None:
+            raise Interrupted(f"stopped at a safe point ({note}); the same command resumes here.", signal_number=signal_number)

@@ -1,0 +1,250 @@
+"""Tensors in safetensors files: deterministic writing, lazy reading, and the refusal of pickles.
+
+The writer lays a file out as the reference implementation does (widest dtype first, then by name, header padded with spaces to 8 bytes),
+so that equal tensors give equal bytes, whoever wrote them. It streams each tensor from memory to the file; tensors that share storage are
+written out each. Reading maps the file: a tensor costs memory only when its pages are touched, and writing to it in place does not reach
+the file.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from compress.artifact.atomic import atomic_file, sync_directory, write_atomic
+from compress.artifact.header import TensorHeader, read_header
+from compress.errors import StorageError, UnsupportedFormat, UsageError, did_you_mean
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# In the order of the reference implementation, whose files start with the last of these.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_RANK = {dtype: (rank, name) for rank, (name, dtype) in enumerate(DTYPES.items())}
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file in one step; the same tensors always give the same bytes.
+
+    Raises:
+        UnsupportedFormat: for a dtype that has no place in a safetensors file here.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _RANK:
+            raise UnsupportedFormat(f"tensor '{name}' has dtype {tensor.dtype}, which is not written to safetensors files here.")
+    ordered = sorted(tensors.items(), key=lambda item: (-_RANK[item[1].dtype][0], item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in ordered:
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _RANK[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with atomic_file(path) as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in ordered:
+            stream.write(_raw(tensor))
+
+
+def _raw(tensor: Tensor) -> Any:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()  # a buffer, without a copy
+
+
+def load_tensors(path: Path, names: Iterable[str] | None = None, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """The named tensors (all by default) of a safetensors file or of a checkpoint directory.
+
+    Raises:
+        UsageError: a name is not in the file.
+        StorageError, UnsupportedFormat: as `TensorFiles`.
+    """
+    with TensorFiles(path) as files:
+        return {name: files.get(name, device=device) for name in (files.names() if names is None else names)}
+
+
+class TensorFiles:
+    """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index. Files open on first use.
+
+    Raises:
+        UsageError: there is no such file or directory, or a tensor of that name is not in it.
+        UnsupportedFormat: pickles, a directory without safetensors, or a malformed file or index.
+        StorageError: a shard is missing or truncated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._headers: dict[str, TensorHeader] = {}
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        wanted = _indexed(path) if (path / INDEX_NAME).exists() else dict.fromkeys(_files(path), None)
+        for file, names in wanted.items():
+            headers = {header.name: header for header in read_header(file)}
+            if names is not None and (absent := sorted(set(names) - headers.keys())):
+                raise StorageError(f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the checkpoint again.")
+            for name in headers if names is None else names:
+                if name in self._file_of:
+                    raise UnsupportedFormat(
+                        f"{path} holds the tensor '{name}' in {self._file_of[name].name} and in {file.name}, without an index."
+                    )
+                self._headers[name], self._file_of[name] = headers[name], file
+
+    def names(self) -> list[str]:
+        return sorted(self._headers)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._headers
+
+    def header(self, name: str) -> TensorHeader:
+        if name not in self._headers:
+            raise UsageError(f"{self.path} has no tensor '{name}'.{did_you_mean(name, self._headers) if len(name) < 200 else ''}")
+        return self._headers[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.header(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype = self.header(name).dtype
+        if dtype not in DTYPES:
+            raise UnsupportedFormat(f"{self._file_of[name]} holds tensor '{name}' in dtype '{dtype}', which is not read here.")
+        return DTYPES[dtype]
+
+    def get(self, name: str, *, device: str | torch.device = "cpu") -> Tensor:
+        self.dtype(name)  # refuses an unknown name or dtype with a sentence
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor.to(device)
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint without an index."""
+    if path.is_file():
+        if path.suffix in _PICKLE_SUFFIXES:
+            raise _pickle_error(path, path.parent)
+        return [path]
+    if not path.is_dir():
+        raise UsageError(f"there is no checkpoint at {path}.")
+    if (path / SINGLE_NAME).exists():
+        return [path / SINGLE_NAME]
+    if found := sorted(path.glob("*.safetensors")):
+        return found
+    if pickles := sorted(entry for entry in path.iterdir() if entry.suffix in _PICKLE_SUFFIXES):
+        raise _pickle_error(pickles[0], path)
+    raise UnsupportedFormat(
+        f"{path} holds no safetensors file; a checkpoint is a directory with {SINGLE_NAME} or {INDEX_NAME} and its shards."
+    )
+
+
+def _pickle_error(pickle: Path, directory: Path) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"{pickle} is a pickle, which can run code when it is read, and is never opened here; convert the checkpoint where you trust "
+        f"it, with AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')."
+    )
+
+
+def _indexed(path: Path) -> dict[Path, list[str] | None]:
+    """Shard -> its tensors, from the index. A shard is a plain name beside the index."""
+    index = path / INDEX_NAME
+    try:
+        places = json.loads(index.read_bytes())["weight_map"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnsupportedFormat(f"{index} is not an index of safetensors shards: it has no readable weight_map.") from error
+    shards: dict[Path, list[str] | None] = {}
+    for name, file in places:
+        if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+            raise UnsupportedFormat(f"{index} places the tensor '{name}' in '{file}', which is not a safetensors file beside it.")
+        if path / file not in shards and not (path / file).exists():
+            raise StorageError(f"{path} lacks the shard '{file}' that {INDEX_NAME} names; copy the checkpoint again.")
+        names = shards.setdefault(path / file, [])
+        assert names is not None
+        names.append(name)
+    return shards
+
+
+class ShardWriter:
+    """Writes a checkpoint tensor by tensor and holds one shard in memory at most.
+
+    The bytes depend only on the tensors, the order of `add` and `max_shard_bytes`. A larger tensor gets its own shard.
+    """
+
+    def __init__(self, directory: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a copy of the tensor on the CPU; the caller may change or free its own at once."""
+        if name in self._names:
+            raise ValueError(f"tensor '{name}' is added twice")
+        self._names.add(name)
+        size_bytes = tensor.numel() * tensor.element_size()
+        if self._pending and self._pending_bytes + size_bytes > self._max_shard_bytes:
+            self._flush()
+        self._pending[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        self._pending_bytes += size_bytes
+        self._total_bytes += size_bytes
+
+    def finish(self) -> list[Path]:
+        """Give the shards their final names, write the index when there is more than one, and return the files written."""
+        if not self._names:
+            raise ValueError("a checkpoint without tensors")
+        if self._pending:
+            self._flush()
+        count = len(self._shards)
+        names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names):
+            self._partial(number).rename(self._directory / name)
+        sync_directory(self._directory)
+        written = [self._directory / name for name in names]
+        if count > 1:
+            places = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(places.items()))}
+            write_atomic(self._directory / INDEX_NAME, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+            written.append(self._directory / INDEX_NAME)
+        return written
+
+    def _flush(self) -> None:
+        save_tensors(self._partial(len(self._shards)), self._pending)
+        self._shards.append(list(self._pending))
+        self._pending, self._pending_bytes = {}, 0
+
+    def _partial(self, number: int) -> Path:
+        return self._directory / f"shard-{number:05d}.partial"

@@ -1,0 +1,7 @@
+"""`python -m compress.cli`."""
+
+import sys
+
+from compress.cli.app import main
+
+sys.exit(main())

@@ -1,0 +1,236 @@
+"""`compress doctor`: whether this machine can do the work, and what to do where not. Imports only torch; the rest is metadata."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from compress.cli.output import JsonFlag, emit, size_text, table
+
+Status = Literal["ok", "note", "unfit"]
+_UNFIT = 4
+_CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
+    "avx2": "256-bit vectors",
+    "avx512f": "512-bit vectors",
+    "avx512_vnni": "fast INT8 products",
+    "avx512_bf16": "fast bf16 products",
+    "amx_bf16": "bf16 matrix tiles",
+    "amx_int8": "INT8 matrix tiles",
+}
+_VERSIONS_SHOWN = ("transformers", "compressed-tensors", "safetensors")
+_REPLACED = {"auto-gptq": "gptq", "autoawq": "awq"}
+_LOW_DISK_BYTES = 20 << 30  # an 8B checkpoint in bf16 is 16 GB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `unfit` means that the work cannot be done here until it is changed."""
+
+    name: str
+    status: Status
+    value: str
+    advice: str = ""
+
+
+def doctor(
+    workspace: Annotated[Path, typer.Option(help="Where results are kept; its disk is looked at.")] = Path(".compress"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Check Python, packages, CPU, GPU and disk; exit code 4 when something required is missing."""
+    findings = [*examine(workspace)]
+    unfit = [finding for finding in findings if finding.status == "unfit"]
+    rows = [(finding.status, finding.name, finding.value) for finding in findings]
+    advice = [f"{finding.name}: {finding.advice}" for finding in findings if finding.advice]
+    verdict = f"not fit: {', '.join(finding.name for finding in unfit)}" if unfit else "fit for work"
+    text = "\n".join([table(rows), "", *advice, "", verdict])
+    emit({"fit": not unfit, "findings": [asdict(finding) for finding in findings]}, text, as_json=as_json)
+    if unfit:
+        raise typer.Exit(_UNFIT)
+
+
+def examine(workspace: Path) -> Iterator[Finding]:
+    """Everything that is looked at, in the order of the report."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from requirements(installed_version)
+    yield from accelerator()
+    yield triton(installed_version)
+    yield cpu(_read_text(Path("/proc/cpuinfo")))
+    yield from vision_and_audio(installed_version)
+    yield from replaced_packages(installed_version)
+    yield disk(workspace)
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """What the package says it needs, against what is there; one line when all is well, beside the versions people ask for."""
+    try:
+        declared = importlib.metadata.requires("compress") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "requirements", "note", "unknown", "compress runs from a source tree; `pip install -e .` lets doctor check its needs."
+        )
+        declared = []
+    wrong = []
+    for line in (line for line in declared if "extra ==" not in line):
+        package, wanted = parse_requirement(line)
+        found = version_of(package)
+        if found is None or not satisfies(found, wanted):
+            wrong.append(Finding(package, "unfit", found or "missing", f"needs {wanted or 'any version'}: pip install '{package}{wanted}'"))
+    if declared and not wrong:
+        yield Finding("requirements", "ok", "all present in the versions needed")
+    shown = {finding.name for finding in wrong}
+    yield from wrong
+    for package in _VERSIONS_SHOWN:
+        if package not in shown:
+            found = version_of(package)
+            yield Finding(package, "ok" if found else "unfit", found or "missing", "" if found else f"pip install {package}")
+
+
+def parse_requirement(line: str) -> tuple[str, str]:
+    """`name>=1,<2; marker` as (name, `>=1,<2`)."""
+    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", line)
+    assert match, line
+    return match[1], match[2].replace(" ", "")
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Whether a version meets comparisons such as `>=2.9,<2.14`, by its release numbers alone (`2.13.0+cpu` counts as 2.13.0)."""
+    compare: Mapping[str, Callable[[int], bool]] = {
+        ">=": lambda sign: sign >= 0,
+        "<=": lambda sign: sign <= 0,
+        ">": lambda sign: sign > 0,
+        "<": lambda sign: sign < 0,
+        "==": lambda sign: sign == 0,
+        "!=": lambda sign: sign != 0,
+    }
+    for operator, bound in re.findall(r"(>=|<=|==|!=|>|<)([0-9.]+)", wanted):
+        found, limit = _release(version), _release(bound)
+        width = max(len(found), len(limit))
+        left, right = found + (0,) * (width - len(found)), limit + (0,) * (width - len(limit))
+        if not compare[operator]((left > right) - (left < right)):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    return tuple(int(part) for part in match[1].split(".")) if match else ()
+
+
+def accelerator() -> Iterator[Finding]:
+    """torch, and the GPUs it can use. No GPU is fine: all but speed works on the CPU."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
+        yield Finding("torch", "unfit", f"cannot be imported: {error}", "pip install 'torch>=2.9'")
+        return
+    yield Finding("torch", "ok", f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'}")
+    driver = driver_version()
+    if driver:
+        yield Finding("driver", "ok", driver)
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            capability = device.major * 10 + device.minor
+            old = "The kernels here are made for sm80 (Ampere) and newer; the torch path is used." if capability < 80 else ""
+            yield Finding(f"gpu {index}", "note" if old else "ok", f"{device.name}, sm{capability}, {size_text(device.total_memory)}", old)
+    elif driver:
+        build = "the driver is too old for this torch" if torch.version.cuda else "this torch is a CPU build"
+        yield Finding("gpu", "note", "present, not usable by torch", f"{build}; install a torch build that matches driver {driver}.")
+    else:
+        yield Finding("gpu", "note", "none", "Compression, validation and export work on the CPU; latency numbers need a GPU.")
+
+
+def driver_version() -> str | None:
+    """What nvidia-smi says, where there is one."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
+
+
+def triton(version_of: Callable[[str], str | None]) -> Finding:
+    version = version_of("triton")
+    if version:
+        return Finding("triton", "ok", version)
+    return Finding(
+        "triton", "note", "missing", "CUDA builds of torch bring it; without a GPU it is not needed (the torch reference kernels run)."
+    )
+
+
+def cpu(cpuinfo: str) -> Finding:
+    """The instruction sets that decide the speed of the CPU path."""
+    match = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    present = [f"{flag} ({gain})" for flag, gain in _CPU_FEATURES.items() if flag in flags]
+    cores = len(os.sched_getaffinity(0))
+    slow_bf16 = not flags & {"avx512_bf16", "amx_bf16"}
+    advice = "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 BF16." if slow_bf16 else ""
+    return Finding("cpu", "note" if slow_bf16 else "ok", f"{cores} cores, {', '.join(present) or 'no vector features seen'}", advice)
+
+
+def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of transformers.
+
+    Judged by metadata alone: importing the wrong build is the very failure looked for.
+    """
+    torch_build = build_of(version_of("torch"))
+    for package in ("torchvision", "torchaudio"):
+        version = version_of(package)
+        if version is None:
+            continue
+        if build_of(version) == torch_build:
+            yield Finding(package, "note", version, "Not needed here, and easily left behind when torch changes.")
+        else:
+            reason = f"Built for {build_of(version)} while torch is built for {torch_build}: transformers fails to import beside it."
+            yield Finding(package, "unfit", version, f"{reason} Remove it: pip uninstall {package}")
+
+
+def build_of(version: str | None) -> str:
+    """The local part of a version: `2.13.0+cpu` is `cpu`; without one it is the index's default build."""
+    return (version or "").partition("+")[2] or "the default build"
+
+
+def replaced_packages(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Two archived packages that people look for, and why they are not here."""
+    for package, layout in _REPLACED.items():
+        version = version_of(package)
+        reason = f"Archived, and not made for transformers 5. {layout} checkpoints are read and written natively, so it is not needed."
+        advice = f"{reason} Remove it: pip uninstall {package}" if version else reason
+        yield Finding(package, "note" if version else "ok", version or "absent, as it should be", advice)
+
+
+def disk(workspace: Path) -> Finding:
+    """Room where the workspace is, or will be."""
+    place = workspace.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    low = free < _LOW_DISK_BYTES
+    advice = f"A run keeps every stage's result; an 8B model wants {size_text(_LOW_DISK_BYTES)} and more." if low else ""
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "unfit", f"{place} is not writable", "Give a workspace that this user may write to.")
+    return Finding("disk", "note" if low else "ok", f"{size_text(free)} free at {place}", advice)
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,0 +1,137 @@
+"""`compress inspect`: what an artifact is, from its manifest alone; nothing of its weights is read or copied."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress.cli.output import JsonFlag, count_text, emit, size_text, table
+from compress.digest import digest_bytes
+from compress.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from compress.artifact.manifest import Manifest
+
+
+def inspect(
+    target: Annotated[str, typer.Argument(help="Directory of an artifact, or a registry reference.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what an artifact is: role, scheme, layer shapes, tensors by dtype, files, parents."""
+    from compress.artifact.manifest import open_artifact
+
+    manifest = _manifest_of_ref(target) if "://" in target else open_artifact(Path(target)).manifest
+    emit(describe(manifest, target), as_text(manifest, target, list_tensors=tensors), as_json=as_json)
+
+
+def describe(manifest: "Manifest", target: str) -> dict[str, Any]:
+    """The manifest itself, and the sums that a reader would compute from it."""
+    size_bytes = sum(record.size_bytes for record in manifest.files)
+    return {
+        "target": target,
+        "digest": manifest.digest,
+        "size_bytes": size_bytes,
+        "by_dtype": _by_dtype(manifest),
+        "manifest": asdict(manifest),
+    }
+
+
+def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
+    """The same for people."""
+    size_bytes = sum(record.size_bytes for record in manifest.files)
+    origin = manifest.provenance
+    head = [
+        ("target", target),
+        ("digest", manifest.digest),
+        ("role", manifest.role),
+        ("stage", origin.get("stage", "-")),
+        ("size", f"{size_text(size_bytes)} in {count_text(len(manifest.files), 'file')}"),
+        *(("parent", f"{name} {digest}") for name, digest in sorted(origin.get("parents", {}).items())),
+    ]
+    sections = [table(head), _facts("architecture", manifest.arch), _facts("scheme", manifest.scheme), _facts("facts", manifest.facts)]
+    if manifest.layers:
+        sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
+    if manifest.tensors:
+        rows = [("dtype", "tensors", "elements", "size")]
+        rows += [
+            (dtype, str(row["tensors"]), f"{row['elements']:,}", size_text(row["size_bytes"])) for dtype, row in _by_dtype(manifest).items()
+        ]
+        sections.append("tensors\n" + _indented(table(rows, right=(1, 2, 3))))
+    if list_tensors:
+        rows_all = [(record.name, record.dtype, "x".join(map(str, record.shape)) or "scalar", record.file) for record in manifest.tensors]
+        sections.append(_indented(table(rows_all)))
+    if manifest.files:
+        sections.append(
+            "files\n" + _indented(table([(record.path, size_text(record.size_bytes)) for record in manifest.files], right=(1,)))
+        )
+    return "\n\n".join(section for section in sections if section)
+
+
+def _by_dtype(manifest: "Manifest") -> dict[str, dict[str, int]]:
+    from compress.artifact.header import BITS_OF_DTYPE
+
+    sums: dict[str, dict[str, int]] = {}
+    for record in manifest.tensors:
+        row = sums.setdefault(record.dtype, {"tensors": 0, "elements": 0, "size_bytes": 0})
+        elements = math.prod(record.shape)
+        row["tensors"] += 1
+        row["elements"] += elements
+        row["size_bytes"] += elements * BITS_OF_DTYPE[record.dtype] // 8
+    return dict(sorted(sums.items()))
+
+
+def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """One row for each run of layers of equal facts."""
+    rows = []
+    for facts, run in groupby(enumerate(layers), key=lambda item: _fact_line(item[1])):
+        indices = [index for index, _ in run]
+        rows.append((str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}", facts))
+    return rows
+
+
+def _fact_line(facts: Mapping[str, Any]) -> str:
+    return "  ".join(f"{key}={_value_text(value)}" for key, value in facts.items())
+
+
+def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
+    return f"{title}\n" + _indented(table([(key, _value_text(value)) for key, value in facts.items()])) if facts else ""
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())
+
+
+def _manifest_of_ref(text: str) -> "Manifest":
+    """The artifact's manifest out of a registry: two small blobs, both checked against their digests."""
+    from compress.artifact.manifest import Manifest
+    from compress.registry.image import ARTIFACT, MAX_MANIFEST_BYTES, Descriptor, ImageManifest
+    from compress.registry.protocol import open_registry
+    from compress.registry.transfer import resolve
+
+    ref = resolve(text)
+    registry = open_registry(ref.registry)
+    descriptor = registry.find(str(ref.digest))
+    if descriptor is None:
+        raise StorageError(f"{ref} has gone from {ref.registry} since it was looked up; try again.")
+
+    def read(blob: Descriptor) -> bytes:
+        with registry.get(blob) as stream:
+            data = stream.read(min(blob.size_bytes, MAX_MANIFEST_BYTES) + 1)
+        if digest_bytes(data) != blob.digest:
+            raise StorageError(f"the {blob} in {ref.registry} is damaged; push the artifact again to repair it.")
+        return data
+
+    image = ImageManifest.from_bytes(read(descriptor), str(ref))
+    if image.artifact_type != ARTIFACT:
+        raise UsageError(f"{ref} is not an artifact of compress but of type {image.artifact_type}.")
+    return Manifest.from_bytes(read(image.config), where=str(ref))

@@ -1,0 +1,162 @@
+"""What goes where: data to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and progress to stderr.
+
+Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's log stays readable.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
+
+import typer
+
+from compress.errors import StorageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+SCHEMA = 1
+LOG_INTERVAL_S = 5.0
+
+JsonFlag = Annotated[bool, typer.Option("--json", help='Print one JSON document {"schema": 1, ...} to stdout.')]
+
+
+def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
+    """Print a command's result: the document, or its form for people."""
+    write_data(json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False) if as_json else text)
+
+
+def write_data(text: str) -> None:
+    """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not all data arrived."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's own flush at exit must not complain
+        raise typer.Exit(StorageError.exit_code) from None
+
+
+def note(message: str) -> None:
+    """A line for the person who watches; never data."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def table(rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
+    """Columns padded to their widest cell; those in `right` are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not cells:
+        return ""
+    aligned_right = set(right)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    padded = (
+        (
+            cell.rjust(width) if column in aligned_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    )
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def size_text(num_bytes: int) -> str:
+    """`1.50 GiB`: binary units, three significant digits."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.5 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {units[0]}"
+
+
+def duration_text(seconds: float) -> str:
+    """`1h02m`, `3m20s` or `7s`."""
+    total = max(0, round(seconds))
+    if total >= 3600:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 60}m{total % 60:02d}s" if total >= 60 else f"{total}s"
+
+
+def peak_host_bytes() -> int:
+    """The largest resident size this process had so far (Linux counts in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a moving line makes sense there."""
+    return stream.isatty() and os.environ.get("TERM", "") != "dumb"
+
+
+class ProgressReport(Protocol):
+    def advance(self, step: str) -> None:
+        """One more of the total is done; `step` names what comes of it, such as `layer 3`."""
+        ...
+
+
+@contextmanager
+def progress(
+    stage: str,
+    total: int,
+    *,
+    stream: TextIO | None = None,
+    peak_bytes: Callable[[], int] = peak_host_bytes,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[ProgressReport]:
+    """Show how far a stage of `total` steps is, with the time left and the peak memory, while the block runs."""
+    out = sys.stderr if stream is None else stream
+    if not is_terminal(out):
+        yield _LogLines(stage, total, out, peak_bytes, clock)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[step]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("peak {task.fields[peak]}"),
+    )
+    with Progress(*columns, console=Console(file=out)) as bar:  # rich honours NO_COLOR
+        yield _Bar(bar, bar.add_task(stage, total=total, step="", peak=size_text(peak_bytes())), peak_bytes)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    bar: "Progress"
+    task: "TaskID"
+    peak_bytes: Callable[[], int]
+
+    def advance(self, step: str) -> None:
+        self.bar.update(self.task, advance=1, step=step, peak=size_text(self.peak_bytes()))
+
+
+class _LogLines:
+    """One line per step, at most one every few seconds; the first and the last step always show."""
+
+    def __init__(self, stage: str, total: int, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
+        self.stage, self.total, self.out, self.peak_bytes, self.clock = stage, total, out, peak_bytes, clock
+        self.num_done = 0
+        self.started_s = clock()
+        self.shown_s = float("-inf")
+
+    def advance(self, step: str) -> None:
+        self.num_done += 1
+        now = self.clock()
+        if now - self.shown_s < LOG_INTERVAL_S and self.num_done < self.total:
+            return
+        self.shown_s = now
+        elapsed_s = now - self.started_s
+        left_s = elapsed_s / self.num_done * (self.total - self.num_done)
+        times = f"{duration_text(elapsed_s)} elapsed, {duration_text(left_s)} left"
+        print(f"{self.stage} {self.num_done}/{self.total} {step}: {times}, peak {size_text(self.peak_bytes())}", file=self.out, flush=True)

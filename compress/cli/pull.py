@@ -1,0 +1,27 @@
+"""`compress pull`: an artifact out of a registry into a new directory, every byte checked."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.cli.output import JsonFlag, emit, size_text
+
+
+def pull(
+    ref: Annotated[str, typer.Argument(help="What, such as layout://registry/my-model:candidate or ...my-model@sha256:<hex>.")],
+    destination: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    evidence: Annotated[Path | None, typer.Option("--evidence", help="Also copy the newest evidence, into this new directory.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy an artifact from a registry into a new directory; it appears only when every digest matched."""
+    from compress.registry.transfer import pull as pull_artifact
+    from compress.registry.transfer import pull_evidence, resolve
+
+    pinned = resolve(ref)  # one object, even when the tag moves meanwhile
+    artifact = pull_artifact(pinned, destination)
+    if evidence is not None:
+        pull_evidence(pinned, evidence)
+    document = {"ref": str(pinned), "path": str(destination), "artifact_digest": artifact.digest, "size_bytes": artifact.size_bytes}
+    text = f"{destination}\n{pinned}; {size_text(artifact.size_bytes)}"
+    emit({**document, "evidence": str(evidence) if evidence else None}, text, as_json=as_json)

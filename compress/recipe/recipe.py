@@ -1,0 +1,113 @@
+"""A recipe: a model, a seed, and stages kept as `{kind, raw mapping, position}` until the stage's own Spec is loaded and checks them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from compress.errors import RecipeError, did_you_mean
+from compress.recipe.model_ref import parse_model_ref
+from compress.recipe.source import SourceMap, read_yaml
+from compress.recipe.spec import Spec, parse_spec
+
+_MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage as the file has it: `raw` without `kind`, and `where` its keys stand (paths relative to this stage)."""
+
+    kind: str
+    index: int
+    raw: Mapping[str, Any]
+    where: SourceMap
+
+
+class Push(Spec):
+    """Where the finished artifact goes."""
+
+    to: str = Field(min_length=1, description="registry, such as layout://registry")
+    name: str = Field(min_length=1, description="name of the artifact in the registry")
+    aliases: tuple[str, ...] = Field((), description="tags that point at this artifact after the push")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    version: int
+    model: str
+    seed: int
+    stages: tuple[StageEntry, ...]
+    push: Push | None
+    file: str
+
+
+class _StageHead(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow")
+    kind: str = Field(min_length=1)
+
+
+class _RecipeHead(Spec):
+    version: Literal[1]
+    model: str = Field(description="builtin://reference, ./path, or hf://org/name@revision")
+    seed: int = Field(0, ge=0, le=_MAX_SEED)
+    stages: tuple[_StageHead, ...] = Field(min_length=1)
+    push: Push | None = None
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe file.
+
+    Raises:
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push) is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}:1:1: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8.") from error
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}. `compress init` writes one to start from.") from error
+    return parse_recipe(text, file=str(path))
+
+
+def parse_recipe(text: str, *, file: str) -> Recipe:
+    """The recipe that `text` says; each stage is kept raw, for its owner to check with `parse_spec`."""
+    tree, where = read_yaml(text, file=file)
+    if not isinstance(tree, dict):
+        raise where.error((), "a recipe is a mapping with the keys version, model and stages.")
+    head = parse_spec(_RecipeHead, tree, where)
+    try:
+        parse_model_ref(head.model)
+    except RecipeError as error:
+        raise where.error(("model",), str(error)) from None
+    stages = tuple(
+        StageEntry(raw["kind"], index, {key: value for key, value in raw.items() if key != "kind"}, where.under("stages", index))
+        for index, raw in enumerate(tree["stages"])
+    )
+    return Recipe(head.version, head.model, head.seed, stages, head.push, file)
+
+
+def unknown_kind_error(entry: StageEntry, known: Iterable[str]) -> RecipeError:
+    """The error for a stage whose kind nobody registered."""
+    return entry.where.error(("kind",), f"unknown stage '{entry.kind}'.{did_you_mean(entry.kind, known)}")
+
+
+def recipe_schema(stage_specs: Mapping[str, type[Spec]]) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a whole recipe, each stage one of `stage_specs` by its `kind`."""
+    template = "#/$defs/{model}"
+    models: list[type[BaseModel]] = [_RecipeHead, *dict.fromkeys(stage_specs.values())]
+    names, collected = models_json_schema([(model, "validation") for model in models], ref_template=template)
+    definitions: dict[str, Any] = collected["$defs"]
+    name_of = {model: names[model, "validation"]["$ref"].removeprefix("#/$defs/") for model in models}
+    head = definitions.pop(name_of[_RecipeHead])
+    definitions.pop(_StageHead.__name__)
+    stages = {}
+    for kind, spec in sorted(stage_specs.items()):
+        body = definitions[name_of[spec]]
+        properties = {"kind": {"const": kind}} | body.get("properties", {})
+        stages[f"stage:{kind}"] = body | {"title": kind, "properties": properties, "required": ["kind", *body.get("required", [])]}
+    head["properties"]["stages"]["items"] = {"oneOf": [{"$ref": template.format(model=name)} for name in stages]}
+    head |= {"title": "compress recipe", "description": "One model, and the stages that compress it."}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **head, "$defs": definitions | stages}

@@ -1,0 +1,226 @@
+"""YAML 1.2 text read into plain values, together with the line and column of every key.
+
+The values are built from the parser's event stream, not by its object constructor, so the whole language a recipe can say is on this page:
+mappings with unique text keys, lists, and the scalars of the YAML 1.2 core schema (plus `_` between digits). No tags, anchors, aliases,
+merge keys or second documents: a file says what it says, and `no`, `off` and `2026-01-31` are text.
+"""
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentEndEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    StreamEndEvent,
+)
+from ruamel.yaml.reader import ReaderError
+
+from compress.errors import RecipeError
+
+KeyPath = tuple[str | int, ...]
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_WORDS: Mapping[str, bool | None] = {"": None, "~": None} | {
+    form: value for word, value in (("null", None), ("true", True), ("false", False)) for form in (word, word.title(), word.upper())
+}
+_MAX_DEPTH = 64
+_MAX_DIGITS = 400  # the longest float that repr gives has 24 characters; integers beyond 4,300 digits make int() fail
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where something starts in a file; both count from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class SourceMap:
+    """Where every key and list item of a mapping stands in its file; `prefix` is the path of this mapping in the whole file."""
+
+    file: str
+    positions: Mapping[KeyPath, Position]
+    prefix: KeyPath = ()
+
+    def at(self, path: KeyPath) -> Position:
+        """The position of `path`, or of its nearest parent that the file has."""
+        while path and path not in self.positions:
+            path = path[:-1]
+        return self.positions.get(path, Position(1, 1))
+
+    def under(self, *path: str | int) -> "SourceMap":
+        """The part below `path`, with paths relative to it."""
+        depth = len(path)
+        inner = {known[depth:]: position for known, position in self.positions.items() if known[:depth] == path}
+        return SourceMap(self.file, {(): self.at(path)} | inner, self.prefix + path)
+
+    def error(self, path: KeyPath, problem: str) -> RecipeError:
+        """`file:line:column: <key path>: problem`."""
+        position, name = self.at(path), path_text(self.prefix + path)
+        return RecipeError(f"{self.file}:{position.line}:{position.column}: {name + ': ' if name else ''}{problem}")
+
+
+def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
+    """The value of a YAML 1.2 document and where its keys and items stand; an empty document is `None`.
+
+    Raises:
+        RecipeError: it is not YAML, or uses more of YAML than this module's head allows.
+    """
+    reader = _Reader(text, file)
+    return reader.document(), SourceMap(file, reader.positions)
+
+
+def dump_yaml(value: Any) -> str:
+    """Block YAML of plain data, in the order given; `read_yaml` gives the same value back. Text is quoted, so nothing can be misread."""
+    out = io.StringIO()
+    _write_block(out, value, indent=0)
+    return out.getvalue()
+
+
+class _Reader:
+    """Builds plain values from parser events, noting positions on the way."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.file = file
+        self.text = text.removeprefix("\ufeff")
+        self.positions: dict[KeyPath, Position] = {}
+        self.events: Iterator[Event] = YAML(typ="safe", pure=True).parse(self.text)
+
+    def document(self) -> Any:
+        self._next()  # start of the stream
+        start = self._next()
+        if isinstance(start, StreamEndEvent):
+            return None
+        if isinstance(start, DocumentStartEvent) and (start.tags or start.version not in (None, (1, 2))):
+            raise self._error(start.start_mark, "directives are not read here; a recipe is YAML 1.2.")
+        first = self._next()
+        self.positions[()] = _position(first.start_mark)
+        value = self._value(first, ())
+        end = self._next()
+        assert isinstance(end, DocumentEndEvent)
+        after = self._next()
+        if not isinstance(after, StreamEndEvent):
+            raise self._error(after.start_mark, "a second document starts here; a file holds one.")
+        return value
+
+    def _value(self, event: Event, path: KeyPath) -> Any:
+        if isinstance(event, AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise self._error(event.start_mark, "anchors and aliases are not read here; write the value out.")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise self._error(event.start_mark, f"the tag '{tag}' is not read here; values are plain text, numbers, lists and mappings.")
+        if len(path) > _MAX_DEPTH:
+            raise self._error(event.start_mark, f"nested more than {_MAX_DEPTH} levels deep.")
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event) if event.style is None else event.value
+        return self._mapping(path) if isinstance(event, MappingStartEvent) else self._list(path)
+
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        while not isinstance(event := self._next(), MappingEndEvent):
+            if not isinstance(event, ScalarEvent) or event.anchor is not None or event.tag is not None or not event.value:
+                raise self._error(event.start_mark, "a key is one plain word or text.")
+            key = event.value
+            if key == "<<" and event.style is None:
+                raise self._error(event.start_mark, "merge keys are not read here; write the values out.")
+            if key in mapping:
+                first = self.positions[(*path, key)]
+                raise self._error(event.start_mark, f"{path_text((*path, key))}: duplicate key, first given at line {first.line}.")
+            self.positions[(*path, key)] = _position(event.start_mark)
+            mapping[key] = self._value(self._next(), (*path, key))
+        return mapping
+
+    def _list(self, path: KeyPath) -> list[Any]:
+        items: list[Any] = []
+        while not isinstance(event := self._next(), SequenceEndEvent):
+            inner = (*path, len(items))
+            self.positions[inner] = _position(event.start_mark)
+            items.append(self._value(event, inner))
+        return items
+
+    def _scalar(self, event: ScalarEvent) -> str | int | float | bool | None:
+        text = event.value
+        if text in _WORDS:
+            return _WORDS[text]
+        if len(text) > _MAX_DIGITS and (_INT.fullmatch(text) or _FLOAT.fullmatch(text)):
+            raise self._error(event.start_mark, f"a number of {len(text)} characters; quote it if it is text.")
+        if _INT.fullmatch(text):
+            return int(text, 0)
+        if _FLOAT.fullmatch(text):
+            if re.fullmatch(r"[-+]?0[0-9_]+", text):
+                raise self._error(event.start_mark, f"{text} starts with 0: quote it if it is text, write 0o for octal, or drop the zero.")
+            if abs(number := float(text)) != float("inf"):
+                return number
+        elif not _NOT_FINITE.fullmatch(text):
+            return text
+        raise self._error(event.start_mark, f"{text} is not a finite number; quote it if it is text.")
+
+    def _next(self) -> Event:
+        try:
+            return next(self.events)
+        except MarkedYAMLError as error:
+            problem = error.problem or "not YAML"
+            if "'\\t'" in problem:
+                problem = "a tab where YAML wants spaces"
+            context = f" {error.context}" if error.context and "next token" not in error.context else ""
+            raise self._error(error.problem_mark or error.context_mark, f"{problem}{context}.") from None
+        except ReaderError as error:
+            before = self.text[: error.position]
+            line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
+            raise RecipeError(f"{self.file}:{line}:{column}: a control character is not text; remove it.") from None
+        except YAMLError as error:
+            raise RecipeError(f"{self.file}:1:1: not YAML: {error}") from None
+
+    def _error(self, mark: StreamMark | None, problem: str) -> RecipeError:
+        position = _position(mark) if mark is not None else Position(1, 1)
+        return RecipeError(f"{self.file}:{position.line}:{position.column}: {problem}")
+
+
+def _position(mark: StreamMark) -> Position:
+    return Position(mark.line + 1, mark.column + 1)
+
+
+def path_text(path: KeyPath) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
+    """Nested collections one level further in; a list's dashes stand at the indent of what they belong to plus two."""
+    if isinstance(value, Mapping) and value:
+        rows = [(f"{_key_text(str(key))}:", inner) for key, inner in value.items()]
+    elif isinstance(value, (list, tuple)) and value:
+        rows = [("-", inner) for inner in value]
+    else:
+        out.write(f"{' ' * indent}{_scalar_text(value)}\n")
+        return
+    for head, inner in rows:
+        if isinstance(inner, (Mapping, list, tuple)) and inner:
+            out.write(f"{' ' * indent}{head}\n")
+            _write_block(out, inner, indent=indent + 2)
+        else:
+            out.write(f"{' ' * indent}{head} {_scalar_text(inner)}\n")
+
+
+def _key_text(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
+
+
+def _scalar_text(value: Any) -> str:
+    if isinstance(value, (Mapping, list, tuple)):
+        return "{}" if isinstance(value, Mapping) else "[]"
+    return json.dumps(value, allow_nan=False)

@@ -1,0 +1,169 @@
+"""What a part of a recipe may say: a `Spec` per stage, method or data card, and errors that point into the file.
+
+A raw mapping is held against its spec strictly and as JSON: a quoted number is not a number, `yes` is not a truth value, a list is a tuple.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
+
+from compress.errors import RecipeError, UsageError, did_you_mean
+from compress.recipe.source import KeyPath, SourceMap
+
+
+class Spec(BaseModel):
+    """Base of everything a file can configure: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """A field whose Spec is chosen by its `kind`, among specs that plug-ins bring: `round: Annotated[Spec, ByKind(rounder_specs)]`.
+
+    `specs` is called when the Spec that holds the field is built, and to explain an error.
+    Each choice declares `kind: Literal["its name"]`.
+    """
+
+    specs: Callable[[], Mapping[str, type[Spec]]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        choices = {kind: handler.generate_schema(spec) for kind, spec in self.specs().items()}
+        return core_schema.tagged_union_schema(choices, discriminator="kind")
+
+
+def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> S:
+    """`raw` as a `spec_type`.
+
+    Raises:
+        RecipeError: naming every wrong key, one a line, each at its place in the file.
+    """
+    try:
+        return spec_type.model_validate_json(json.dumps(dict(raw)), strict=True)
+    except ValidationError as error:
+        problems: dict[KeyPath, list[str]] = {}
+        for location, detail in _flatten(error):
+            path, text = _explain(spec_type, raw, location, detail)
+            problems.setdefault(path, []).append(text)
+        found = sorted(problems.items(), key=lambda item: (where.at(item[0]).line, where.at(item[0]).column))
+        raise RecipeError("\n".join(str(where.error(path, " Or: ".join(dict.fromkeys(texts)))) for path, texts in found)) from None
+    except RecipeError:
+        raise
+    except UsageError as error:  # a validator asked a plug-in set for a name it does not have
+        raise where.error((), str(error)) from None
+
+
+def _flatten(error: ValidationError, outer: KeyPath = ()) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Every single error; one raised by a validator that itself validated a Spec is opened up."""
+    for detail in error.errors(include_url=False):
+        location, cause = outer + detail["loc"], detail.get("ctx", {}).get("error")
+        if isinstance(cause, ValidationError):
+            yield from _flatten(cause, location)
+        else:
+            yield location, detail
+
+
+def _explain(spec_type: type[BaseModel], raw: Mapping[str, Any], location: KeyPath, detail: Mapping[str, Any]) -> tuple[KeyPath, str]:
+    """The path in the file and the sentence for one pydantic error."""
+    path, owner = _locate(spec_type, raw, location)
+    context, given = detail.get("ctx", {}), json.dumps(detail["input"], default=str)
+    shown = given if len(given) <= 60 else given[:57] + "..."
+    match detail["type"]:
+        case "extra_forbidden":
+            return path, f"unknown key.{did_you_mean(str(location[-1]), owner.model_fields if owner else ())}"
+        case "missing":
+            return (*path, location[-1]), "a required key is missing."
+        case "union_tag_not_found":
+            return (*path, "kind"), "a required key is missing."
+        case "union_tag_invalid":
+            known = re.findall(r"'([^']*)'", context["expected_tags"])
+            return (*path, "kind"), f"unknown kind '{context['tag']}'.{did_you_mean(context['tag'], known)}"
+        case "literal_error" | "enum":
+            known = re.findall(r"'([^']*)'", context["expected"])
+            near = did_you_mean(str(detail["input"]), known) if known else ""
+            return path, f"{shown} is not {context['expected']}.{near if 'Did you mean' in near else ''}"
+        case "model_type" | "model_attributes_type":
+            return path, f"must be a mapping of keys to values, not {shown}."
+        case "value_error" | "assertion_error":
+            return path, f"{context['error']}"
+        case _:
+            message = str(detail["msg"])
+            return path, f"{message[0].lower()}{message[1:]}, not {shown}."
+
+
+def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
+    """`location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec that owns its last key."""
+    path: KeyPath = ()
+    annotation, value, owner, tag_is_next = spec_type, raw, None, False
+    for part in location:
+        choices, tagged = _unwrap(annotation)
+        if isinstance(value, Mapping):
+            if tagged and tag_is_next and part == value.get("kind"):
+                tag_is_next = False
+                continue
+            if part not in value:
+                continue
+            owner = _owner(choices, value)
+            annotation = _field(owner, str(part)) if owner else _element(choices, Mapping)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            annotation = _element(choices, Sequence)
+        else:
+            continue
+        path, value, tag_is_next = (*path, part), value[part], True
+    return path, owner
+
+
+def _unwrap(annotation: Any) -> tuple[list[Any], bool]:
+    """The alternatives of a type, and whether pydantic picks among them by `kind`."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *marks = get_args(annotation)
+        for mark in marks:
+            if isinstance(mark, ByKind):
+                return list(mark.specs().values()), True
+        choices, tagged = _unwrap(inner)
+        return choices, tagged or any(getattr(mark, "discriminator", None) for mark in marks)
+    if origin in (Union, UnionType):
+        parts = [_unwrap(part) for part in get_args(annotation)]
+        return [choice for choices, _ in parts for choice in choices], any(tagged for _, tagged in parts)
+    return [annotation], False
+
+
+def _owner(choices: list[Any], value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The one Spec among `choices`, or the one that declares the `kind` that `value` gives."""
+    specs = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
+    if len(specs) == 1:
+        return specs[0]
+    by_kind = (spec for spec in specs if "kind" in spec.model_fields and value.get("kind") in _literals(spec))
+    return next(by_kind, None)
+
+
+def _literals(spec: type[BaseModel]) -> tuple[Any, ...]:
+    annotation = spec.model_fields["kind"].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _field(owner: type[BaseModel], key: str) -> Any:
+    """The type of a field with its marks; `Any` for a key the Spec does not have."""
+    for name, field in owner.model_fields.items():
+        if key in (name, field.alias):
+            return Annotated.__class_getitem__((field.annotation, field, *field.metadata))  # type: ignore[attr-defined]
+    return Any
+
+
+def _element(choices: list[Any], container: type) -> Any:
+    """The type of what a mapping or a sequence among `choices` holds."""
+    for choice in choices:
+        origin = get_origin(choice)
+        if isinstance(origin, type) and issubclass(origin, container):
+            return get_args(choice)[1 if container is Mapping else 0]
+    return Any
