@@ -1,0 +1,117 @@
+"""Stages: what a recipe may name. A stage is one file: its Spec, the ports it reads and writes, and the glue that calls the layers below.
+
+The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple is met
+by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from compress.artifact.context import Context
+from compress.artifact.workspace import ArtifactWriter
+from compress.models.arch import Arch
+from compress.plugins import PluginSet
+from compress.recipe import Spec
+from compress.registry.model_source import ModelSource
+
+
+class Port(StrEnum):
+    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights, at first the same."""
+
+    SOURCE = "source"
+    DENSE = "dense"
+    CALIB = "calibration"
+    QUANTIZED = "quantized"
+    CHECKPOINT = "checkpoint"
+    EVIDENCE = "evidence"
+
+
+Need = Port | tuple[Port, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An artifact (or the source model) as a stage sees it."""
+
+    path: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`source` is always there; `ports` holds what the stage's needs were met with."""
+
+    source: ModelSource
+    ports: Mapping[Port, Input]
+
+    def __getitem__(self, port: Port) -> Input:
+        return self.ports[port]
+
+    def first(self, *ports: Port) -> tuple[Port, Input]:
+        """The port among `ports` that is present."""
+        port = next(each for each in ports if each in self.ports)
+        return port, self.ports[port]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations."""
+
+    peak_bytes: int
+    disk_bytes: int
+    flops: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What is known at plan time: shapes, and the specs of the stages before (by kind)."""
+
+    arch: Arch
+    device: str
+    specs: Mapping[str, Spec]
+
+
+class RunStage(Protocol):
+    def __call__(self, spec: Any, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`per_device` marks results that depend on the machine (latency): they are never reused on another."""
+
+    kind: str
+    version: int
+    takes: tuple[Need, ...]
+    gives: Port
+    spec: type[Spec]
+    run: RunStage
+    estimate: Callable[[Any, PlanFacts], Estimate]
+    per_device: bool = False
+
+
+class StageSet(PluginSet[Stage]):
+    """The plug-in set of stages, with a decorator that builds the `Stage`."""
+
+    def stage(
+        self,
+        kind: str,
+        *,
+        version: int,
+        takes: tuple[Need, ...],
+        gives: Port,
+        spec: type[Spec],
+        estimate: Callable[[Any, PlanFacts], Estimate],
+        per_device: bool = False,
+    ) -> Callable[[RunStage], RunStage]:
+        def decorate(run: RunStage) -> RunStage:
+            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, per_device))
+            return run
+
+        return decorate
+
+
+STAGES = StageSet("stage", "compress.stages")

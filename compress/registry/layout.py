@@ -1,0 +1,205 @@
+"""A registry in a local directory: the OCI image layout 1.1 (image-layout.md of the OCI image specification), which needs no server.
+
+    oci-layout     {"imageLayoutVersion": "1.0.0"}          blobs/sha256/<hex>   every blob and manifest
+    index.json     the manifests; a tag is an entry whose annotation `org.opencontainers.image.ref.name` is `name:tag`
+
+Blobs are copied, never hard-linked: a program that later truncates and rewrites the source in place would damage the registry through the
+link. `index.json` is replaced in one step under a file lock. When a tag moves, the manifest it left stays listed without a name: a way
+back.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from compress.artifact.atomic import atomic_file
+from compress.digest import digest_file
+from compress.errors import LockHeld, StorageError, UnsupportedFormat, UsageError
+from compress.registry.image import IMAGE_INDEX, REF_NAME, SUBJECT, Descriptor
+from compress.registry.protocol import REGISTRIES, Tag
+
+_CHUNK_BYTES = 1 << 20
+_LOCK_TIMEOUT_S = 60.0  # the lock is held for one read and one write of index.json, milliseconds
+_STALE_S = 24 * 3600.0  # a temporary file that nobody wrote to for a day belongs to a killed push
+
+
+class Layout:
+    """The registry in one directory; created by the first push."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def has(self, blob: Descriptor) -> bool:
+        """Reads the blob (about 1.5 GB/s), so that pushing again repairs a damaged one."""
+        path = self._blob(blob.digest)
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != blob.size_bytes:
+            return False
+        return digest_file(path) == blob.digest
+
+    def put(self, blob: Descriptor, source: Path | bytes) -> None:
+        self._create()
+        try:
+            reading: BinaryIO = BytesIO(source) if isinstance(source, bytes) else _open_plain(source)
+            with reading, atomic_file(self._blob(blob.digest), temporary_directory=self._temporary()) as sink:
+                hasher, size_bytes = hashlib.sha256(), 0
+                while chunk := reading.read(_CHUNK_BYTES):
+                    hasher.update(chunk)
+                    size_bytes += len(chunk)
+                    sink.write(chunk)
+                if size_bytes != blob.size_bytes or "sha256:" + hasher.hexdigest() != blob.digest:
+                    origin = blob.title or blob.media_type
+                    raise StorageError(
+                        f"{origin} has changed since it was described: it is not {blob.digest} any more. Nothing was pushed."
+                    )
+        except OSError as error:
+            raise StorageError(f"the {blob} cannot be stored in {self.root}: {error.strerror}.") from error
+
+    @contextlib.contextmanager
+    def get(self, blob: Descriptor) -> Iterator[BinaryIO]:
+        try:
+            stream = _open_plain(self._blob(blob.digest))
+        except OSError as error:
+            raise StorageError(f"the {blob} cannot be read from {self.root}: {error.strerror}; push the artifact again.") from error
+        with stream:
+            yield stream
+
+    def find(self, digest: str) -> Descriptor | None:
+        return next((self._descriptor(entry) for entry in self._entries() if entry.get("digest") == digest), None)
+
+    def read_tag(self, name: str, tag: str) -> Descriptor | None:
+        return next((item.manifest for item in self.tags() if (item.name, item.tag) == (name, tag)), None)
+
+    def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
+        names = [f"{name}:{tag}" for tag in tags]
+        with self._locked():
+            entries = [_without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()]
+            entries += [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
+            self._write(entries)
+            self._collect()
+
+    def tags(self) -> tuple[Tag, ...]:
+        found = []
+        for entry in self._entries():
+            name, colon, tag = (_ref_name(entry) or "").rpartition(":")
+            if colon:  # other tools may write entries of other shapes beside ours
+                found.append(Tag(name, tag, self._descriptor(entry)))
+        return tuple(sorted(found, key=lambda item: (item.name, item.tag)))
+
+    def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
+        with self._locked():
+            entries = [entry for entry in self._entries() if entry.get("digest") != manifest.digest]
+            self._write([*entries, {**manifest.to_json(), "annotations": {SUBJECT: subject.digest}}])
+
+    def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
+        return tuple(self._descriptor(entry) for entry in self._entries() if _annotations(entry).get(SUBJECT) == subject.digest)
+
+    def _blob(self, digest: str) -> Path:
+        return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+    def _descriptor(self, entry: dict[str, Any]) -> Descriptor:
+        return Descriptor.from_json(entry, str(self.root / "index.json"))
+
+    def _create(self) -> None:
+        """Make the layout; a directory that holds other things is left alone."""
+        if (self.root / "oci-layout").exists():
+            return
+        strange = self.root.exists() and (not self.root.is_dir() or set(os.listdir(self.root)) - {"blobs", ".tmp"})
+        if strange and not (self.root / "oci-layout").exists():  # asked again: another first push may have come between
+            raise UsageError(f"{self.root} is not an OCI image layout and not empty; give a new directory to push to.")
+        self._blob("").mkdir(parents=True, exist_ok=True)
+        self._replace("oci-layout", b'{"imageLayoutVersion": "1.0.0"}\n')
+
+    def _replace(self, name: str, data: bytes) -> None:
+        with atomic_file(self.root / name, temporary_directory=self._temporary()) as stream:
+            stream.write(data)
+
+    def _temporary(self) -> Path:
+        directory = self.root / ".tmp"
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """The entries of `index.json`, none when nothing was pushed yet."""
+        entries: list[dict[str, Any]] = self._index()["manifests"]
+        return entries
+
+    def _index(self) -> dict[str, Any]:
+        try:
+            version = json.loads((self.root / "oci-layout").read_bytes())["imageLayoutVersion"]
+            path = self.root / "index.json"
+            index = json.loads(path.read_bytes()) if path.exists() else {"schemaVersion": 2, "mediaType": IMAGE_INDEX, "manifests": []}
+            entries = index["manifests"]
+        except FileNotFoundError as error:
+            raise UsageError(f"there is no registry at {self.root} (no oci-layout file); the first push creates one.") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read ({error}).") from error
+        if not str(version).startswith("1."):
+            raise UnsupportedFormat(f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is read here.")
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise StorageError(f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of objects.")
+        return dict(index)
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        """Replace `index.json`. A manifest without a name is listed once, and only while no other entry lists it."""
+        listed = {entry.get("digest") for entry in entries if _annotations(entry)}
+        unique = []
+        for entry in entries:
+            if _annotations(entry) or entry.get("digest") not in listed:
+                unique.append(entry)
+                listed.add(entry.get("digest"))
+        index = {**self._index(), "manifests": unique}
+        self._replace("index.json", (json.dumps(index, indent=2) + "\n").encode())
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = FileLock(self.root / ".lock", timeout=_LOCK_TIMEOUT_S)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise LockHeld(
+                f"the registry at {self.root} has been locked by another push for {_LOCK_TIMEOUT_S:.0f} s; try again."
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _collect(self) -> None:
+        for path in self._temporary().iterdir():
+            with contextlib.suppress(FileNotFoundError):  # its push may just have finished
+                if path.stat().st_mtime < time.time() - _STALE_S:
+                    path.unlink()
+
+
+@REGISTRIES.register("layout")
+def open_layout(place: str) -> Layout:
+    """`layout://place`: a path, relative to the working directory unless it starts with `/` or `~`."""
+    return Layout(Path(place).expanduser())
+
+
+def _open_plain(path: Path) -> BinaryIO:
+    """Open for reading; a symbolic link is an error (ELOOP), whatever it points to."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+
+
+def _annotations(entry: dict[str, Any]) -> dict[str, Any]:
+    annotations = entry.get("annotations")
+    return annotations if isinstance(annotations, dict) else {}
+
+
+def _ref_name(entry: dict[str, Any]) -> str | None:
+    return _annotations(entry).get(REF_NAME)
+
+
+def _without_name(entry: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in _annotations(entry).items() if key != REF_NAME}
+    bare = {key: value for key, value in entry.items() if key != "annotations"}
+    return {**bare, "annotations": rest} if rest else bare

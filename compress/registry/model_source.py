@@ -1,0 +1,88 @@
+"""Where a recipe's model comes from, as a directory on this machine: bundled with the package, a path, or the Hugging Face hub.
+
+A hub name is resolved to the commit it stands for before anything is fetched, and only model and tokenizer files come: no pickles, no code.
+The digest covers every file that decides the model's function or its text, and nothing else in the directory.
+"""
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import compress
+from compress.digest import digest_file, digest_json
+from compress.errors import StorageError, UsageError, did_you_mean
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+TEXT_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
+BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """`name` is how the model card names the base model; `revision` is the commit of a hub model."""
+
+    path: Path
+    name: str
+    revision: str | None
+    digest: str
+
+    def text_files(self) -> list[Path]:
+        """Tokenizer and generation files, which travel with every checkpoint made from this model."""
+        return _matching(self.path, TEXT_FILES)
+
+
+def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
+    """The model's directory, fetched if it must be.
+
+    Raises:
+        UsageError: no such builtin model or directory.
+        StorageError: the hub cannot be reached or does not have it.
+    """
+    if scheme == "builtin":
+        if name not in BUILTIN:
+            raise UsageError(f"there is no bundled model '{name}'.{did_you_mean(name, BUILTIN)}")
+        return ModelSource(BUILTIN[name], f"builtin://{name}", None, model_digest(BUILTIN[name]))
+    if scheme == "hf":
+        path, commit = _fetch(name, revision, offline=offline)
+        return ModelSource(path, name, commit, model_digest(path))
+    path = Path(name)
+    if not path.is_dir():
+        raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).")
+    return ModelSource(path, name, None, model_digest(path))
+
+
+def model_digest(path: Path) -> str:
+    return digest_json({file.name: digest_file(file) for file in _matching(path, MODEL_FILES)})
+
+
+def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
+    files = (each for each in sorted(path.iterdir()) if each.is_file())
+    return [each for each in files if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+
+
+def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        commit = revision
+        if not offline and not (revision and re.fullmatch(r"[0-9a-f]{40}", revision)):
+            commit = HfApi().model_info(name, revision=revision).sha
+        path = Path(snapshot_download(name, revision=commit, allow_patterns=list(MODEL_FILES), local_files_only=offline))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "in the local cache" if offline else "from the Hugging Face hub"
+        raise StorageError(f"the model '{name}' at revision '{revision or 'main'}' could not be had {where}: {reason}") from error
+    return path, path.name

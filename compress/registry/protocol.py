@@ -1,0 +1,73 @@
+"""What a registry can do, and how one is found: a module of this package registers a factory under the scheme of its URLs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from compress.plugins import PluginSet
+from compress.registry.image import Descriptor
+from compress.registry.ref import parse_registry
+
+
+@dataclass(frozen=True)
+class Tag:
+    """`name:tag` and the manifest it points to now."""
+
+    name: str
+    tag: str
+    manifest: Descriptor
+
+
+class Registry(Protocol):
+    """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag` makes anything visible."""
+
+    def has(self, blob: Descriptor) -> bool:
+        """Whether the blob is there and whole, so that it need not be put."""
+        ...
+
+    def put(self, blob: Descriptor, source: Path | bytes) -> None:
+        """Store a blob; StorageError, and nothing stored, when the source is not what the descriptor says."""
+        ...
+
+    def get(self, blob: Descriptor) -> AbstractContextManager[BinaryIO]:
+        """The bytes of a blob, unverified: the reader checks them. StorageError when it is not there."""
+        ...
+
+    def find(self, digest: str) -> Descriptor | None:
+        """The manifest of that digest, tagged or not."""
+        ...
+
+    def read_tag(self, name: str, tag: str) -> Descriptor | None:
+        """The manifest that `name:tag` points to."""
+        ...
+
+    def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
+        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays reachable by digest."""
+        ...
+
+    def tags(self) -> tuple[Tag, ...]:
+        """Every tag, sorted by name and tag."""
+        ...
+
+    def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
+        """List a stored manifest as one that refers to the subject, as the newest."""
+        ...
+
+    def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
+        """The manifests that refer to the subject, oldest first."""
+        ...
+
+
+REGISTRIES: PluginSet[Callable[[str], Registry]] = PluginSet("registry", "compress.registry")
+
+
+def open_registry(url: str) -> Registry:
+    """The registry of a URL, by its scheme. Nothing is read or written yet.
+
+    Raises:
+        UsageError: the URL is malformed or nothing serves its scheme.
+    """
+    scheme, place = parse_registry(url)
+    return REGISTRIES.get(scheme)(place)

@@ -1,0 +1,287 @@
+"""Moving artifacts and their evidence to and from a registry so that every byte is checked and only the last step shows.
+
+Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before. Pull writes beside the
+destination, checks each blob against its digest while copying, and renames at the end: killed or failed anywhere, there is no destination.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
+from compress.artifact.manifest import MANIFEST_NAME, Artifact, FileRecord, Manifest, file_names, open_artifact
+from compress.digest import digest_bytes, digest_file
+from compress.errors import StorageError, UsageError, did_you_mean
+from compress.registry.image import (
+    ARTIFACT,
+    ARTIFACT_CONFIG,
+    EMPTY_CONFIG,
+    EVIDENCE,
+    MAX_MANIFEST_BYTES,
+    Descriptor,
+    ImageManifest,
+    file_layers,
+)
+from compress.registry.protocol import Registry, Tag, open_registry
+from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push made visible; `num_new_blobs` is 0 when all of it was there already."""
+
+    name: str
+    tags: tuple[str, ...]
+    manifest_digest: str
+    artifact_digest: str
+    evidence_digest: str | None
+    size_bytes: int
+    num_new_blobs: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` read and found whole."""
+
+    ref: Ref
+    manifest_digest: str
+    artifact_digest: str
+    evidence_digests: tuple[str, ...]
+    num_blobs: int
+    size_bytes: int
+
+
+def push(registry: Registry, artifact: Artifact, *, name: str, aliases: Sequence[str] = (), evidence: Path | None = None) -> PushResult:
+    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to it in one step.
+
+    Raises:
+        UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an artifact.
+        StorageError: a file is not what the manifest says, or the registry cannot be written.
+    """
+    check_name(name)
+    tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
+    proof = _evidence_files(evidence) if evidence is not None else ()
+    config = artifact.manifest.to_bytes()
+    image = ImageManifest(
+        ARTIFACT, Descriptor(ARTIFACT_CONFIG, digest_bytes(config), len(config), MANIFEST_NAME), file_layers(artifact.manifest.files)
+    )
+    num_new = _store(registry, image, config, artifact.path)
+    attached = None
+    if evidence is not None:
+        empty = Descriptor(EMPTY_CONFIG, digest_bytes(b"{}"), 2)
+        attached = ImageManifest(EVIDENCE, empty, file_layers(proof), subject=image.descriptor)
+        num_new += _store(registry, attached, b"{}", evidence)
+        registry.attach(attached.descriptor, image.descriptor)
+    registry.write_tag(name, tags, image.descriptor)
+    return PushResult(
+        name=name,
+        tags=tags,
+        manifest_digest=image.descriptor.digest,
+        artifact_digest=artifact.digest,
+        evidence_digest=attached.descriptor.digest if attached else None,
+        size_bytes=artifact.size_bytes,
+        num_new_blobs=num_new,
+    )
+
+
+def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
+    if not path.is_dir() or (path / MANIFEST_NAME).exists():
+        raise UsageError(f"{path} is not a directory of evidence (report.json, provenance.json, README.md and plots).")
+    records = tuple(FileRecord(name, (path / name).stat().st_size, digest_file(path / name)) for name in file_names(path))
+    if not records:
+        raise UsageError(f"the evidence directory {path} is empty; validate the artifact first or push without evidence.")
+    return records
+
+
+def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path) -> int:
+    """Put what the registry lacks, the manifest last; how many blobs that were."""
+    sources: list[tuple[Descriptor, Path | bytes]] = [(layer, files / str(layer.title)) for layer in image.layers]
+    sources += [(image.config, config), (image.descriptor, image.to_bytes())]
+    distinct = {blob.digest: (blob, source) for blob, source in sources}.values()  # two files of one content are one blob
+    missing = [(blob, source) for blob, source in distinct if not registry.has(blob)]
+    for blob, source in missing:
+        registry.put(blob, source)
+    return len(missing)
+
+
+def resolve(ref: Ref | str) -> Ref:
+    """The same reference pinned to the digest that it means now.
+
+    Raises:
+        UsageError: nothing has that name, tag or digest; the nearest one is named.
+    """
+    ref = _as_ref(ref)
+    return ref.pinned(_find(open_registry(ref.registry), ref).digest)
+
+
+def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
+    """Every tag of a registry, sorted."""
+    return (open_registry(registry) if isinstance(registry, str) else registry).tags()
+
+
+def pull(ref: Ref | str, destination: Path) -> Artifact:
+    """Copy an artifact into a new directory, checking every byte.
+
+    Raises:
+        UsageError: the reference means nothing, or the destination exists and is not an empty directory.
+        StorageError: a blob is missing or differs from its digest (the blob and the file are named); the destination is not made.
+    """
+    ref = _as_ref(ref)
+    registry = open_registry(ref.registry)
+    image, manifest = _read_artifact(registry, _find(registry, ref))
+    with _appearing(destination) as building:
+        _fetch(registry, image, building)
+        write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
+    return open_artifact(destination)
+
+
+def pull_evidence(ref: Ref | str, destination: Path) -> Path:
+    """Copy the newest evidence attached to an artifact into a new directory, checking every byte.
+
+    Raises:
+        UsageError: there is none, or as `pull`.
+        StorageError: as `pull`, or the evidence speaks of another artifact.
+    """
+    ref = _as_ref(ref)
+    registry = open_registry(ref.registry)
+    subject = _find(registry, ref)
+    attached = registry.attached(subject)
+    if not attached:
+        raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
+    image = _read_evidence(registry, attached[-1], subject)
+    with _appearing(destination) as building:
+        _fetch(registry, image, building)
+    return destination
+
+
+def verify(ref: Ref | str) -> VerifyReport:
+    """Read every blob of an artifact and of its evidence again, without copying.
+
+    Raises:
+        UsageError: the reference means nothing.
+        StorageError: a blob is missing or differs from its digest; the blob and the file are named.
+    """
+    ref = _as_ref(ref)
+    registry = open_registry(ref.registry)
+    found = _find(registry, ref)
+    image, manifest = _read_artifact(registry, found)
+    attached = registry.attached(found)
+    evidence = [_read_evidence(registry, descriptor, found) for descriptor in attached]
+    blobs = [blob for each in (image, *evidence) for blob in (each.config, *each.layers)]
+    for blob in blobs:
+        _copy(registry, blob, None)
+    whole = [found, *attached, *blobs]
+    return VerifyReport(
+        ref=ref,
+        manifest_digest=found.digest,
+        artifact_digest=manifest.digest,
+        evidence_digests=tuple(descriptor.digest for descriptor in attached),
+        num_blobs=len({blob.digest for blob in whole}),
+        size_bytes=sum({blob.digest: blob.size_bytes for blob in whole}.values()),
+    )
+
+
+def _as_ref(ref: Ref | str) -> Ref:
+    return parse_ref(ref) if isinstance(ref, str) else ref
+
+
+def _find(registry: Registry, ref: Ref) -> Descriptor:
+    found = registry.find(ref.digest) if ref.digest else registry.read_tag(ref.name, ref.tag)
+    if found is None:
+        known = registry.tags()
+        tags = [item.tag for item in known if item.name == ref.name]
+        if ref.digest:
+            raise UsageError(f"{ref.registry} holds no manifest {ref.digest}.")
+        if tags:
+            raise UsageError(f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}")
+        raise UsageError(f"{ref.registry} holds nothing named '{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}")
+    return found
+
+
+def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageManifest, Manifest]:
+    """The manifest of the image and that of the artifact, checked against one another."""
+    image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
+    if image.artifact_type != ARTIFACT:
+        raise UsageError(f"{descriptor.digest} is not an artifact of compress but of type {image.artifact_type}.")
+    manifest = Manifest.from_bytes(_read(registry, image.config), where=str(image.config))
+    if file_layers(manifest.files) != image.layers:
+        raise StorageError(f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact again.")
+    return image, manifest
+
+
+def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descriptor) -> ImageManifest:
+    image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
+    if image.subject is None or image.subject.digest != subject.digest:
+        raise StorageError(
+            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another artifact; push it again."
+        )
+    return image
+
+
+def _read(registry: Registry, blob: Descriptor) -> bytes:
+    """A small blob in memory, checked."""
+    if blob.size_bytes > MAX_MANIFEST_BYTES:
+        raise StorageError(f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again.")
+    with registry.get(blob) as stream:
+        data = stream.read(blob.size_bytes + 1)
+    _check(blob, len(data), digest_bytes(data))
+    return data
+
+
+def _fetch(registry: Registry, image: ImageManifest, directory: Path) -> None:
+    for layer in image.layers:
+        path = directory / str(layer.title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as sink:
+            _copy(registry, layer, sink)
+
+
+def _copy(registry: Registry, blob: Descriptor, sink: BinaryIO | None) -> None:
+    """Stream a blob into the sink, or nowhere, and check it; never more than its size is written."""
+    hasher, size_bytes = hashlib.sha256(), 0
+    with registry.get(blob) as stream:
+        while size_bytes <= blob.size_bytes and (chunk := stream.read(min(_CHUNK_BYTES, blob.size_bytes + 1 - size_bytes))):
+            hasher.update(chunk)
+            size_bytes += len(chunk)
+            if sink is not None:
+                sink.write(chunk)
+    _check(blob, size_bytes, "sha256:" + hasher.hexdigest())
+
+
+def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
+    if size_bytes != blob.size_bytes:
+        kind = "longer than" if size_bytes > blob.size_bytes else f"{size_bytes} bytes instead of"
+        raise StorageError(f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to repair it.")
+    if digest != blob.digest:
+        raise StorageError(f"the {blob} is damaged: its content has digest {digest}; push the artifact again to repair it.")
+
+
+@contextlib.contextmanager
+def _appearing(destination: Path) -> Iterator[Path]:
+    """A directory beside the destination that takes its place when the block ends well and is removed otherwise."""
+    if (
+        destination.is_symlink()
+        or (destination.exists() and not destination.is_dir())
+        or (destination.is_dir() and any(destination.iterdir()))
+    ):
+        raise UsageError(f"{destination} exists and is not an empty directory; name a new one to pull to.")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    building = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.pulling")
+    building.mkdir()
+    try:
+        yield building
+        sync_tree(building)
+        os.rename(building, destination)
+        sync_directory(destination.parent)
+    except OSError as error:
+        raise StorageError(f"{destination} cannot be written: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)  # gone already when all went well

@@ -1,0 +1,69 @@
+"""`calibrate`: a data card and the model's tokenizer become a fixed set of token ids, an artifact of its own."""
+
+from typing import Any
+
+from pydantic import Field
+
+from compress.artifact.context import Context
+from compress.artifact.workspace import ArtifactWriter
+from compress.calibrate.card import documents, load_card, pin
+from compress.calibrate.dataset import TokenSet, load_tokenizer, save_token_set, tokenize
+from compress.models.checkpoint import read_config
+from compress.recipe import Spec
+from compress.registry.model_source import ModelSource
+from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
+
+TOKENS_NAME = "tokens.safetensors"
+
+
+class Calibrate(Spec):
+    """Calibration text: which, and how much of it."""
+
+    data: str = Field("builtin://python", description="a data card (path of a YAML file) or builtin://python")
+    num_samples: int = Field(128, ge=1)
+    seq_len: int = Field(512, ge=8)
+
+
+def read_tokens(
+    source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None
+) -> tuple[TokenSet, dict[str, Any]]:
+    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text with BOS gets it here too."""
+    card = pin(load_card(data))
+    tokenizer, digest = load_tokenizer(source.path)
+    bos = _prepended_bos(source)
+    facts = {**card.facts, "tokenizer_digest": digest}
+    tokens = tokenize(
+        documents(card),
+        tokenizer,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,
+        packing=card.spec.packing,
+        separator=card.spec.separator,
+        facts=facts,
+    )
+    return tokens, tokens.source
+
+
+def _prepended_bos(source: ModelSource) -> int | None:
+    """The id that the tokenizer puts before every text, found by asking it; None if it puts none."""
+    tokenizer, _ = load_tokenizer(source.path)
+    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    if with_special == without or not with_special or with_special[0] != read_config(source.path).get("bos_token_id"):
+        return None
+    return with_special[0]
+
+
+def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
+    token_bytes = 4 * spec.num_samples * spec.seq_len
+    return Estimate(peak_bytes=token_bytes, disk_bytes=token_bytes, flops=0.0, notes=(f"{spec.num_samples} x {spec.seq_len} tokens",))
+
+
+@STAGES.stage("calibrate", version=1, takes=(Port.SOURCE,), gives=Port.CALIB, spec=Calibrate, estimate=_estimate)
+def calibrate(spec: Calibrate, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    ctx.boundary(0, 1, f"reading {spec.data}")
+    tokens, facts = read_tokens(inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=ctx.seed)
+    save_token_set(tokens, out.path / TOKENS_NAME)
+    out.describe(role="calibration", facts={**facts, "num_samples": spec.num_samples, "seq_len": spec.seq_len, "data": spec.data})
+    ctx.progress.update(1, 1, f"{spec.num_samples} x {spec.seq_len} tokens")

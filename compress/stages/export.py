@@ -1,0 +1,60 @@
+"""`export`: quantized weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
+
+import shutil
+from typing import Any
+
+from pydantic import Field
+
+from compress.artifact.context import Context
+from compress.artifact.manifest import open_artifact
+from compress.artifact.workspace import ArtifactWriter
+from compress.export import FORMATS, check_rules
+from compress.models.canonical import CanonicalStore
+from compress.models.checkpoint import write_checkpoint
+from compress.models.family import family_of
+from compress.quant.scheme import Scheme
+from compress.recipe import Spec
+from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
+from compress.stages.quantize import Quantize, scheme_named
+
+
+class Export(Spec):
+    """The format of the published checkpoint."""
+
+    formats: tuple[str, ...] = Field(("compressed-tensors",), min_length=1, max_length=1, description="one format by name")
+
+    def model_post_init(self, context: Any) -> None:
+        for name in self.formats:
+            FORMATS.get(name)
+
+
+def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
+    quantize = facts.specs.get("quantize") or Quantize()
+    assert isinstance(quantize, Quantize)
+    arch, scheme = facts.arch, scheme_named(quantize.scheme)
+    check_rules(spec.formats[0], arch, scheme)
+    linears = [layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears]
+    size = sum(scheme.weight_bytes(*shape) for shape in linears)
+    size += 2 * arch.vocab_size * arch.hidden_size * (1 if arch.tied_head else 2)
+    consumers = FORMATS.get(spec.formats[0]).consumers(arch, scheme)
+    notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
+    return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
+
+
+@STAGES.stage("export", version=1, takes=(Port.QUANTIZED,), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
+def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    artifact = open_artifact(inputs[Port.QUANTIZED].path)
+    store = CanonicalStore(artifact)
+    assert artifact.manifest.scheme is not None
+    scheme, name = Scheme.from_json(artifact.manifest.scheme), spec.formats[0]
+    check_rules(name, store.arch, scheme)
+    form = FORMATS.get(name)
+    ctx.boundary(0, 1, f"writing {name}")
+    head = family_of({"model_type": store.arch.family}).to_disk("head")
+    config = form.quantization_config(scheme, ignore=[head])
+    write_checkpoint(out.path, store, codec=form.codec, quantization_config=config)
+    for file in inputs.source.text_files():
+        shutil.copyfile(file, out.path / file.name)
+    manifest = artifact.manifest
+    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts={"format": name})
+    ctx.progress.update(1, 1, name)

@@ -1,0 +1,180 @@
+"""The report: one JSON document, and the same content as one self-contained HTML page (inline SVG, no script, nothing loaded).
+
+`build_report` gathers parts that other stages measured; a part that was not measured is absent from the document and from the page. The
+document holds plain JSON values only. `render_html` is a pure function of the document: the same document gives the same bytes.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from compress.validate.accuracy import Accuracy
+from compress.validate.gates import GateResult
+from compress.validate.latency import LatencyRow
+from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, size_plot
+from compress.validate.roofline import RooflineRow
+
+Json = dict[str, Any]
+
+SCHEMA = 1
+_WORST_LAYERS = 8
+
+
+def build_report(
+    *,
+    title: str,
+    recipe: Mapping[str, Any] | None = None,
+    artifact: Mapping[str, Any] | None = None,
+    layers: Sequence[Mapping[str, Any]] = (),
+    accuracy: Accuracy | None = None,
+    latency_source: Sequence[LatencyRow] = (),
+    latency_candidate: Sequence[LatencyRow] = (),
+    kernels: Sequence[Mapping[str, Any]] = (),
+    roofline: Sequence[RooflineRow] = (),
+    gates: Sequence[GateResult] = (),
+    calibration: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+) -> Json:
+    """The document, schema 1.
+
+    Args:
+        recipe: facts to print: at least `digest`; `text` is shown as it is.
+        artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
+        layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ...
+        kernels: the engine's `kernel_report()`.
+        calibration: facts to print; `overlap` states the check of calibration against evaluation text.
+        environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
+    """
+    latency = {"source": [row.as_json() for row in latency_source], "candidate": [row.as_json() for row in latency_candidate]}
+    parts: Json = {
+        "recipe": recipe,
+        "artifact": artifact,
+        "gates": [asdict(gate) for gate in gates],
+        "accuracy": accuracy.as_json() if accuracy else None,
+        "latency": {side: rows for side, rows in latency.items() if rows},
+        "roofline": [row.as_json() for row in roofline],
+        "kernels": list(kernels),
+        "layers": list(layers),
+        "calibration": calibration,
+        "environment": environment,
+    }
+    document = {"schema": SCHEMA, "title": title, "verdict": verdict(gates)} | {name: part for name, part in parts.items() if part}
+    return json.loads(json.dumps(document, allow_nan=False))
+
+
+def verdict(gates: Sequence[GateResult]) -> Json:
+    """`passed` is None when no gate applied: then nothing was promised and nothing may be concluded."""
+    decided = [gate for gate in gates if gate.passed is not None]
+    reasons = [_reason(gate) for gate in decided if not gate.passed]
+    passed = None if not decided else not reasons
+    return {"passed": passed, "reasons": reasons, "num_decided": len(decided), "num_not_applicable": len(gates) - len(decided)}
+
+
+def render_html(report: Json) -> str:
+    """One page, readable offline and in print."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("compress.validate", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"num": number, "bytes": byte_size, "pct": percent, "label": label, "plain": "{:g}".format}
+    return environment.get_template("report.html.j2").render(
+        report=report, plots=_plots(report), worst_layers=_worst_layers(report), totals=_totals(report)
+    )
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """`digits` significant figures, thousands separated; powers of ten only where they save the reader counting zeros."""
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa} × 10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+    return f"{value:,.{max(digits - 1 - exponent, 0)}f}"
+
+
+def byte_size(value: float) -> str:
+    """Decimal units, as disks and bandwidths count."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{number(value / scale)} {unit}"
+    return f"{value:g} B"
+
+
+def percent(value: float, decimals: int = 1) -> str:
+    """A share; agreement just short of all is never rounded up to all."""
+    shown = f"{value * 100:.{decimals}f}"
+    return f"> {100 - 10**-decimals:.{decimals}f} %" if value < 1 and float(shown) >= 100 else f"{shown} %"
+
+
+_LABELS = {
+    "ppl_ratio": "Perplexity ratio",
+    "bits_per_byte": "Bits per byte",
+    "kl_mean": "Mean KL",
+    "kl_p99": "KL, 99th percentile",
+    "kl_p999": "KL, 99.9th percentile",
+    "kl_max": "KL, largest",
+    "top1": "Top-1 agreement",
+    "size_ratio": "Size ratio",
+    "ttft_ms_p50": "Time to first token, median (ms)",
+    "ttft_ms_p95": "Time to first token, p95 (ms)",
+    "tpot_ms_p50": "Time per token, median (ms)",
+    "tpot_ms_p95": "Time per token, p95 (ms)",
+    "tpot_ms_p99": "Time per token, p99 (ms)",
+    "itl_ms_p99": "Gap between tokens, p99 (ms)",
+    "output_tokens_per_s": "Output tokens per second",
+    "floor_frac": "Share of the floor",
+}
+
+
+def label(name: str) -> str:
+    """Words for a metric's or a fact's name; `<stage>.<metric>` says the stage."""
+    stage, _, metric = name.rpartition(".")
+    words = _LABELS.get(metric, metric.replace("_", " ").capitalize())
+    return f"{words} after {stage}" if stage else words
+
+
+def _reason(gate: GateResult) -> str:
+    if gate.value is None or gate.bound is None:
+        return f"{label(gate.name)}: {gate.note}."
+    relation = "above" if gate.relation == "<=" else "below"
+    note = f" ({gate.note})" if gate.note else ""
+    return f"{label(gate.name)} is {number(gate.value, 4)}, its bound {number(gate.bound, 4)} is {relation} the limit {gate.limit:g}{note}."
+
+
+def _plots(report: Json) -> dict[str, Markup]:
+    """Markup is trusted here because matplotlib wrote it and escapes what it is given."""
+    plots: dict[str, str] = {}
+    if "accuracy" in report:
+        plots["kl"] = kl_plot(report["accuracy"])
+    if "candidate" in report.get("latency", {}):
+        plots["latency"] = latency_plot(report["latency"])
+    if "layers" in report:
+        plots["layers"] = layer_error_plot(report["layers"])
+    if report.get("artifact", {}).get("sizes"):
+        plots["size"] = size_plot(report["artifact"]["sizes"])
+    return {name: Markup(svg) for name, svg in plots.items()}
+
+
+def _worst_layers(report: Json) -> list[Json]:
+    """The linears that lost most; ties in the order of the model."""
+    return sorted(report.get("layers", []), key=lambda row: -float(row["error_after"]))[:_WORST_LAYERS]
+
+
+def _totals(report: Json) -> Json | None:
+    sizes = report.get("artifact", {}).get("sizes")
+    if not sizes:
+        return None
+    return {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}

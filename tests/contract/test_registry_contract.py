@@ -1,0 +1,184 @@
+"""What every registry promises, over all registered ones, through push, pull, verify and the tags."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from compress.artifact.manifest import Artifact, verify_artifact
+from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.digest import digest_bytes
+from compress.errors import StorageError, UsageError
+from compress.registry.image import FILE_LAYER, Descriptor
+from compress.registry.protocol import REGISTRIES, Registry, open_registry
+from compress.registry.transfer import list_tags, pull, pull_evidence, push, resolve, verify
+
+
+@pytest.fixture(params=REGISTRIES.names())
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}://{tmp_path}/place/registry"
+
+
+def make_artifact(root: Path, seed: int = 0) -> Artifact:
+    def build(writer: ArtifactWriter) -> None:
+        (writer.path / "draft").mkdir()
+        (writer.path / "config.json").write_text(f'{{"seed": {seed}}}')
+        (writer.path / "draft" / "weights.bin").write_bytes(hashlib.sha256(bytes([seed])).digest() * 1000)
+        (writer.path / "same.bin").write_bytes(hashlib.sha256(bytes([seed])).digest() * 1000)
+        (writer.path / "empty.txt").touch()
+        writer.describe(role="quantized", facts={"seed": seed})
+
+    return Workspace(root / "workspace").commit(Workspace.key("test", 1, {}, {}, seed), "test", {}, build)
+
+
+def make_evidence(root: Path, text: str = '{"kl": 1}') -> Path:
+    path = root / f"evidence-{len(text)}"
+    (path / "plots").mkdir(parents=True)
+    (path / "report.json").write_text(text)
+    (path / "plots" / "kl.svg").write_text("<svg/>")
+    return path
+
+
+def _content(path: Path) -> dict[str, bytes]:
+    return {entry.relative_to(path).as_posix(): entry.read_bytes() for entry in path.rglob("*") if entry.is_file()}
+
+
+def test_a_blob_is_stored_once_and_read_back(url: str) -> None:
+    registry = open_registry(url)
+    data = b"some bytes"
+    blob = Descriptor(FILE_LAYER, digest_bytes(data), len(data), "file")
+    registry.put(blob, data)
+    registry.put(blob, data)
+    assert registry.has(blob)
+    with registry.get(blob) as stream:
+        assert stream.read() == data
+
+
+def test_a_blob_that_is_not_what_it_claims_is_refused(url: str) -> None:
+    registry = open_registry(url)
+    blob = Descriptor(FILE_LAYER, digest_bytes(b"right"), 5, "file")
+    for wrong in (b"wrong", b"right and more", b"rig"):
+        with pytest.raises(StorageError):
+            registry.put(blob, wrong)
+    assert not registry.has(blob)
+    with pytest.raises(StorageError), registry.get(blob):
+        pytest.fail("a blob that was never stored")
+
+
+def test_what_is_pulled_is_what_was_pushed(url: str, tmp_path: Path) -> None:
+    artifact = make_artifact(tmp_path)
+    result = push(open_registry(url), artifact, name="model")
+    pulled = pull(f"{url}/model", tmp_path / "out")
+    verify_artifact(pulled)
+    assert _content(pulled.path) == _content(artifact.path)
+    assert pulled.digest == artifact.digest == result.artifact_digest
+    assert result.size_bytes == artifact.size_bytes
+    report = verify(f"{url}/model:latest")
+    assert (report.artifact_digest, report.manifest_digest) == (artifact.digest, result.manifest_digest)
+
+
+def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
+    artifact, evidence, registry = make_artifact(tmp_path), make_evidence(tmp_path), open_registry(url)
+    first = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
+    tags = list_tags(url)
+    second = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
+    assert first.num_new_blobs == 3 + 2 + 2 + 2  # three distinct files, two evidence files, two configs, two manifests
+    assert second.num_new_blobs == 0
+    assert list_tags(registry) == tags
+    assert verify(f"{url}/model").evidence_digests == (first.evidence_digest,)
+
+
+def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
+    registry = open_registry(url)
+    old, new = make_artifact(tmp_path, 1), make_artifact(tmp_path, 2)
+    first = push(registry, old, name="model", aliases=["candidate", "stable"])
+    pinned = resolve(f"{url}/model:stable")
+    push(registry, new, name="model", aliases=["candidate"])
+    push(registry, old, name="other")
+    assert [(item.name, item.tag) for item in list_tags(url)] == [
+        ("model", "candidate"), ("model", "latest"), ("model", "stable"), ("other", "latest"),
+    ]  # fmt: skip
+    assert pinned.digest == first.manifest_digest
+    digests = {tag: verify(f"{url}/model:{tag}").artifact_digest for tag in ("candidate", "latest", "stable")}
+    assert digests == {"candidate": new.digest, "latest": new.digest, "stable": old.digest}
+    push(registry, new, name="model", aliases=["stable"])
+    push(registry, new, name="other")
+    assert pull(str(pinned), tmp_path / "out").digest == old.digest  # untagged now, still there
+
+
+def test_evidence_travels_beside_the_artifact(url: str, tmp_path: Path) -> None:
+    registry, artifact = open_registry(url), make_artifact(tmp_path)
+    push(registry, artifact, name="model")
+    with pytest.raises(UsageError, match="no evidence"):
+        pull_evidence(f"{url}/model", tmp_path / "none")
+    before = resolve(f"{url}/model")
+    older, newer = make_evidence(tmp_path), make_evidence(tmp_path, '{"kl": 0.1}')
+    push(registry, artifact, name="model", evidence=older)
+    push(registry, artifact, name="model", evidence=newer)
+    assert resolve(f"{url}/model") == before
+    assert _content(pull_evidence(f"{url}/model", tmp_path / "out")) == _content(newer)
+    assert len(verify(f"{url}/model").evidence_digests) == 2
+
+
+class _Dying:
+    """A registry that raises at the n-th call that writes."""
+
+    def __init__(self, inner: Registry, allowed: int) -> None:
+        self._inner, self._allowed = inner, allowed
+
+    def __getattr__(self, name: str):
+        if name in ("put", "attach", "write_tag"):
+            self._allowed -= 1
+            if self._allowed < 0:
+                raise KeyboardInterrupt
+        return getattr(self._inner, name)
+
+
+def test_a_push_killed_at_any_step_leaves_the_tags_on_the_old_good_artifact(url: str, tmp_path: Path) -> None:
+    registry = open_registry(url)
+    old, new, evidence = make_artifact(tmp_path, 1), make_artifact(tmp_path, 2), make_evidence(tmp_path)
+    push(registry, old, name="model", aliases=["stable"])
+    tags, num_killed = list_tags(url), 0
+    for allowed in range(100):
+        try:
+            push(_Dying(registry, allowed), new, name="model", aliases=["stable"], evidence=evidence)
+            break
+        except KeyboardInterrupt:
+            num_killed += 1
+            assert list_tags(url) == tags
+            assert verify(f"{url}/model:stable").artifact_digest == old.digest
+    # every attempt keeps the blobs it was allowed and needs them no more: attempts 0, 1, 2, ... store 0, 1, 2, ...
+    assert num_killed >= 4
+    assert {item.manifest.digest for item in list_tags(url)} == {resolve(f"{url}/model").digest}
+    assert verify(f"{url}/model").artifact_digest == new.digest
+
+
+def test_a_file_changed_after_the_commit_is_not_pushed(url: str, tmp_path: Path) -> None:
+    artifact = make_artifact(tmp_path)
+    (artifact.path / "config.json").write_text('{"seed": 9}')
+    with pytest.raises(StorageError, match=r"config\.json has changed"):
+        push(open_registry(url), artifact, name="model")
+
+
+def test_unknown_names_tags_and_digests_get_a_suggestion(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        resolve(f"{url}/model")
+    push(open_registry(url), make_artifact(tmp_path), name="model", aliases=["candidate"])
+    with pytest.raises(UsageError, match="Did you mean 'candidate'"):
+        pull(f"{url}/model:candidat", tmp_path / "out")
+    with pytest.raises(UsageError, match="Did you mean 'model'"):
+        resolve(f"{url}/modell")
+    with pytest.raises(UsageError, match="holds no manifest"):
+        resolve(f"{url}/model@sha256:{'0' * 64}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("bad", ["a b", "", "-x", "a:b", "a/b"])
+def test_bad_names_and_aliases_are_refused_before_anything_is_stored(url: str, tmp_path: Path, bad: str) -> None:
+    artifact = make_artifact(tmp_path)
+    with pytest.raises(UsageError):
+        push(open_registry(url), artifact, name=bad)
+    with pytest.raises(UsageError):
+        push(open_registry(url), artifact, name="model", aliases=[bad])
+    with pytest.raises(UsageError):
+        list_tags(url)
