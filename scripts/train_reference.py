@@ -2,10 +2,10 @@
 
     python scripts/train_reference.py --data TEXT_DIR --out compress/reference
 
-TEXT_DIR holds `*.jsonl.xz` files with lines {"source", "id", "text"}; the standard library of the running Python is added to them. One document
-in a hundred (by sha256 of its id; for Python one in sixteen, `compress.calibrate.corpus.is_evaluation`) is never trained on and measures bits per
-byte. Everything is decided by the seed, the text and the rounding of the hardware; both of the first are recorded with the result.
-Needs only torch, numpy, tokenizers and safetensors, so that it runs on a bare GPU machine.
+TEXT_DIR holds `*.jsonl.xz` files with lines {"source", "id", "text"}; the standard library of the running Python is added to them. One
+document in a hundred (by sha256 of its id; for Python one in sixteen, `compress.calibrate.corpus.is_evaluation`) is never trained on and
+measures bits per byte. Everything is decided by the seed, the text and the rounding of the hardware; both of the first are recorded with
+the result. Needs only torch, numpy, tokenizers and safetensors, so that it runs on a bare GPU machine.
 """
 
 import argparse

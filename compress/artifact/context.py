@@ -1,7 +1,7 @@
 """What a stage is handed besides its inputs: device, seed, scratch directory, progress, and the question whether to stop.
 
-Passed as an argument, never global. Randomness comes only from `rng`, whose stream depends on the seed and a path of names, so that adding a
-consumer does not move the numbers of another.
+Passed as an argument, never global. Randomness comes only from `rng`, whose stream depends on the seed and a path of names, so that
+adding a consumer does not move the numbers of another.
 """
 
 import hashlib

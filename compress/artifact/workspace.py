@@ -107,6 +107,15 @@ class Workspace:
         self.drop_scratch(key)
         return artifact
 
+    def discard(self, key: str) -> None:
+        """Forget a finished result and its resume points, so that the next `commit` builds it again."""
+        place = self._place(self._store, key)
+        if place.exists():
+            self._tmp.mkdir(parents=True, exist_ok=True)
+            os.rename(place, discarded := self._tmp / f"{_host()}-{os.getpid()}-{secrets.token_hex(6)}")
+            shutil.rmtree(discarded, ignore_errors=True)
+        self.drop_scratch(key)
+
     def scratch(self, key: str) -> Path:
         """A directory for the resume points of an unfinished stage; it outlives a killed run and goes when the result is committed."""
         path = self._place(self._scratch, key)

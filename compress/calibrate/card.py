@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, Literal, cast
 from pydantic import Field, field_validator
 
 from compress.calibrate.corpus import Document, Packing, Part, TextHasher, belongs_to, python_documents
+from compress.digest import digest_file, digest_json
 from compress.errors import RecipeError, StorageError, UsageError, did_you_mean
 from compress.recipe import Spec, parse_spec, read_yaml
 
@@ -183,6 +184,17 @@ def documents(card: Card) -> Iterator[Document]:
             f"the text of data card '{card.ref}' has changed: its digest is {hasher.digest()}, the card expects {card.spec.digest}. "
             "Restore the text, or take the new digest into the card if the change is meant."
         )
+
+
+def identity(card: Card) -> str:
+    """Digest of what decides the card's text without reading all of it: facts and, of local files, their bytes. Part of cache keys."""
+    facts = dict(card.facts) | {"digest": card.spec.digest}
+    if isinstance(card.spec, LocalCard):
+        facts["files"] = [digest_file(path) for path in _files(card.spec, card)]
+        facts["fields"] = [card.spec.format, card.spec.text_field, card.spec.id_field, sorted(card.spec.where.items())]
+    elif isinstance(card.spec, BuiltinCard):
+        facts["text"] = text_digest(documents(card))
+    return digest_json(facts)
 
 
 def text_digest(stream: Iterable[Document]) -> str:

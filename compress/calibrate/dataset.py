@@ -52,7 +52,7 @@ _FACTS_KEY = "token_set"
 class TokenSet:
     """Windows of token ids, int32 [N, S]; `source` has the card's facts and what was read."""
 
-    tokens_NS: Tensor  # noqa: N815  a shape suffix
+    tokens_NS: Tensor
     num_bytes: int
     num_scored_bytes: int
     source: dict[str, Any]

@@ -1,12 +1,12 @@
-"""The layer-by-layer runner: one layer on the device at a time, one observation per layer feeds every pass, the compressed layer feeds the next.
+"""The layer-by-layer runner: one layer on the device at a time, one observation feeds every pass, the compressed layer feeds the next.
 
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := stored layer (x)
 
-The replayed layer is the one read back from its file, so a run that was cut and resumed replays the same numbers as one that was not, and gives
-the same bits. One sample is one product: the result does not depend on how many samples fit at once.
+The replayed layer is the one read back from its file, so a run that was cut and resumed replays the same numbers as one that was not, and
+gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
 
 Shapes: N samples, S sequence, D hidden, T tokens.
 """

@@ -1,7 +1,8 @@
 """Statistics of the inputs of linears: small, mergeable, and independent of how the samples were split over work.
 
-Floating-point addition is not associative, so the order of summation is part of the definition: one product per sample, samples of a virtual
-shard in order, shards by a fixed binary tree (`MergeTree`). One rank, four ranks, a resumed run or a smaller batch give the same bits.
+Floating-point addition is not associative, so the order of summation is part of the definition: one product per sample, samples of a
+virtual shard in order, shards by a fixed binary tree (`MergeTree`). One rank, four ranks, a resumed run or a smaller batch give the same
+bits.
 
 Shapes: T tokens of one sample, D features.
 """

@@ -13,11 +13,15 @@ from typing import Annotated
 import typer
 
 import compress
-from compress.cli import doctor, init, inspect, pull, push, schema, verify
+from compress.cli import doctor, init, inspect, plan, pull, push, run, schema, validate, verify
 from compress.errors import CompressError, StorageError
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init.init,
+    "plan": plan.plan,
+    "run": run.run,
+    "resume": run.resume,
+    "validate": validate.validate,
     "inspect": inspect.inspect,
     "push": push.push,
     "pull": pull.pull,
@@ -33,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process; errors become one paragraph on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given  # taken out here, so that it works before and behind the command
-    logging.basicConfig(stream=sys.stderr, level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("compress").setLevel(logging.DEBUG if debug else logging.WARNING)  # other libraries' debug logs drown ours
     try:
         typer.main.get_command(build_app())(args=[word for word in given if word != "--debug"], prog_name="compress")
     except SystemExit as stop:  # how typer ends a command, usage errors (2) and Ctrl-C (130) included

@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from compress.errors import StorageError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
+    from compress.artifact.context import Progress
 
 SCHEMA = 1
 LOG_INTERVAL_S = 5.0
@@ -94,69 +97,66 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "") != "dumb"
 
 
-class ProgressReport(Protocol):
-    def advance(self, step: str) -> None:
-        """One more of the total is done; `step` names what comes of it, such as `layer 3`."""
-        ...
-
-
 @contextmanager
 def progress(
     stage: str,
-    total: int,
     *,
     stream: TextIO | None = None,
     peak_bytes: Callable[[], int] = peak_host_bytes,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[ProgressReport]:
-    """Show how far a stage of `total` steps is, with the time left and the peak memory, while the block runs."""
+) -> Iterator["Progress"]:
+    """Show how far a stage is, with the time left and the peak memory, while the block runs."""
     out = sys.stderr if stream is None else stream
     if not is_terminal(out):
-        yield _LogLines(stage, total, out, peak_bytes, clock)
+        yield _LogLines(stage, out, peak_bytes, clock)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[step]}"),
+        TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("peak {task.fields[peak]}"),
     )
-    with Progress(*columns, console=Console(file=out)) as bar:  # rich honours NO_COLOR
-        yield _Bar(bar, bar.add_task(stage, total=total, step="", peak=size_text(peak_bytes())), peak_bytes)
+    with Bars(*columns, console=Console(file=out)) as bars:  # rich honours NO_COLOR
+        yield _Bar(bars, bars.add_task(stage, total=None, note="", peak=size_text(peak_bytes())), peak_bytes)
 
 
 @dataclass(frozen=True)
 class _Bar:
-    bar: "Progress"
+    bars: "Bars"
     task: "TaskID"
     peak_bytes: Callable[[], int]
 
-    def advance(self, step: str) -> None:
-        self.bar.update(self.task, advance=1, step=step, peak=size_text(self.peak_bytes()))
+    def update(self, done: int, total: int, note: str) -> None:
+        self.bars.update(self.task, completed=done, total=total, note=note, peak=size_text(self.peak_bytes()))
+
+    def say(self, text: str) -> None:
+        self.bars.console.print(text, markup=False)
 
 
 class _LogLines:
-    """One line per step, at most one every few seconds; the first and the last step always show."""
+    """One line per update, at most one every few seconds; the first and the last always show."""
 
-    def __init__(self, stage: str, total: int, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
-        self.stage, self.total, self.out, self.peak_bytes, self.clock = stage, total, out, peak_bytes, clock
-        self.num_done = 0
+    def __init__(self, stage: str, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
+        self.stage, self.out, self.peak_bytes, self.clock = stage, out, peak_bytes, clock
         self.started_s = clock()
         self.shown_s = float("-inf")
 
-    def advance(self, step: str) -> None:
-        self.num_done += 1
+    def update(self, done: int, total: int, note: str) -> None:
         now = self.clock()
-        if now - self.shown_s < LOG_INTERVAL_S and self.num_done < self.total:
+        if now - self.shown_s < LOG_INTERVAL_S and done < total:
             return
         self.shown_s = now
         elapsed_s = now - self.started_s
-        left_s = elapsed_s / self.num_done * (self.total - self.num_done)
-        times = f"{duration_text(elapsed_s)} elapsed, {duration_text(left_s)} left"
-        print(f"{self.stage} {self.num_done}/{self.total} {step}: {times}, peak {size_text(self.peak_bytes())}", file=self.out, flush=True)
+        left = f", {duration_text(elapsed_s / done * (total - done))} left" if done else ""
+        self.say(f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}")
+
+    def say(self, text: str) -> None:
+        print(text, file=self.out, flush=True)

@@ -80,9 +80,9 @@ class TokenStream:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             offset = int(torch.randint(self._seq_len, (1,), generator=generator))
             num_windows = (self._tokens.numel() - 1 - offset) // self._seq_len
-            self._starts = offset + self._seq_len * torch.randperm(num_windows, generator=generator)
+            self._starts = (offset + self._seq_len * torch.randperm(num_windows, generator=generator)).to(self._tokens.device)
             self._epoch = epoch
-        starts = self._starts[idx * self._batch_size : (idx + 1) * self._batch_size].to(self._tokens.device)
+        starts = self._starts[idx * self._batch_size : (idx + 1) * self._batch_size]
         span = torch.arange(self._seq_len + 1, device=self._tokens.device)
         return self._tokens[starts.unsqueeze(1) + span].to(torch.int64)
 
@@ -96,7 +96,7 @@ def train(
         UsageError: the loss became NaN or infinite; the message names the step.
     """
     optimizer = _optimizer(model, config, device)
-    compute_loss = torch.compile(loss_fn) if config.compile else loss_fn
+    compute_loss = torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
     num_micro = config.batch_size // config.micro_batch_size
     window = _Window()
     for step in range(config.num_steps):

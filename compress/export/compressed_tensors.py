@@ -5,8 +5,8 @@
     <module>.weight_shape       int64 [2] = [O, I]
     <module>.weight_zero_point  int32 [ceil(O * b / 32), G]   asymmetric only, packed along O
 
-value = (code - zero_point) * scale. `config.json` says it all in `quantization_config`; linears that stay dense are listed in `ignore` by exact name.
-Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32. Activations are not quantized by any scheme here.
+value = (code - zero_point) * scale. `config.json` says it all in `quantization_config`; linears that stay dense are listed in `ignore` by
+exact name. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32. Activations are not quantized by any scheme here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -122,7 +122,9 @@ class CompressedTensors:
         if scheme.group_size is not None:
             for name, size in sorted(_in_features(arch).items()):
                 if size % scheme.group_size:
-                    rules.append(Rule("whole-groups", f"{name} has K = {size}, not a multiple of {scheme.group_size}; vLLM would floor it."))
+                    rules.append(
+                        Rule("whole-groups", f"{name} has K = {size}, not a multiple of {scheme.group_size}; vLLM would floor it.")
+                    )
         return rules
 
     def consumers(self, arch: Arch, scheme: Scheme) -> list[Consumer]:

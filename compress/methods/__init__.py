@@ -1,7 +1,8 @@
 """Quantization = smoother x rounder x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
 
-A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes. Both see the inputs
-of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py` puts them together.
+A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes. Both see the
+inputs of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py` puts them
+together.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,12 @@
 """AWQ (arXiv 2306.00978): scale up the input channels that matter before rounding, and divide whatever produces them by the same scale.
 
-The scale is searched over s = m_x^r (how large the inputs are) and s = m_x^r / m_w^(1-r) (and how small the weights), r on a grid, normalised
-to sqrt(max s * min s) = 1. The loss is the output error of the rounded linears in Gram form,
+The scale is searched over s = m_x^r (how large the inputs are) and s = m_x^r / m_w^(1-r) (and how small the weights), r on a grid,
+normalised to sqrt(max s * min s) = 1. The loss is the output error of the rounded linears in Gram form,
 
     loss(s) = tr(dW H dW^T),   dW = Q(W s) / s - W,   H = E[x x^T]
 
-which is the squared error of the replayed linears without replaying them: its cost does not depend on the number of tokens. Linears that share
-the input share s, and their losses add (stacked along O). Clipping, the other half of the paper, is the rounders' `scale: hessian`.
+which is the squared error of the replayed linears without replaying them: its cost does not depend on the number of tokens. Linears that
+share the input share s, and their losses add (stacked along O). Clipping, the other half of the paper, is the rounders' `scale: hessian`.
 
 Shapes: O out, I in, G groups, N members of a group, K kv heads, R repeats, C head dimension.
 """

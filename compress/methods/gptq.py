@@ -4,9 +4,9 @@ For one row w with H = E[x x^T] (damped), U the upper Cholesky factor of H^-1 an
 
     q_i = round(w_i),   e = (w_i - q_i) / U_ii,   w_j -= e * U_ij  for j > i
 
-which minimises (w - q) H (w - q)^T greedily. Columns go in blocks: inside a block the update runs column by column, the rest of the matrix gets
-one product per block. Static act-order: columns are processed by falling diag H, while scales belong to the groups of the original order and are
-fixed before the first column is rounded, so no g_idx exists at run time.
+which minimises (w - q) H (w - q)^T greedily. Columns go in blocks: inside a block the update runs column by column, the rest of the
+matrix gets one product per block. Static act-order: columns are processed by falling diag H, while scales belong to the groups of the
+original order and are fixed before the first column is rounded, so no g_idx exists at run time.
 
 Damping adds a share of mean(diag H) to the diagonal; if a factorisation fails the share is raised by the ladder and reported. H is never
 replaced. A feature that never fires (diag 0) carries no output: its weights become zero.
@@ -77,8 +77,8 @@ def inverse_factor(h_II: Tensor, *, damping: float) -> tuple[Tensor, float]:
             if failed == 0 and bool(torch.isfinite(upper).all()):
                 return upper, share
     raise UsageError(
-        "the second moment of a layer's inputs cannot be factorised even with the largest damping: the calibration data drives the model to "
-        "NaN or infinity. Check the checkpoint, or compute in float32."
+        "the second moment of a layer's inputs cannot be factorised even with the largest damping: the calibration data drives the model "
+        "to NaN or infinity. Check the checkpoint, or compute in float32."
     )
 
 

@@ -1,7 +1,7 @@
 """The project's own store of weights between stages: one safetensors file per layer under canonical names, plus the outer weights.
 
-Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the manifest
-when linears are quantized (leaves of `quant/codec.py`). A layer's file is also a resume point: it is complete or absent.
+Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the
+manifest when linears are quantized (leaves of `quant/codec.py`). A layer's file is also a resume point: it is complete or absent.
 """
 
 from pathlib import Path

@@ -73,6 +73,11 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
+
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
         super().__init__()
         self.shape = shape
@@ -99,6 +104,10 @@ class Attention(nn.Module):
 
 
 class Ffn(nn.Module):
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
         super().__init__()
         for name in ("gate", "up", "down"):

@@ -16,22 +16,105 @@ from compress.plugins import PluginSet
 
 # Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward pass.
 INERT_FIELDS = frozenset(
-    "architectures model_type dtype torch_dtype transformers_version use_cache initializer_range bos_token_id eos_token_id pad_token_id "
-    "attention_dropout _name_or_path return_dict output_hidden_states output_attentions torchscript use_bfloat16 pruned_heads "
-    "chunk_size_feed_forward is_encoder_decoder is_decoder cross_attention_hidden_size add_cross_attention tie_encoder_decoder id2label "
-    "label2id task_specific_params problem_type _attn_implementation_autoset tokenizer_class prefix sep_token_id decoder_start_token_id "
-    "finetuning_task max_length min_length do_sample temperature top_k top_p typical_p repetition_penalty length_penalty num_beams "
-    "num_beam_groups num_return_sequences diversity_penalty early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss quantization_config unsloth_version".split()
+    [
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "attention_dropout",
+        "_name_or_path",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "torchscript",
+        "use_bfloat16",
+        "pruned_heads",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "is_decoder",
+        "cross_attention_hidden_size",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+        "id2label",
+        "label2id",
+        "task_specific_params",
+        "problem_type",
+        "_attn_implementation_autoset",
+        "tokenizer_class",
+        "prefix",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "finetuning_task",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "diversity_penalty",
+        "early_stopping",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "tf_legacy_loss",
+        "quantization_config",
+        "unsloth_version",
+    ]
 )
 SHAPE_FIELDS = frozenset(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
-    "max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters".split()
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    ]
 )
 ROPE_FIELDS = frozenset(
-    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow "
-    "attention_factor mscale mscale_all_dim truncate".split()
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ]
 )
 
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
@@ -250,6 +333,7 @@ def _read_rope(config: Mapping[str, Any], layer_type: str) -> Rope:
 
 def _yarn_attention_factor(said: Mapping[str, Any], factor: float) -> float:
     """The softmax temperature of YaRN folded into cos and sin: 0.1 ln(factor) + 1, or what the config states."""
+
     def temperature(scale: float, mscale: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 

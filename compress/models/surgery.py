@@ -2,7 +2,8 @@
 
     x' = x / s,  W' = W * s   =>   W' x' = W x
 
-A norm's weight or a linear's rows and bias are divided by s; the columns of the linears behind it are multiplied (arXiv 2211.10438, section 4).
+A norm's weight or a linear's rows and bias are divided by s; the columns of the linears behind it are multiplied (arXiv 2211.10438,
+section 4).
 
 Shapes: O out, I in, K kv heads, C head dimension, R query heads per kv head.
 """

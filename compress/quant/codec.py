@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from compress.quant.packing import pack, unpack
@@ -37,18 +38,23 @@ class ForeignCodec(Codec, Protocol):
 
 
 class CanonicalCodec:
-    """`packed` int32 [O, I*b/32], `scale` [O, G] in the model's dtype, `zero_point` int8 [O, G] for asymmetric schemes."""
+    """`packed` int32 [O, ceil(I*b/32)], `shape` int64 [2] = [O, I] (a last word may be padded), `scale` [O, G] in the model's dtype, and
+    `zero_point` int8 [O, G] for asymmetric schemes."""
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        return frozenset({"packed", "scale"} if scheme.symmetric else {"packed", "scale", "zero_point"})
+        names = {"packed", "shape", "scale"}
+        return frozenset(names if scheme.symmetric else names | {"zero_point"})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        leaves = {"packed": pack(weight.codes_OI, weight.scheme.num_bits), "scale": weight.scale_OG}
+        leaves = {
+            "packed": pack(weight.codes_OI, weight.scheme.num_bits),
+            "shape": torch.tensor(weight.shape, dtype=torch.int64),
+            "scale": weight.scale_OG,
+        }
         if weight.zero_point_OG is not None:
             leaves["zero_point"] = weight.zero_point_OG
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        in_features = leaves["packed"].shape[1] * 32 // scheme.num_bits
-        codes_OI = unpack(leaves["packed"], scheme.num_bits, in_features)
+        codes_OI = unpack(leaves["packed"], scheme.num_bits, int(leaves["shape"][1]))
         return QuantizedWeight(scheme, codes_OI, leaves["scale"], leaves.get("zero_point"))

@@ -1,10 +1,10 @@
 """From weights to codes and back: scale choice, rounding to the nearest code, and their composition.
 
 Symmetric: s = absmax / (2^b - 1) * 2, that is absmax / 7.5 for four bits, so that both ends of [-8, 7] err alike (the convention of
-compressed-tensors; absmax / 7 has 12 % more error). Asymmetric: s = (max - min) / (2^b - 1), z = round(min_code - min / s), the range always
-holding zero. Scales are rounded to the stored dtype before any code is chosen. `search_scale` shrinks the range on a grid and keeps, per
-group, the one with the least error: squared error, or the error of the layer's output as far as the group's own block of H = E[x x^T] sees it
-(the clipping search of AWQ, arXiv 2306.00978, without replaying any token).
+compressed-tensors; absmax / 7 has 12 % more error). Asymmetric: s = (max - min) / (2^b - 1), z = round(min_code - min / s), the range
+always holding zero. Scales are rounded to the stored dtype before any code is chosen. `search_scale` shrinks the range on a grid and
+keeps, per group, the one with the least error: squared error, or the error of the layer's output as far as the group's own block of H =
+E[x x^T] sees it (the clipping search of AWQ, arXiv 2306.00978, without replaying any token).
 
 Shapes: O out, I in, G groups, N members of a group.
 """

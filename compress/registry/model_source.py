@@ -5,9 +5,11 @@ The digest covers every file that decides the model's function or its text, and 
 """
 
 import fnmatch
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import compress
 from compress.digest import digest_file, digest_json
@@ -61,6 +63,26 @@ def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool
     if not path.is_dir():
         raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).")
     return ModelSource(path, name, None, model_digest(path))
+
+
+def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: list[str]) -> dict[str, Any]:
+    """`config.json` alone of a hub model, for planning.
+
+    Raises:
+        StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with the package.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        file = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise StorageError(
+            f"the shapes of '{name}' are not known here and its config.json could not be had{' offline' if offline else ''}. Shapes that "
+            f"ship with the package: {', '.join(shipped)}."
+        ) from error
+    config: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    return config
 
 
 def model_digest(path: Path) -> str:

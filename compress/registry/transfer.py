@@ -122,6 +122,12 @@ def resolve(ref: Ref | str) -> Ref:
     return ref.pinned(_find(open_registry(ref.registry), ref).digest)
 
 
+def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
+    """The digest of the artifact that `name:tag` points to; None when nothing has that tag."""
+    found = registry.read_tag(name, tag)
+    return None if found is None else _read_artifact(registry, found)[1].digest
+
+
 def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
     """Every tag of a registry, sorted."""
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()

@@ -1,7 +1,7 @@
 """Stages: what a recipe may name. A stage is one file: its Spec, the ports it reads and writes, and the glue that calls the layers below.
 
-The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple is met
-by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
+The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
+is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,9 +79,15 @@ class RunStage(Protocol):
     def __call__(self, spec: Any, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None: ...
 
 
+def _nothing(spec: Any, device: str) -> Mapping[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Stage:
-    """`per_device` marks results that depend on the machine (latency): they are never reused on another."""
+    """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
+    machine of a latency measurement): name -> digest or text, part of the cache key.
+    """
 
     kind: str
     version: int
@@ -90,7 +96,8 @@ class Stage:
     spec: type[Spec]
     run: RunStage
     estimate: Callable[[Any, PlanFacts], Estimate]
-    per_device: bool = False
+    uses: tuple[Port, ...] = ()
+    depends: Callable[[Any, str], Mapping[str, str]] = _nothing
 
 
 class StageSet(PluginSet[Stage]):
@@ -105,10 +112,11 @@ class StageSet(PluginSet[Stage]):
         gives: Port,
         spec: type[Spec],
         estimate: Callable[[Any, PlanFacts], Estimate],
-        per_device: bool = False,
+        uses: tuple[Port, ...] = (),
+        depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
     ) -> Callable[[RunStage], RunStage]:
         def decorate(run: RunStage) -> RunStage:
-            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, per_device))
+            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends))
             return run
 
         return decorate

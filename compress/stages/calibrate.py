@@ -1,12 +1,13 @@
 """`calibrate`: a data card and the model's tokenizer become a fixed set of token ids, an artifact of its own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.card import documents, load_card, pin
+from compress.calibrate.card import documents, identity, load_card, pin
 from compress.calibrate.dataset import TokenSet, load_tokenizer, save_token_set, tokenize
 from compress.models.checkpoint import read_config
 from compress.recipe import Spec
@@ -60,7 +61,12 @@ def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
     return Estimate(peak_bytes=token_bytes, disk_bytes=token_bytes, flops=0.0, notes=(f"{spec.num_samples} x {spec.seq_len} tokens",))
 
 
-@STAGES.stage("calibrate", version=1, takes=(Port.SOURCE,), gives=Port.CALIB, spec=Calibrate, estimate=_estimate)
+def data_identity(spec: Any, device: str) -> Mapping[str, str]:
+    """The text that a spec's `data` stands for, as a cache key part."""
+    return {"data": identity(load_card(spec.data))}
+
+
+@STAGES.stage("calibrate", version=1, takes=(Port.SOURCE,), gives=Port.CALIB, spec=Calibrate, estimate=_estimate, depends=data_identity)
 def calibrate(spec: Calibrate, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     ctx.boundary(0, 1, f"reading {spec.data}")
     tokens, facts = read_tokens(inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=ctx.seed)

@@ -12,10 +12,10 @@ from compress.export import FORMATS, check_rules
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import write_checkpoint
 from compress.models.family import family_of
-from compress.quant.scheme import Scheme
+from compress.quant.scheme import Scheme, scheme_named
 from compress.recipe import Spec
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize import Quantize, scheme_named
+from compress.stages.quantize import Quantize
 
 
 class Export(Spec):

@@ -141,9 +141,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     hessians = 4 * sum(columns**2 for columns in {columns for _, columns in shapes} | {arch.hidden_size})
     largest = max(columns for _, columns in shapes)
     peak = params * (width + 4) + 2 * hessians + 3 * 4 * largest**2 + num_tokens * arch.hidden_size * width
-    codes = sum(
-        scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears
-    )
+    codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
     outer = 2 * arch.vocab_size * arch.hidden_size * (1 if arch.tied_head else 2)
     inputs = [2 * arch.hidden_size, layer.num_heads * layer.head_dim, layer.intermediate_size]
     grams = arch.num_layers * num_tokens * 2.0 * (sum(size**2 for size in inputs) - 2 * arch.hidden_size**2)

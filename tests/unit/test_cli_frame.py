@@ -338,10 +338,10 @@ class Clock:
 
 def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
     out, clock = io.StringIO(), Clock()
-    with progress("quantize", 32, stream=out, peak_bytes=lambda: 3 << 30, clock=clock) as report:
+    with progress("quantize", stream=out, peak_bytes=lambda: 3 << 30, clock=clock) as report:
         for layer in range(32):
             clock.now_s += 1.0
-            report.advance(f"layer {layer}")
+            report.update(layer + 1, 32, f"layer {layer}")
     lines = out.getvalue().splitlines()
     assert lines[0] == "quantize 1/32 layer 0: 1s elapsed, 31s left, peak 3.00 GiB"
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, 6, 11, 16, 21, 26, 31, 32]
@@ -358,9 +358,9 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("NO_COLOR", "1")
     out = Terminal()
-    with progress("quantize", 2, stream=out, peak_bytes=lambda: 1 << 20) as report:
-        report.advance("layer 0")
-        report.advance("layer 1")
+    with progress("quantize", stream=out, peak_bytes=lambda: 1 << 20) as report:
+        report.update(1, 2, "layer 0")
+        report.update(2, 2, "layer 1")
     text = out.getvalue()
     assert "2/2" in text
     assert "layer 1" in text

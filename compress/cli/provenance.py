@@ -1,0 +1,33 @@
+"""Where, when and with what an artifact was made: kept beside the artifact, never in it, because the artifact must not depend on it."""
+
+import importlib.metadata
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import compress
+
+if TYPE_CHECKING:
+    from compress.registry.model_source import ModelSource
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy")
+
+
+def provenance(recipe_file: Path, source: "ModelSource", digests: Mapping[str, str]) -> dict[str, Any]:
+    from compress.digest import digest_file
+
+    return {
+        "schema": 1,
+        "tool": {"compress": compress.__version__},
+        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": ["compress", *sys.argv[1:]],
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "recipe": {"name": recipe_file.name, "digest": digest_file(recipe_file)},
+        "source": {"name": source.name, "revision": source.revision, "digest": source.digest},
+        "artifacts": dict(digests),
+    }

@@ -1,0 +1,75 @@
+"""`compress validate`: prove an artifact that exists already, outside of a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.cli.output import JsonFlag, emit, note, progress, table
+from compress.cli.run import DeviceOption, OfflineOption, pick_device
+from compress.errors import GateFailed, UsageError
+
+
+def validate(
+    artifact: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)],
+    against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
+    data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
+    num_samples: Annotated[int, typer.Option("--num-samples", help="Windows of evaluation text.")] = 48,
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens a window.")] = 512,
+    gate: Annotated[list[str] | None, typer.Option("--gate", help="metric=limit, may be repeated; a failed gate is exit code 3.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),
+    latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")] = True,
+    device: DeviceOption = None,
+    offline: OfflineOption = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare an artifact with its source: accuracy with uncertainty, latency, gates, report."""
+    from compress.artifact.context import Context
+    from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+    from compress.artifact.workspace import ArtifactWriter
+    from compress.pipeline import resolve_text
+    from compress.stages import Input, Inputs, Port
+    from compress.stages.validate import REPORT_HTML, Latency, Validate
+    from compress.stages.validate import validate as prove
+
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
+    chosen = pick_device(device)
+    source = resolve_text(against, offline=offline)
+    spec = Validate(data=data, num_samples=num_samples, seq_len=seq_len, latency=Latency() if latency else None, gates=_gates(gate or []))
+    candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
+    if candidate is None:
+        raise UsageError(
+            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and `compress run` make some."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    writer = ArtifactWriter(out)
+    inputs = Inputs(source, {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)})
+    with progress("validate") as report:
+        prove(spec, inputs, writer, Context(chosen, 0, out, report))
+    assert writer.description is not None
+    facts = writer.description["facts"]
+    rows = [
+        (each["name"], {True: "pass", False: "FAIL", None: "n/a"}[each["passed"]], each["value"], each["bound"]) for each in facts["gates"]
+    ]
+    emit(
+        {"verdict": facts["verdict"], "gates": facts["gates"], "report": str(out / REPORT_HTML)},
+        table([*rows, ("report", out / REPORT_HTML, "", "")]),
+        as_json=as_json,
+    )
+    if facts["verdict"]["passed"] is False:
+        note("a gate failed")
+        raise typer.Exit(GateFailed.exit_code)
+
+
+def _gates(said: list[str]) -> dict[str, float | dict[str, float]]:
+    gates: dict[str, float | dict[str, float]] = {}
+    for each in said:
+        name, equals, limit = each.partition("=")
+        try:
+            gates[name] = float(limit) if equals else float("nan")
+        except ValueError:
+            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1.") from None
+        if not equals:
+            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1.")
+    return gates

@@ -1,0 +1,66 @@
+"""What goes into the engine and what comes out: sampling parameters, a request, a finished request. Facts only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
+
+    `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p` the smallest set of that
+    probability (arXiv 1904.09751). `logprobs` asks for the log probability of each chosen token under the unfiltered softmax.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or a count"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
+            ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0 (off) and below 1"),
+            ("seed", self.seed, 0 <= self.seed < 1 << 63, "in [0, 2^63)"),
+        )
+        for name, value, holds, meaning in rules:
+            if not holds:
+                raise UsageError(f"sampling parameter {name} is {value}; it must be {meaning}.")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompt tokens and how to continue them. `id` is the caller's, unique among unfinished requests."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's result. `tokens` hold the end-of-sequence token when that ended it (`reason` "stop").
+
+    Times are `time.perf_counter` seconds: `arrival_s` of `Engine.add`, `token_times_s` of each token known on the host, after
+    synchronisation with the device.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    reason: Literal["stop", "length"]
+    arrival_s: float
+    token_times_s: tuple[float, ...]
+    logprobs: tuple[float, ...] | None = None

@@ -1,0 +1,24 @@
+"""Tests that need what this machine lacks are skipped, with the reason; torch is imported only when a GPU test was collected."""
+
+from pathlib import Path
+
+import pytest
+
+INTEROP_PYTHON = Path(__file__).parent.parent / ".venv-interop" / "bin" / "python"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_cuda():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not INTEROP_PYTHON.exists():
+        for item in items:
+            if item.get_closest_marker("interop"):
+                item.add_marker(pytest.mark.skip(reason="needs .venv-interop, which `make interop` builds"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

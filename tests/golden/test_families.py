@@ -1,0 +1,152 @@
+"""Our decoder computes what `transformers` computes, for every family and variant, and a checkpoint goes through it unchanged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_hf import CASES, LLAMA3, SMALL, build, saved, tokens
+from torch import Tensor
+
+from compress.models.attention import CachedAttention
+from compress.models.checkpoint import Checkpoint, read_config, write_checkpoint
+from compress.models.family import FAMILIES, family_of
+from compress.models.weights import build_decoder
+
+SEQ_LEN = 24
+CPU = torch.device("cpu")
+
+
+def tolerance(reference: Tensor) -> float:
+    """Every layer adds roundings of dot products over at most 80 features and of the softmax; their order differs between the two sides."""
+    roundings = 8 * SMALL["num_hidden_layers"] + 2
+    return roundings * torch.finfo(torch.float32).eps * SMALL["intermediate_size"] ** 0.5 * float(reference.abs().max())
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = tensors_of(one), tensors_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_every_family_has_a_golden_case() -> None:
+    assert set(FAMILIES.names()) == {family for family, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(case: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, *CASES[case])
+    decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    tokens_BS = tokens(2, SEQ_LEN)
+    with torch.no_grad():
+        expected = model(tokens_BS).logits
+        prefill = decoder(tokens_BS)
+        cache, pieces = CachedAttention(), []
+        for begin, end in [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]:
+            assert cache.length == begin
+            pieces.append(decoder(tokens_BS[:, begin:end], torch.arange(begin, end), cache))
+    atol = tolerance(expected)
+    assert (prefill - expected).abs().max() <= atol
+    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= atol
+    assert (expected - expected.roll(1, dims=1)).abs().max() > 1000 * atol  # the tolerance tells positions apart
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_after_import_is_the_identity(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    model = saved(tmp_path / "source", family, changes, dtype=torch.bfloat16)
+    source = Checkpoint(tmp_path / "source")
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", source)
+    assert_same_tensors(tmp_path / "written", tmp_path / "source")
+    again = Checkpoint(tmp_path / "written")
+    assert again.arch.replace(config={}) == source.arch.replace(config={})
+    meaning = type(model.config).from_pretrained(tmp_path / "written").to_dict()
+    original = type(model.config).from_pretrained(tmp_path / "source").to_dict()
+    for volatile in ("transformers_version", "_name_or_path"):
+        meaning.pop(volatile, None), original.pop(volatile, None)
+    if original.get("head_dim") is None:
+        assert meaning.pop("head_dim") == SMALL["hidden_size"] // SMALL["num_attention_heads"]
+        original.pop("head_dim", None)
+    assert meaning == original
+
+
+def test_shards_are_read_and_written(tmp_path: Path) -> None:
+    saved(tmp_path / "source", "llama", {}, max_shard_size="40KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 2
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", Checkpoint(tmp_path / "source"), max_shard_bytes=50_000)
+    assert len(list((tmp_path / "written").glob("*.safetensors"))) > 2
+    assert_same_tensors(tmp_path / "written", tmp_path / "source")
+    Checkpoint(tmp_path / "written")
+
+
+OLD_SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "theta": ({"rope_theta": 5000.0}, {"rope_type": "default", "rope_theta": 5000.0}),
+    "llama3": (
+        {"rope_theta": 500000.0, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}},
+        LLAMA3,
+    ),
+    "type-linear": ({"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+    "yarn-without-original-length": (
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SMALL["max_position_embeddings"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", OLD_SPELLINGS)
+def test_configs_written_before_transformers_5_mean_the_same(spelling: str, tmp_path: Path) -> None:
+    old, new = OLD_SPELLINGS[spelling]
+    model = saved(tmp_path, "llama", {"rope_parameters": {"rope_theta": 10000.0, **new}})
+    config = read_config(tmp_path)
+    modern = Checkpoint(tmp_path).arch
+    del config["rope_parameters"]
+    config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps({**config, **old, "torch_dtype": "float32"}))
+    source = Checkpoint(tmp_path)
+    assert source.arch.replace(config={}) == modern.replace(config={})
+    with torch.no_grad():
+        expected = model(tokens(1, SEQ_LEN)).logits
+        actual = build_decoder(source, dtype=torch.float32, device=CPU)(tokens(1, SEQ_LEN))
+    assert (actual - expected).abs().max() <= tolerance(expected)
+    assert "torch_dtype" not in source.family.write_config(source.arch)
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
+    """A config that states shapes only, as hand-written and older ones do."""
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    config: dict[str, Any] = {key: SMALL[key] for key in required}
+    config.update(model_type=family, num_attention_heads=32, hidden_size=64, num_key_value_heads=8)
+    arch = family_of(config).read_config(config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stated = type(build(family, {}).config).from_pretrained(tmp_path)
+    assert arch.norm_eps == stated.rms_norm_eps
+    assert arch.activation == stated.hidden_act
+    assert arch.tied_head == stated.tie_word_embeddings
+    assert arch.layers[0].rope.theta == stated.rope_parameters["rope_theta"]
+    assert arch.layers[0].head_dim == (getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads)
+    sliding = stated.sliding_window if family == "mistral" else None
+    assert [layer.window for layer in arch.layers] == [sliding] * arch.num_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_names_on_disk_and_canonical_names_are_inverse(family: str) -> None:
+    model = build(family, {})
+    table = FAMILIES.get(family)
+    modules = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    for module in modules:
+        canonical = table.to_canonical(module)
+        assert canonical is not None, module
+        assert table.to_disk(canonical) == module
+    assert table.to_canonical("model.layers.0.mlp.experts") is None
+    assert table.to_canonical("vision.patch") is None

@@ -1,0 +1,135 @@
+"""Statistics: what they sum, and that the bits do not depend on how the work was split."""
+
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compress.calibrate.stats import NUM_SHARDS, AbsMean, MergeTree, SecondMoment, shard_bounds
+
+Kind = type[SecondMoment] | type[AbsMean]
+KINDS: list[Kind] = [SecondMoment, AbsMean]
+BOTH = pytest.mark.parametrize("kind", KINDS)
+
+
+def samples(num: int = 23, size: int = 12) -> list[Tensor]:
+    """Magnitudes far apart, so that another order of summation shows in the bits."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(7, size, generator=generator) * 10.0 ** torch.randn(7, size, generator=generator) for _ in range(num)]
+
+
+def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment] | list[AbsMean]:
+    stats = []
+    for begin, end in shard_bounds(len(xs)):
+        stat = kind()
+        for x_TD in xs[begin:end]:
+            stat.update(x_TD)
+        stats.append(stat)
+    return stats
+
+
+def merged(stats: list[SecondMoment] | list[AbsMean]) -> SecondMoment | AbsMean:
+    tree: MergeTree[SecondMoment | AbsMean] = MergeTree()
+    for stat in stats:
+        tree.push(stat)
+    return tree.root()
+
+
+@BOTH
+def test_the_mean_is_that_of_all_tokens(kind: Kind) -> None:
+    xs = samples()
+    x_TD = torch.cat(xs).double()
+    expected = x_TD.t() @ x_TD / len(x_TD) if kind is SecondMoment else x_TD.abs().mean(0)
+    total = merged(shards(kind, xs))
+    assert total.num_tokens == len(x_TD)
+    assert total.mean().dtype == torch.float32
+    assert torch.allclose(total.mean().double(), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+@BOTH
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranks_that_own_whole_shards_give_the_same_bits(kind: Kind, num_ranks: int) -> None:
+    xs = samples()
+    whole = merged(shards(kind, xs)).mean()
+    per_rank = NUM_SHARDS // num_ranks
+    stats = shards(kind, xs)
+    ranks = [merged(stats[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
+    assert torch.equal(merged(ranks).mean(), whole)
+
+
+@BOTH
+def test_the_order_of_summation_is_one_that_matters(kind: Kind) -> None:
+    """Otherwise the test above could not fail: one long sum has other bits than the tree."""
+    xs = samples()
+    straight = kind()
+    for x_TD in xs:
+        straight.update(x_TD)
+    assert not torch.equal(straight.mean(), merged(shards(kind, xs)).mean())
+
+
+@given(st.integers(1, 40))
+def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
+    """With strings for statistics the association itself can be read; for a power of two it is the balanced tree."""
+
+    class Name:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def update(self, x_TD: Tensor) -> None: ...
+
+        def merge(self, other: "Name") -> None:
+            self.text = f"({self.text} {other.text})"
+
+        def rescale_(self, scale_D: Tensor) -> None: ...
+
+    tree: MergeTree[Name] = MergeTree()
+    for idx in range(num):
+        tree.push(Name(str(idx)))
+        assert len(tree._pending) == (idx + 1).bit_count()
+    text = tree.root().text
+    assert text.replace("(", "").replace(")", "").split() == [str(idx) for idx in range(num)]
+    level = [str(idx) for idx in range(num)]
+    if num.bit_count() == 1:
+        while len(level) > 1:
+            level = [f"({one} {two})" for one, two in zip(level[::2], level[1::2], strict=True)]
+        assert text == level[0]
+
+
+
+@BOTH
+def test_rescaling_is_the_statistic_of_rescaled_inputs(kind: Kind) -> None:
+    xs = samples()
+    scale_D = torch.exp(torch.randn(12, generator=torch.Generator().manual_seed(1)))
+    rescaled, direct = merged(shards(kind, xs)), merged(shards(kind, [x_TD / scale_D for x_TD in xs]))
+    rescaled.rescale_(scale_D)
+    assert torch.allclose(rescaled.mean(), direct.mean(), rtol=1e-4, atol=1e-6 * float(direct.mean().abs().max()))
+
+
+@BOTH
+def test_merging_nothing_changes_nothing(kind: Kind) -> None:
+    full, empty = merged(shards(kind, samples())), kind()
+    before = full.mean()
+    full.merge(empty)  # type: ignore[arg-type]
+    assert torch.equal(full.mean(), before)
+    empty.merge(full)  # type: ignore[arg-type]
+    assert torch.equal(empty.mean(), before)
+
+
+def test_half_precision_inputs_are_summed_in_float32() -> None:
+    x_TD = torch.full((4096, 3), 1.0, dtype=torch.bfloat16)
+    for kind, expected in ((SecondMoment, torch.ones(3, 3)), (AbsMean, torch.ones(3))):
+        stat = kind()
+        for _ in range(3):
+            stat.update(x_TD)
+        assert torch.equal(stat.mean(), expected)  # bf16 would stop counting at 256
+
+
+@given(st.integers(0, 300))
+def test_shards_cut_the_samples_into_even_runs(num_samples: int) -> None:
+    bounds = shard_bounds(num_samples)
+    assert [idx for begin, end in bounds for idx in range(begin, end)] == list(range(num_samples))
+    assert len(bounds) == min(num_samples, NUM_SHARDS)
+    sizes = [end - begin for begin, end in bounds]
+    assert not sizes or max(sizes) - min(sizes) <= 1

@@ -1,0 +1,85 @@
+"""Schemes are data; a quantized weight stands for exactly (code - zero_point) * scale."""
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+import torch
+
+from compress.errors import UsageError
+from compress.quant.codec import CanonicalCodec
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_schemes_survive_json(scheme: Scheme) -> None:
+    assert Scheme.from_json(scheme.to_json()) == scheme
+    assert scheme_named(scheme.name) is scheme
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_codes_fill_the_bits(scheme: Scheme) -> None:
+    assert scheme.max_code - scheme.min_code + 1 == 2**scheme.num_bits
+    assert scheme.min_code + scheme.max_code == -1
+
+
+def test_an_unknown_scheme_names_the_near_one() -> None:
+    with pytest.raises(UsageError, match="Did you mean 'W4A16_G128'"):
+        scheme_named("W4A16_G12")
+
+
+def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"multiple of 128.*K = 192"):
+        SCHEMES["W4A16_G128"].num_groups(192)
+    assert SCHEMES["W8A16"].num_groups(193) == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bytes_are_those_of_the_stored_parts(scheme: Scheme, dtype: torch.dtype) -> None:
+    """Zero points are counted packed, as the published formats keep them."""
+    weight = random_weight(scheme, 24, 256, dtype)
+    leaves = CanonicalCodec().encode(weight)
+    stored = sum(leaves[name].numel() * leaves[name].element_size() for name in ("packed", "scale"))
+    stored += 0 if weight.zero_point_OG is None else weight.zero_point_OG.numel() * scheme.num_bits // 8
+    assert scheme.weight_bytes(24, 256) == stored
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dequantizing_rounds_the_exact_product_once(scheme: Scheme, dtype: torch.dtype) -> None:
+    weight = random_weight(scheme, 5, 256, dtype)
+    values = weight.dequantize()
+    assert values.dtype == dtype
+    groups = scheme.num_groups(256)
+    for row in range(5):
+        for column in range(0, 256, 7):
+            group = column * groups // 256
+            zero = 0 if weight.zero_point_OG is None else int(weight.zero_point_OG[row, group])
+            exact = Fraction(int(weight.codes_OI[row, column]) - zero) * Fraction(float(weight.scale_OG[row, group]))
+            rounded = torch.tensor(float(exact), dtype=torch.float64).to(dtype)  # exact: 8 + 24 bits fit in 53
+            assert values[row, column] == rounded
+
+
+@pytest.mark.parametrize("in_features", [30, 32, 33, 256])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, in_features: int) -> None:
+    scheme = scheme if scheme.group_size is None else dataclasses.replace(scheme, group_size=in_features)
+    weight, codec = random_weight(scheme, 7, in_features, torch.bfloat16), CanonicalCodec()
+    leaves = codec.encode(weight)
+    assert set(leaves) == codec.leaves(scheme)
+    again = codec.decode(leaves, scheme)
+    assert torch.equal(again.codes_OI, weight.codes_OI)
+    assert torch.equal(again.scale_OG, weight.scale_OG)
+    assert (again.zero_point_OG is None) == scheme.symmetric
+    assert weight.zero_point_OG is None or torch.equal(again.zero_point_OG, weight.zero_point_OG)
+
+
+def random_weight(scheme: Scheme, out_features: int, in_features: int, dtype: torch.dtype) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(1)
+    low, high = scheme.min_code, scheme.max_code + 1
+    codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.int8)
+    groups = scheme.num_groups(in_features)
+    scale_OG = (torch.rand(out_features, groups, generator=generator) + 0.1).to(dtype)
+    zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
