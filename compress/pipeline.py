@@ -18,12 +18,13 @@ from compress.artifact.context import Context, Progress, never
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.errors import GateFailed, RecipeError, UsageError, did_you_mean
+from compress.models.arch import Arch
 from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
 from compress.registry import transfer
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
-from compress.stages import STAGES, Input, Inputs, Need, Port, Stage
+from compress.stages import STAGES, Estimate, Input, Inputs, Need, PlanFacts, Port, Stage
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,16 @@ def resolve_text(model: str, *, offline: bool = False) -> ModelSource:
     """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be."""
     ref = parse_model_ref(model)
     return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline)
+
+
+def estimates(steps: Sequence[Step], arch: Arch, device: str) -> list[Estimate]:
+    """What each step will need; also the last check before any work, because a stage refuses here what this model cannot do.
+
+    Raises:
+        UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
+    """
+    facts = PlanFacts(arch, device.partition(":")[0], {step.stage.kind: step.spec for step in steps})
+    return [step.stage.estimate(step.spec, facts) for step in steps]
 
 
 def run(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, watch: Watch, options: RunOptions) -> RunResult:

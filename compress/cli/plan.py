@@ -26,19 +26,16 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
-    from compress.pipeline import build_steps
+    from compress.pipeline import build_steps, estimates
     from compress.recipe import load_recipe
-    from compress.stages import PlanFacts
 
     loaded = load_recipe(recipe)
     steps = build_steps(loaded)
     arch, source = _shapes(loaded.model, offline=offline)
     target = device.partition(":")[0] if device is not None else _default_device()
     cached = _cached(loaded, steps, source, workspace, target)
-    facts = PlanFacts(arch, target, {step.stage.kind: step.spec for step in steps})
     rows: list[dict[str, Any]] = []
-    for step, hit in zip(steps, cached, strict=True):
-        estimate = step.stage.estimate(step.spec, facts)
+    for step, hit, estimate in zip(steps, cached, estimates(steps, arch, target), strict=True):
         rows.append(
             {
                 "kind": step.stage.kind,

@@ -85,7 +85,7 @@ def _execute(
     as_json: bool,
 ) -> int:
     from compress.artifact.workspace import Workspace
-    from compress.pipeline import RunOptions, build_steps, lock_of, publish, resolve_text, unchanged
+    from compress.pipeline import RunOptions, build_steps, estimates, lock_of, publish, resolve_text, unchanged
     from compress.recipe import load_recipe
     from compress.recipe.model_ref import parse_model_ref
     from compress.stages.weights import open_weights
@@ -95,7 +95,7 @@ def _execute(
     steps = build_steps(recipe)
     chosen = pick_device(device)
     source = resolve_text(recipe.model, offline=offline)
-    open_weights(source.path)  # an unreadable model ends here, before any work and before any lock
+    estimates(steps, open_weights(source.path).arch, chosen)  # what cannot work ends here, before any work and before any lock
     workspace = Workspace(workspace_root)
     with workspace.lock(), _stop_signal() as stopped:
         if if_changed and (same := unchanged(recipe, steps, source, workspace, chosen)) is not None:

@@ -1,8 +1,9 @@
 """The one training loop: it trains the reference model, and recovery of pruned models, drafts and scale tuning will run through it.
 
-AdamW (arXiv 1711.05101) with decay on matrices only, linear warm-up, cosine to zero, clipped gradients; float32 master weights and a lower
-compute dtype by autocast. The batch of a step is a pure function of (seed, step), so what a step sees does not depend on when it runs, and
-the seed decides everything but the rounding of the hardware. A loss that is not finite stops the run: it never trains on.
+AdamW (arXiv 1711.05101) with decay on matrices only, or Muon for the matrices inside the layers and AdamW for the rest; linear warm-up,
+cosine to zero, clipped gradients; float32 master weights and a lower compute dtype by autocast. The batch of a step is a pure function of
+(seed, step), so what a step sees does not depend on when it runs, and the seed decides everything but the rounding of the hardware. A loss
+that is not finite stops the run: it never trains on.
 
 Shapes: B batch (sequences a step), S sequence, N windows.
 """
@@ -11,10 +12,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from compress.distill.muon import Muon
 from compress.errors import UsageError
 
 LossFn = Callable[[nn.Module, Tensor], Tensor]
@@ -28,6 +31,7 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: int
     peak_lr: float
+    optimizer: Literal["adamw", "muon"] = "adamw"
     warmup_frac: float = 0.02
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -95,12 +99,12 @@ def train(
     Raises:
         UsageError: the loss became NaN or infinite; the message names the step.
     """
-    optimizer = _optimizer(model, config, device)
+    optimizers = _optimizers(model, config, device)
     compute_loss = torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
     num_micro = config.batch_size // config.micro_batch_size
     window = _Window()
     for step in range(config.num_steps):
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = config.learning_rate(step)
         tokens_BS = batch_of(step).to(device, non_blocking=True)
         for micro_BS in tokens_BS.chunk(num_micro):
@@ -109,8 +113,9 @@ def train(
             loss.backward()
             window.add(loss.detach())
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         window.num_steps += 1
         window.num_tokens += tokens_BS.shape[0] * (tokens_BS.shape[1] - 1)
         if (step + 1) % config.log_every == 0 or step + 1 == config.num_steps:
@@ -143,10 +148,14 @@ class _Window:
         return row
 
 
-def _optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def _optimizers(model: nn.Module, config: TrainConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, and before it Muon when it is asked for. A layer is what stands in a module list named `layers`, as in `Decoder`."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    hidden = [p for name, p in trained.items() if config.optimizer == "muon" and p.dim() == 2 and "layers" in name.split(".")]
+    rest = [p for p in trained.values() if not any(p is other for other in hidden)]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, fused=device.type == "cuda")
+    adamw = torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, fused=device.type == "cuda")
+    return [Muon(hidden, lr=config.peak_lr, weight_decay=config.weight_decay), adamw] if hidden else [adamw]

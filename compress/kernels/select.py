@@ -25,6 +25,8 @@ from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight
 
 Op = Literal["linear", "rms_norm", "rope", "act_mul", "attention_decode", "attention_prefill"]
+DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""What a dense weight is called where a quantized one has its scheme's name."""
 OPS: tuple[Op, ...] = ("linear", "rms_norm", "rope", "act_mul", "attention_decode", "attention_prefill")
 
 

@@ -37,8 +37,8 @@ class Gptq(Spec):
     kind: Literal["gptq"] = "gptq"
     damping: float = Field(0.01, gt=0, le=1, description="share of mean(diag H) added to the diagonal")
     act_order: bool = Field(True, description="process columns by falling diag H; scales stay in place (static order)")
-    block_size: int = Field(128, ge=1)
-    scale: ScaleChoice = "hessian"
+    block_size: int = Field(128, ge=1, description="columns between two updates of the whole matrix; changes speed, not codes")
+    scale: ScaleChoice = Field("hessian", description="range of a group: all of it, least squared error, or least output error")
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment}

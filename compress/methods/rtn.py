@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
@@ -20,7 +21,7 @@ from compress.recipe import Spec
 @ROUNDERS.register("rtn")
 class Rtn(Spec):
     kind: Literal["rtn"] = "rtn"
-    scale: ScaleChoice = "min_max"
+    scale: ScaleChoice = Field("min_max", description="range of a group: all of it, least squared error, or least output error")
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment} if self.scale == "hessian" else {}

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.select import Kernel, Op, Problem, candidates, select
+from compress.kernels.select import DENSE_SCHEMES, Kernel, Op, Problem, candidates, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 
 Phase = Literal["decode", "prefill"]
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
 PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
 
 
@@ -42,7 +40,7 @@ class Target:
             m_min=1,
             m_max=self.max_batch_size if phase == "decode" else self.max_step_tokens,
             row_invariant=phase == "decode",
-            scheme=scheme if scheme is not None else DTYPE_NAMES[self.dtype],
+            scheme=scheme if scheme is not None else DENSE_SCHEMES[self.dtype],
             dtype=self.dtype,
             device=self.device.type,
             sm=_compute_capability(self.device),
@@ -149,8 +147,8 @@ def load_model(source: WeightSource, target: Target) -> ModelWeights:
     Raises:
         EnvironmentUnfit: the dtype is none that the runtime computes in, or no kernel supports a linear.
     """
-    if target.dtype not in DTYPE_NAMES:
-        raise EnvironmentUnfit(f"the runtime computes in {', '.join(DTYPE_NAMES.values())}; {target.dtype} was asked for.")
+    if target.dtype not in DENSE_SCHEMES:
+        raise EnvironmentUnfit(f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}; {target.dtype} was asked for.")
     outer = source.outer()
     head = {"head.weight": outer["embed.weight" if source.arch.tied_head else "head.weight"]}
     return ModelWeights(

@@ -9,6 +9,8 @@ from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.card import documents, identity, load_card, pin
 from compress.calibrate.dataset import TokenSet, load_tokenizer, save_token_set, tokenize
+from compress.errors import UsageError
+from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.recipe import Spec
 from compress.registry.model_source import ModelSource
@@ -56,7 +58,14 @@ def _prepended_bos(source: ModelSource) -> int | None:
     return with_special[0]
 
 
+def fits(seq_len: int, what: str, arch: Arch) -> None:
+    """Raises UsageError when a sequence is longer than the model's positions."""
+    if seq_len > arch.max_position:
+        raise UsageError(f"{what} is {seq_len} tokens and the model has {arch.max_position} positions. Give a smaller number.")
+
+
 def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
+    fits(spec.seq_len, "calibrate: seq_len", facts.arch)
     token_bytes = 4 * spec.num_samples * spec.seq_len
     return Estimate(peak_bytes=token_bytes, disk_bytes=token_bytes, flops=0.0, notes=(f"{spec.num_samples} x {spec.seq_len} tokens",))
 

@@ -22,7 +22,7 @@ from compress.models.arch import Arch
 from compress.recipe import Spec
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages import STAGES, Estimate, Input, Inputs, PlanFacts, Port
-from compress.stages.calibrate import TOKENS_NAME, data_identity, read_tokens
+from compress.stages.calibrate import TOKENS_NAME, data_identity, fits, read_tokens
 from compress.stages.weights import open_weights
 from compress.validate import stats
 from compress.validate.accuracy import Accuracy, measure_accuracy
@@ -79,6 +79,9 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 def _estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     """Two models side by side, 2 FLOPs a weight and token, and the float32 logits of both with what is computed from them."""
     arch = facts.arch
+    fits(spec.seq_len, "validate: seq_len", arch)
+    if spec.latency is not None:
+        fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
     logits = 4 * 4 * _windows_at_once(arch, spec.seq_len) * spec.seq_len * arch.vocab_size

@@ -17,15 +17,23 @@ from compress.runtime.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
 FEATURES: dict[str, dict[str, Any]] = {
-    "grouped queries": {}, "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)}, "one kv head": {"layers":
-    (tiny_shape(num_kv_heads=1),)}, "tied head": {"tied_head": True}, "qkv bias": {"qkv_bias": True}, "all biases": {"qkv_bias": True,
-    "o_bias": True, "ffn_bias": True}, "normed heads": {"qk_norm": True}, "gelu": {"activation": "gelu_pytorch_tanh"}, "window shorter
-    than a block": {"layers": (tiny_shape(window=5), tiny_shape())}, "window longer than a chunk": {"layers": (tiny_shape(window=131),
-    tiny_shape(window=40))}, "widths differ by layer": {"layers": (tiny_shape(num_heads=6, num_kv_heads=3, intermediate_size=40),
-    tiny_shape(head_dim=24, num_kv_heads=1))}, "rope linear": {"layers": (tiny_shape(rope=Rope(10000.0, "linear", factor=4.0)),)}, "rope
-    llama3": {"layers": (tiny_shape(rope=Rope(500000.0, "llama3", factor=8.0, original_max_position=64)),)}, "rope yarn": {"layers":
-    (tiny_shape(rope=Rope(10000.0, "yarn", factor=4.0, original_max_position=64, attention_factor=1.1386)),)}, "rope differs by layer":
-    {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
+    "grouped queries": {},
+    "one query head a kv head": {"layers": (tiny_shape(num_kv_heads=4),)},
+    "one kv head": {"layers": (tiny_shape(num_kv_heads=1),)},
+    "tied head": {"tied_head": True},
+    "qkv bias": {"qkv_bias": True},
+    "all biases": {"qkv_bias": True, "o_bias": True, "ffn_bias": True},
+    "normed heads": {"qk_norm": True},
+    "gelu": {"activation": "gelu_pytorch_tanh"},
+    "window shorter than a block": {"layers": (tiny_shape(window=5), tiny_shape())},
+    "window longer than a chunk": {"layers": (tiny_shape(window=131), tiny_shape(window=40))},
+    "widths differ by layer": {
+        "layers": (tiny_shape(num_heads=6, num_kv_heads=3, intermediate_size=40), tiny_shape(head_dim=24, num_kv_heads=1))
+    },
+    "rope linear": {"layers": (tiny_shape(rope=Rope(10000.0, "linear", factor=4.0)),)},
+    "rope llama3": {"layers": (tiny_shape(rope=Rope(500000.0, "llama3", factor=8.0, original_max_position=64)),)},
+    "rope yarn": {"layers": (tiny_shape(rope=Rope(10000.0, "yarn", factor=4.0, original_max_position=64, attention_factor=1.1386)),)},
+    "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
 }
 
 
@@ -61,9 +69,7 @@ def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("max_step_tokens", [512, 23], ids=["whole", "chunked"])
-def test_served_logits_are_the_decoders(
-    monkeypatch: pytest.MonkeyPatch, feature: str, max_step_tokens: int
-) -> None:
+def test_served_logits_are_the_decoders(monkeypatch: pytest.MonkeyPatch, feature: str, max_step_tokens: int) -> None:
     source = tiny_source(**FEATURES[feature])
     decoder = build_decoder(source, dtype=torch.float32, device=CPU)
     engine = Engine(source, device=CPU, config=EngineConfig(max_step_tokens=max_step_tokens))

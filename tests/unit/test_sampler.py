@@ -129,8 +129,8 @@ def test_logprobs_are_of_the_unfiltered_softmax() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.0}, {"seed":
-    -1}]
+    "wrong",
+    [{"max_tokens": 0}, {"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.0}, {"seed": -1}],
 )
 def test_parameters_out_of_range_are_named(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):

@@ -1,15 +1,32 @@
-"""Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of one fused projection."""
+"""Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of one fused projection.
 
+torch's CPU kernels compute what is left of a vector with other code, and split a large op among threads anywhere, also within a row: the
+last bit of an exponential would then depend on its place. So rows are padded to whole vectors and taken in blocks too small to be split.
+"""
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.select import Kernel, anything, register
 from compress.models.decoder import activation
 
+LANES = 32
+"""Elements of the widest CPU vector, bfloat16 in 512 bits."""
+SERIAL_SIZE = 16384
+"""Elements below which torch's activations run on one thread (gelu's limit; silu's is twice that)."""
+
 
 def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
     """[T, 2 F] -> [T, F]."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
-    return activation(activation_name, gate) * up
+    if gate.device.type != "cpu":
+        return activation(activation_name, gate) * up
+    size = gate.shape[1]
+    padded = F.pad(gate, (0, -size % LANES)) if size % LANES else gate
+    blocks = torch.split(padded, max(1, (SERIAL_SIZE - 1) // padded.shape[1]))
+    activated = [activation(activation_name, block) for block in blocks]
+    return (activated[0] if len(activated) == 1 else torch.cat(activated))[:, :size] * up
 
 
 register(Kernel("act_mul", "reference", min_sm=0, rank=0, supports=anything, fn=act_mul))

@@ -11,6 +11,8 @@ A batched product on the CPU gives each matrix the same bits whatever the batch 
 requests are computed one at a time: right, and slow.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,6 +54,8 @@ def _attend(
     blocks = block_table_RB.flatten()
     k, v = (cache.index_select(1, blocks).view(-1, CHUNK_SIZE, head_dim).to(torch.float32) for cache in caches)
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
+    # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need no padding for it).
+    q_KRGC = F.pad(q_KRGC, (0, 0, 0, -q_KRGC.shape[2] % (16 // math.gcd(head_dim, 16))))
     repeat = q_KRGC.shape[2]
     q = q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1).reshape(-1, repeat, head_dim)
 
@@ -60,7 +64,7 @@ def _attend(
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()
     o = torch.bmm(p.view(-1, repeat, CHUNK_SIZE), v).view(num_kv_heads, num_rows, num_chunks, repeat, head_dim)
-    out = _merge(o, m, p.sum(dim=-1, keepdim=True))
+    out = _merge(o, m, p.sum(dim=-1, keepdim=True))[:, :, : num_heads // num_kv_heads]
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim).to(q_RHC.dtype)
 
 

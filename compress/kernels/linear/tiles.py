@@ -20,12 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 DECODE_ROWS = 4
 PREFILL_ROWS = {"cpu": 64, "cuda": 256}
 MAX_DECODE_ROWS = 128
+ALIGNMENT = 64
+"""Bytes. MKL's bits depend on the alignment of its operands; rows of odd width put tiles off a cache line."""
 
 
 def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,24 +37,33 @@ def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dty
 
 
 def linear_in_tiles(x_TI: Tensor, w_IO: Tensor, bias_O: Tensor | None, *, rows: int) -> Tensor:
-    """[T, O]; every matrix product has exactly `rows` rows."""
+    """[T, O]; every matrix product has exactly `rows` rows, at aligned addresses."""
     num_rows = x_TI.shape[0]
     short = -num_rows % rows
     # A row slice of a wider tensor has another leading dimension, to which a library may tie its choices: tiles are always dense.
     x_TI = torch.cat((x_TI, x_TI.new_zeros(short, x_TI.shape[1]))) if short else x_TI.contiguous()
     if num_rows <= rows:
-        y_TO = torch.mm(x_TI, w_IO)
+        y_TO = torch.mm(_aligned(x_TI), w_IO)
     else:
         y_TO = x_TI.new_empty(num_rows + short, w_IO.shape[1])
         for tile_x, tile_y in zip(torch.split(x_TI, rows), torch.split(y_TO, rows), strict=True):
-            torch.mm(tile_x, w_IO, out=tile_y)
+            if tile_y.data_ptr() % ALIGNMENT:
+                tile_y.copy_(torch.mm(_aligned(tile_x), w_IO))
+            else:
+                torch.mm(_aligned(tile_x), w_IO, out=tile_y)
     y_TO = y_TO[:num_rows] if short else y_TO
     return y_TO if bias_O is None else y_TO + bias_O
 
 
+def _aligned(tile: Tensor) -> Tensor:
+    """The tile, or a copy in fresh memory, which torch aligns."""
+    return tile.clone() if tile.data_ptr() % ALIGNMENT else tile
+
+
 def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str | None) -> str | None:
-    if quantized != (problem.scheme in SCHEMES):
-        return "for quantized weights" if quantized else "for dense weights"
+    if problem.scheme not in (SCHEMES if quantized else DENSE_SCHEMES.values()):
+        known = ", ".join(SCHEMES if quantized else DENSE_SCHEMES.values())
+        return f"for {known}"
     if device is not None and problem.device != device:
         return f"its tile height is for {device}"
     if few_rows != (problem.m_max <= MAX_DECODE_ROWS):

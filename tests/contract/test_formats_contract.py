@@ -1,0 +1,124 @@
+"""What every export format must keep, over all schemes: tensors and config come back as they went out, and limits have names."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from compress.errors import UnsupportedFormat
+from compress.export import FORMATS, Consumer, ExportFormat, check_rules, codecs
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+}
+LINEARS = [f"model.layers.{idx}.self_attn.{name}" for idx in (0, 1, 10) for name in ("q_proj", "o_proj")] + ["lm_head"]
+
+
+def arch(**changes: Any) -> Arch:
+    return family_of(CONFIG).read_config({**CONFIG, **changes})
+
+
+def supported() -> list[tuple[ExportFormat, Scheme]]:
+    pairs = [(form, scheme) for _, form in FORMATS.items() for scheme in SCHEMES.values() if not form.broken_rules(arch(), scheme)]
+    smaller = [dataclasses.replace(scheme, group_size=32) for _, scheme in pairs if scheme.group_size is not None]
+    return pairs + [(form, scheme) for _, form in FORMATS.items() for scheme in smaller if not form.broken_rules(arch(), scheme)]
+
+
+EACH = pytest.mark.parametrize(("form", "scheme"), supported())
+EACH_FORMAT = pytest.mark.parametrize("name", FORMATS.names())
+
+
+def random_weight(scheme: Scheme, out_features: int, in_features: int) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(out_features)
+    low, high = scheme.min_code, scheme.max_code + 1
+    groups = scheme.num_groups(in_features)
+    scale_OG = (torch.rand(out_features, groups, generator=generator) + 0.1).to(torch.bfloat16)
+    zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
+    codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.int8)
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
+
+
+@EACH_FORMAT
+def test_a_format_supports_a_scheme_and_is_found_by_its_quant_method(name: str) -> None:
+    assert any(form is FORMATS.get(name) for form, _ in supported())
+    assert codecs()[FORMATS.get(name).quant_method] is FORMATS.get(name).codec
+
+
+@EACH
+@pytest.mark.parametrize("out_features", [64, 7, 1])
+def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, out_features: int) -> None:
+    weight = random_weight(scheme, out_features, 256)
+    leaves = form.codec.encode(weight)
+    assert set(leaves) == form.codec.leaves(scheme)
+    assert all(tensor.is_contiguous() for tensor in leaves.values())
+    again = form.codec.decode(leaves, scheme)
+    assert torch.equal(again.codes_OI, weight.codes_OI)
+    assert again.codes_OI.dtype == torch.int8
+    assert torch.equal(again.scale_OG, weight.scale_OG)
+    assert again.scale_OG.dtype == weight.scale_OG.dtype
+    assert (again.zero_point_OG is None) == (weight.zero_point_OG is None)
+    assert weight.zero_point_OG is None or torch.equal(again.zero_point_OG, weight.zero_point_OG)
+    assert again.scheme == scheme
+
+
+@EACH
+def test_the_config_says_which_linears_have_which_scheme(form: ExportFormat, scheme: Scheme) -> None:
+    ignore = ["lm_head", "model.layers.1.self_attn.q_proj"]
+    config = json.loads(json.dumps(form.quantization_config(scheme, ignore=ignore)))
+    assert config["quant_method"] == form.quant_method
+    schemes = form.codec.schemes(config, LINEARS)
+    assert set(schemes) == set(LINEARS) - set(ignore)  # layer 10 is not taken for layer 1
+    for found in schemes.values():
+        assert dataclasses.replace(found, name=scheme.name) == scheme
+    assert set(form.codec.schemes(form.quantization_config(scheme, ignore=[]), LINEARS)) == set(LINEARS)
+
+
+@EACH
+def test_the_order_in_which_linears_are_ignored_does_not_show(form: ExportFormat, scheme: Scheme) -> None:
+    assert form.quantization_config(scheme, ignore=["b", "a"]) == form.quantization_config(scheme, ignore=["a", "b"])
+
+
+@EACH_FORMAT
+def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) -> None:
+    narrow = arch(hidden_size=192, num_attention_heads=6, num_key_value_heads=2)
+    uneven = arch()
+    uneven = uneven.replace(layers=(uneven.layers[0], dataclasses.replace(uneven.layers[1], intermediate_size=256)))
+    for broken in (narrow, uneven):
+        rules = FORMATS.get(name).broken_rules(broken, SCHEMES["W4A16_G128"])
+        assert rules
+        assert all(rule.name and rule.problem.endswith(".") for rule in rules)
+        with pytest.raises(UnsupportedFormat) as refusal:
+            check_rules(name, broken, SCHEMES["W4A16_G128"])
+        assert all(f"[{rule.name}]" in str(refusal.value) for rule in rules)
+    three_bits = Scheme("W3A16", 3, symmetric=True, group_size=None)
+    assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), three_bits))
+
+
+@EACH
+def test_a_format_says_who_loads_it_and_our_own_runtime_does(form: ExportFormat, scheme: Scheme) -> None:
+    consumers = form.consumers(arch(), scheme)
+    assert all(isinstance(each, Consumer) and each.name and each.note for each in consumers)
+    assert any(each.name == "compress runtime" and each.loads for each in consumers)
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("damage", [{"config_groups": {}}, {"config_groups": {"a": {}, "b": {}}}])
+def test_a_config_that_says_more_than_is_read_is_refused(name: str, damage: dict[str, Any]) -> None:
+    form = FORMATS.get(name)
+    if "config_groups" not in form.quantization_config(SCHEMES["W8A16"], ignore=[]):
+        pytest.skip("the format has no config groups")
+    with pytest.raises(UnsupportedFormat):
+        form.codec.schemes({**form.quantization_config(SCHEMES["W8A16"], ignore=[]), **damage}, LINEARS)

@@ -1,0 +1,145 @@
+"""What every rounder and every smoother must keep, over all schemes: a new file under `methods/` is held to it without an edit here."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.calibrate.stats import Stat
+from compress.methods import ROUNDERS, SMOOTHERS
+from compress.quant.numerics import output_error, round_to_nearest
+from compress.quant.scheme import SCHEMES, Scheme
+from compress.recipe import Spec
+
+IN, ROWS = 256, (6, 3, 5)
+EACH_ROUNDER = pytest.mark.parametrize("rounder", ROUNDERS.names())
+EACH_SMOOTHER = pytest.mark.parametrize("smoother", SMOOTHERS.names())
+EACH_SCHEME = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def inputs() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(IN, IN, generator=generator) * IN**-0.5
+    return torch.randn(700, IN, generator=generator) @ mixing * torch.exp(torch.randn(IN, generator=generator))
+
+
+def weights() -> Tensor:
+    return 0.05 * torch.randn(sum(ROWS), IN, generator=torch.Generator().manual_seed(1))
+
+
+def statistics(method: Any) -> dict[str, Stat]:
+    """Of the same inputs every time, seen in two samples."""
+    stats = {name: factory() for name, factory in method.stats().items()}
+    for x_TI in inputs().chunk(2):
+        for stat in stats.values():
+            stat.update(x_TI)
+    return stats
+
+
+@pytest.mark.parametrize(("name", "method"), [*ROUNDERS.items(), *SMOOTHERS.items()])
+def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> None:
+    assert issubclass(method, Spec)
+    assert method.model_fields["kind"].default == name
+    assert method() == method.model_validate({"kind": name})  # every option has a default
+    with pytest.raises(ValueError, match="no_such_option"):
+        method.model_validate({"kind": name, "no_such_option": 1})
+    fields = {key: schema for key, schema in method.model_json_schema()["properties"].items() if key != "kind"}
+    silent = [key for key, schema in fields.items() if not schema.get("description")]
+    assert not silent, f"say what these options are: {silent}"
+
+
+@EACH_ROUNDER
+@EACH_SCHEME
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(rounder: str, scheme: Scheme, scale_dtype: torch.dtype) -> None:
+    method = ROUNDERS.get(rounder)()
+    w_OI = weights()
+    rounded = method.round(w_OI, statistics(method), scheme, scale_dtype=scale_dtype)
+    weight = rounded.weight
+    assert weight.scheme == scheme
+    assert (weight.codes_OI.dtype, weight.codes_OI.shape) == (torch.int8, w_OI.shape)
+    assert (weight.scale_OG.dtype, weight.scale_OG.shape) == (scale_dtype, (sum(ROWS), scheme.num_groups(IN)))
+    assert bool((weight.scale_OG > 0).all())
+    codes = weight.codes_OI.to(torch.int32)
+    assert scheme.min_code <= int(codes.min())
+    assert int(codes.max()) <= scheme.max_code
+    if scheme.symmetric:
+        assert weight.zero_point_OG is None
+    else:
+        assert weight.zero_point_OG is not None
+        assert (weight.zero_point_OG.dtype, weight.zero_point_OG.shape) == (torch.int8, weight.scale_OG.shape)
+        assert scheme.min_code <= int(weight.zero_point_OG.min())
+        assert int(weight.zero_point_OG.max()) <= scheme.max_code
+    error = (weight.dequantize(torch.float32) - w_OI).square().mean() / w_OI.square().mean()
+    assert float(error) < 4.0 ** (3 - scheme.num_bits)  # steps of a Gaussian's range: about 3 bits of 4 become precision
+
+
+@EACH_ROUNDER
+@EACH_SCHEME
+def test_stacking_linears_does_not_change_their_codes(rounder: str, scheme: Scheme) -> None:
+    method = ROUNDERS.get(rounder)()
+    w_OI = weights()
+    stacked = method.round(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
+    for rows, codes_OI, scale_OG in zip(w_OI.split(ROWS), stacked.codes_OI.split(ROWS), stacked.scale_OG.split(ROWS), strict=True):
+        alone = method.round(rows, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
+        assert torch.equal(alone.scale_OG, scale_OG)
+        same = (alone.codes_OI == codes_OI).all(dim=1)
+        assert same.float().mean() >= 0.6  # matrix products of another height may round a tie the other way
+        assert (alone.codes_OI != codes_OI).float().mean() < 0.01
+
+
+@EACH_ROUNDER
+@EACH_SCHEME
+def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(rounder: str, scheme: Scheme) -> None:
+    method, w_OI = ROUNDERS.get(rounder)(), weights()
+    stats = statistics(method)
+    first = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
+    second = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
+    assert torch.equal(first.weight.codes_OI, second.weight.codes_OI)
+    assert torch.equal(first.weight.scale_OG, second.weight.scale_OG)
+    assert first.facts == second.facts
+    assert torch.equal(w_OI, weights())
+
+
+@EACH_ROUNDER
+@EACH_SCHEME
+def test_rounding_twice_is_rounding_once(rounder: str, scheme: Scheme) -> None:
+    """A weight that is on the grid already loses next to nothing: what is left is the choice of another range."""
+    method = ROUNDERS.get(rounder)()
+    on_grid_OI = method.round(weights(), statistics(method), scheme, scale_dtype=torch.bfloat16).weight.dequantize(torch.float32)
+    again_OI = method.round(on_grid_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight.dequantize(torch.float32)
+    x_TI = inputs()
+    h_II = x_TI.t() @ x_TI / len(x_TI)
+    first = output_error(weights(), on_grid_OI, h_II)
+    assert output_error(on_grid_OI, again_OI, h_II) < 1.2 * first
+
+
+@EACH_ROUNDER
+@EACH_SCHEME
+def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scales(rounder: str, scheme: Scheme) -> None:
+    method, w_OI, x_TI = ROUNDERS.get(rounder)(), weights(), inputs()
+    weight = method.round(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
+    nearest = round_to_nearest(w_OI, scheme, weight.scale_OG, weight.zero_point_OG)
+    h_II = x_TI.t() @ x_TI / len(x_TI)
+    assert output_error(w_OI, weight.dequantize(torch.float32), h_II) <= output_error(w_OI, nearest.dequantize(torch.float32), h_II)
+
+
+@EACH_SMOOTHER
+@EACH_SCHEME
+@pytest.mark.parametrize("head_repeat", [(1, 0), (2, 32), (4, 64)])
+def test_a_smoother_gives_one_positive_scale_per_input_and_ties_what_reads_one_channel(
+    smoother: str, scheme: Scheme, head_repeat: tuple[int, int]
+) -> None:
+    method, w_OI = SMOOTHERS.get(smoother)(), weights()
+    scale_I = method.scale(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat)
+    assert (scale_I.dtype, scale_I.shape) == (torch.float32, (IN,))
+    assert bool(torch.isfinite(scale_I).all())
+    assert bool((scale_I > 0).all())
+    repeat, head_dim = head_repeat
+    if repeat > 1:
+        scale_KRC = scale_I.view(-1, repeat, head_dim)
+        assert torch.equal(scale_KRC, scale_KRC[:, :1].expand_as(scale_KRC))
+    assert torch.equal(w_OI, weights())
+    again = method.scale(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat)
+    assert torch.equal(again, scale_I)

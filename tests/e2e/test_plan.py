@@ -1,0 +1,76 @@
+"""`compress plan` for every recipe that ships, without a network."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compress.models.family import family_of
+from compress.models.known import known_config, known_models
+from compress.pipeline import build_steps
+from compress.recipe import load_recipe, parse_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+PRESETS = sorted((ROOT / "compress" / "cli" / "presets").glob("*.yaml"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_passes_plan_offline(
+    path: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, out, err = command("plan", path, "--offline", "--device", "cuda", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["peak_bytes"] > 0
+    assert {note.partition(":")[0] for row in document["stages"] if row["kind"] == "export" for note in row["notes"]} >= {
+        "vLLM",
+        "transformers",
+    }
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_is_a_recipe_that_can_run(path: Path) -> None:
+    assert build_steps(parse_recipe(path.read_text(), file=path.name))
+
+
+def test_the_quickstart_preset_is_the_quickstart_recipe() -> None:
+    def meaning(path: Path) -> object:
+        recipe = load_recipe(path)
+        return recipe.model, recipe.seed, [(step.stage.kind, step.spec) for step in build_steps(recipe)], recipe.push
+
+    assert meaning(ROOT / "compress" / "cli" / "presets" / "quickstart.yaml") == meaning(ROOT / "recipes" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_params"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-2-13b", 13_015_864_320),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("mistral-7b-v0.3", 7_248_023_552),
+    ],
+)
+def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
+    config = known_config(f"vendor/{name}-Instruct")
+    assert config is not None
+    assert family_of(config).read_config(config).num_params == num_params
+
+
+def test_every_shipped_shape_has_its_count_checked() -> None:
+    assert len(known_models()) == 7

@@ -1,0 +1,224 @@
+"""The main job, as a user and a cron line meet it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import NUM_LAYERS, RECIPE
+
+from compress.artifact.manifest import open_artifact, verify_artifact
+from compress.artifact.workspace import Workspace
+
+Recipe = Callable[..., Path]
+Command = Callable[..., tuple[int, str, str]]
+PUSH = {"to": "layout://registry", "name": "tiny-w4", "aliases": ["candidate"]}
+
+
+def run_json(command: Command, *argv: object) -> tuple[int, dict[str, Any]]:
+    code, out, err = command("run", *argv, "--json")
+    assert code in (0, 3), err
+    return code, json.loads(out)
+
+
+def test_a_run_gives_artifact_report_and_tags_and_a_second_run_finds_everything_cached(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    path = recipe(push=PUSH)
+    _, first = run_json(command, path)
+    assert first["status"] == "done"
+    assert [stage["cached"] for stage in first["stages"]] == [False] * 4
+    assert first["pushed"]["tags"] == ["latest", "candidate"]
+    artifact = open_artifact(Path(first["artifact"]["path"]))
+    verify_artifact(artifact)
+    assert artifact.digest == first["artifact"]["digest"]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {record.path for record in artifact.manifest.files}
+    evidence = Path(first["report"]).parent
+    report = json.loads((evidence / "report.json").read_text())
+    assert report["artifact"]["digest"] == artifact.digest
+    assert len(report["layers"]) == 7 * NUM_LAYERS
+    assert json.loads((evidence / "provenance.json").read_text())["artifacts"]["export"] == artifact.digest
+
+    _, second = run_json(command, path)
+    assert [stage["cached"] for stage in second["stages"]] == [True] * 4
+    assert second["artifact"] == first["artifact"]
+
+
+def test_fresh_workspaces_give_the_same_digest(recipe: Recipe, command: Command) -> None:
+    path = recipe()
+    digests = {run_json(command, path, "--workspace", name, "--until", "export")[1]["artifact"]["digest"] for name in ("a", "b")}
+    assert len(digests) == 1
+
+
+def test_another_seed_gives_another_artifact(recipe: Recipe, command: Command) -> None:
+    digests = {run_json(command, recipe(seed=seed), "--until", "export")[1]["artifact"]["digest"] for seed in (3, 4)}
+    assert len(digests) == 2
+
+
+def test_the_lock_is_a_recipe_that_finds_everything_cached(recipe: Recipe, command: Command) -> None:
+    _, first = run_json(command, recipe())
+    code, out, err = command("resume", Path(first["report"]).parent.parent, "--json")
+    assert code == 0, err
+    resumed = json.loads(out)
+    assert all(stage["cached"] for stage in resumed["stages"])
+    assert resumed["artifact"] == first["artifact"]
+
+
+def test_if_changed_does_nothing_after_a_run_and_works_after_a_change(recipe: Recipe, command: Command, work: Path) -> None:
+    path = recipe(push=PUSH)
+    run_json(command, path)
+    before = sorted((each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock")
+    code, document = run_json(command, path, "--if-changed")
+    assert (code, document["status"]) == (0, "unchanged")
+    assert sorted((each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock") == before
+    assert command("run", path, "--if-changed", "--unchanged-exit-code", 9)[0] == 9
+    code, document = run_json(command, recipe(push={**PUSH, "aliases": ["release"]}), "--if-changed")
+    assert (code, document["status"], document["pushed"]["tags"]) == (0, "done", ["latest", "release"])
+
+
+def test_from_builds_again_and_gives_the_same_artifact(recipe: Recipe, command: Command) -> None:
+    path = recipe()
+    _, first = run_json(command, path)
+    _, again = run_json(command, path, "--from", "quantize")
+    assert [stage["cached"] for stage in again["stages"]] == [True, False, False, False]
+    assert again["artifact"] == first["artifact"]
+
+
+def test_a_failed_gate_keeps_the_artifact_and_does_not_push(recipe: Recipe, command: Command, work: Path) -> None:
+    strict = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "gates": {"kl_mean": 1e-9}}]
+    path = recipe(stages=strict, push=PUSH)
+    for flags in ((), ("--if-changed",)):
+        code, document = run_json(command, path, *flags)
+        assert (code, document["status"], document["pushed"]) == (3, "gate_failed", None)
+        assert Path(document["artifact"]["path"]).is_dir()
+        assert document["gates"][0]["passed"] is False
+    assert not (work / "registry").exists()
+
+
+def test_killed_at_any_layer_it_resumes_there_and_ends_with_the_same_digest(recipe: Recipe, command: Command, work: Path) -> None:
+    path = recipe()
+    expected = run_json(command, path, "--workspace", "undisturbed", "--until", "export")[1]["artifact"]["digest"]
+    for layer in range(NUM_LAYERS):
+        workspace = f"killed-{layer}"
+        killed = subprocess.run([sys.executable, "-c", KILLED_AT, str(layer), "run", str(path), "--workspace", workspace], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        assert len(list(Path(workspace).glob("scratch/*/layer-*.safetensors"))) == layer + 1
+        _, document = run_json(command, path, "--workspace", workspace, "--until", "export")
+        assert document["artifact"]["digest"] == expected
+
+
+KILLED_AT = """
+import os, signal, sys
+import compress.calibrate.sequential as sequential
+from compress.cli.app import main
+store, layer = sequential._store, int(sys.argv[1])
+def stored(out, arch, state):
+    store(out, arch, state)
+    if state.layer_idx == layer:
+        os.kill(os.getpid(), signal.SIGKILL)
+sequential._store = stored
+main(sys.argv[2:])
+"""
+
+
+def test_sigterm_ends_at_the_next_layer_with_143_and_the_same_command_resumes(
+    recipe: Recipe, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import compress.calibrate.sequential as sequential
+
+    path, store = recipe(), sequential._store
+
+    def asked_to_stop(out: Path, arch: Any, state: Any) -> None:
+        store(out, arch, state)
+        if state.layer_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sequential, "_store", asked_to_stop)
+    code, _, err = command("run", path)
+    assert code == 143
+    assert "resumes" in err
+    assert len(list(Path(".compress").glob("scratch/*/layer-*.safetensors"))) == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(path.parent)
+    code, document = run_json(command, path)
+    assert (code, document["status"]) == (0, "done")
+
+
+def test_of_two_runs_at_once_one_exits_75(recipe: Recipe, command: Command) -> None:
+    path = recipe()
+    with Workspace(Path(".compress")).lock():
+        code, out, err = command("run", path)
+    assert (code, out) == (75, "")
+    assert "in use by process" in err
+
+
+def test_what_the_model_cannot_hold_is_refused_before_any_work(recipe: Recipe, command: Command, work: Path) -> None:
+    long = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "seq_len": 4096}]
+    code, _, err = command("run", recipe(stages=long))
+    assert code == 2
+    assert "4096" in err
+    assert "128" in err
+    assert not (work / ".compress" / "store").exists()
+
+
+def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+    unsafe = work / "unsafe"
+    unsafe.mkdir()
+    (unsafe / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    (unsafe / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
+    code, _, err = command("run", recipe(model=str(unsafe)))
+    assert code == 2
+    assert "pytorch_model.bin is a pickle" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "words"),
+    [
+        ("version: 1\nmodel: m\nstages:\n  - {kind: quantize, shceme: W4A16_G128}\n", ":4:22:", "Did you mean 'scheme'?"),
+        ("version: 1\nmodel: m\nstages:\n  - kind: quantise\n", ":4:5:", "Did you mean 'quantize'?"),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n    round: {kind: gptq, dampning: 0.1}\n",
+            ":5:25:",
+            "Did you mean 'damping'?",
+        ),
+        ("version: 1\nmodel: m\nstages:\n  - kind: export\n", ":4:5:", "needs quantized"),
+        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n    scheme: W4A16_G127\n", ":4:", "Did you mean 'W4A16_G128'?"),
+    ],
+)
+def test_recipe_errors_point_at_line_and_column(command: Command, work: Path, text: str, where: str, words: str) -> None:
+    path = work / "recipe.yaml"
+    path.write_text(text)
+    code, _, err = command("run", path)
+    assert code == 2
+    assert f"recipe.yaml{where}" in err
+    assert words in err
+
+
+def test_a_flipped_byte_in_the_registry_is_named_by_pull(recipe: Recipe, command: Command, work: Path) -> None:
+    run_json(command, recipe(push=PUSH))
+    assert command("pull", "layout://registry/tiny-w4:candidate", "good")[0] == 0
+    blob = max((work / "registry" / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    code, _, err = command("pull", "layout://registry/tiny-w4:candidate", "bad")
+    assert code == 5
+    assert blob.name in err
+    assert not (work / "bad").exists()
+
+
+def test_an_artifact_proves_itself_outside_a_recipe(recipe: Recipe, command: Command, model_dir: Path) -> None:
+    _, document = run_json(command, recipe(), "--until", "export")
+    arguments = ("--against", model_dir, "--num-samples", 4, "--seq-len", 32, "--no-latency")
+    code, out, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof", "--gate", "ppl_ratio=2", "--json")
+    assert code == 0, err
+    assert json.loads(out)["verdict"]["passed"] is True
+    assert Path("proof/report.html").is_file()
+    assert command("validate", document["artifact"]["path"], *arguments, "--out", "proof2", "--gate", "kl_mean=1e-12")[0] == 3

@@ -1,0 +1,210 @@
+"""The stages calibrate, quantize and export, run by hand into a workspace: what each reads, writes, refuses, and how a stopped one
+resumes."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import QWEN3, tiny_arch, tiny_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from compress.artifact.context import Context
+from compress.artifact.manifest import Artifact
+from compress.artifact.workspace import Workspace
+from compress.calibrate.dataset import load_token_set
+from compress.errors import Interrupted, UnsupportedFormat, UsageError
+from compress.export import open_checkpoint
+from compress.models.canonical import CanonicalStore
+from compress.models.checkpoint import Checkpoint
+from compress.models.weights import dense
+from compress.quant.scheme import QuantizedWeight
+from compress.registry.model_source import ModelSource, resolve_model
+from compress.stages import STAGES, Input, Inputs, PlanFacts, Port
+from compress.stages.calibrate import TOKENS_NAME, Calibrate
+from compress.stages.export import Export
+from compress.stages.quantize import Quantize
+from compress.stages.weights import open_weights
+
+VOCAB = 300
+TEXT = "\n\n".join(f"Sentence {idx} of the calibration text says that {idx * idx} is a square." for idx in range(400))
+W8 = Quantize.model_validate({"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}})
+SPECS: dict[str, Any] = {"calibrate": Calibrate(num_samples=6, seq_len=16), "quantize": W8, "export": Export()}
+
+
+def byte_tokenizer(*, bos: bool) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, **{symbol: idx + 1 for idx, symbol in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def model(directory: Path, *, bos: bool = False, **changes: Any) -> ModelSource:
+    tiny_checkpoint(directory, tiny_arch(QWEN3, vocab_size=VOCAB, bos_token_id=0, **{"dtype": "bfloat16", **changes}))
+    byte_tokenizer(bos=bos).save(str(directory / "tokenizer.json"))
+    (directory / "generation_config.json").write_text('{"eos_token_id": 2}')
+    return resolve_model("path", str(directory), None)
+
+
+def card(directory: Path) -> str:
+    (directory / "text.txt").write_text(TEXT)
+    path = directory / "card.yaml"
+    path.write_text("title: squares\nlicense: CC0-1.0\nsource: made up\nkind: local\nformat: txt\npaths: [text.txt]\n")
+    return str(path)
+
+
+class Bench:
+    """One workspace and one model, and the artifacts made so far by port."""
+
+    def __init__(self, root: Path, source: ModelSource) -> None:
+        self.workspace, self.source = Workspace(root / "workspace"), source
+        self.ports = {Port.DENSE: Input(source.path, source.digest), Port.SOURCE: Input(source.path, source.digest)}
+
+    def run(self, kind: str, spec: Any, **context: Any) -> Artifact:
+        stage = STAGES.get(kind)
+        key = Workspace.key(
+            kind, stage.version, spec.model_dump(mode="json"), {str(port): each.digest for port, each in self.ports.items()}, 0
+        )
+        ctx = Context("cpu", 0, self.workspace.scratch(key), **context)
+        inputs = Inputs(self.source, dict(self.ports))
+        artifact = self.workspace.commit(key, kind, {}, lambda out: stage.run(spec, inputs, out, ctx))
+        self.ports[stage.gives] = Input(artifact.path, artifact.digest)
+        return artifact
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path, model(tmp_path / "model"))
+
+
+def calibrated(bench: Bench, tmp_path: Path) -> Artifact:
+    return bench.run("calibrate", Calibrate(data=card(tmp_path), num_samples=6, seq_len=16))
+
+
+def test_calibration_text_becomes_windows_of_the_models_own_tokens(bench: Bench, tmp_path: Path) -> None:
+    artifact = calibrated(bench, tmp_path)
+    tokens_NS = load_token_set(artifact.path / TOKENS_NAME).tokens_NS
+    assert tokens_NS.shape == (6, 16)
+    for row in tokens_NS.tolist():
+        assert all(line in TEXT for line in byte_tokenizer(bos=False).decode(row).split("\n"))
+    assert artifact.manifest.role == "calibration"
+    assert artifact.manifest.facts["seq_len"] == 16
+    assert artifact.manifest.facts["tokenizer_digest"].startswith("sha256:")
+
+
+def test_a_tokenizer_that_begins_text_with_bos_begins_the_windows_with_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, model(tmp_path / "model", bos=True))
+    tokens_NS = load_token_set(calibrated(bench, tmp_path).path / TOKENS_NAME).tokens_NS
+    assert tokens_NS[:, 0].tolist() == [0] * 6
+    assert (tokens_NS[:, 1:] > 0).all()
+
+
+def test_a_model_goes_through_to_a_checkpoint_that_opens_with_the_same_codes(bench: Bench, tmp_path: Path) -> None:
+    calibrated(bench, tmp_path)
+    quantized = bench.run("quantize", W8)
+    store = open_weights(quantized.path)
+    assert isinstance(store, CanonicalStore)
+    assert len(quantized.manifest.facts["layers"]) == 3 * 7
+    assert [layer["scheme"] for layer in quantized.manifest.layers] == ["W8A16"] * 3
+    exported = bench.run("export", Export())
+    opened = open_checkpoint(exported.path)
+    for idx in range(3):
+        found, expected = opened.layer(idx), store.layer(idx)
+        assert found.keys() == expected.keys()
+        assert sum(isinstance(value, QuantizedWeight) for value in found.values()) == 7
+        assert all(torch.equal(dense(found[name]), dense(value)) for name, value in expected.items())
+    assert (exported.path / "tokenizer.json").read_bytes() == (bench.source.path / "tokenizer.json").read_bytes()
+    assert (exported.path / "generation_config.json").exists()
+    assert exported.manifest.scheme == quantized.manifest.scheme
+    for idx in range(3):  # what is not a linear is as the source had it, or was smoothed
+        original = Checkpoint(bench.source.path).layer(idx)
+        assert all(
+            torch.equal(dense(opened.layer(idx)[name]), dense(original[name])) for name in ("attn.q_norm.weight", "attn.k_norm.weight")
+        )
+
+
+def test_a_stopped_stage_resumes_to_the_same_artifact(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    digests = []
+    for name in ("stopped", "undisturbed"):
+        bench = Bench(tmp_path / name, source)
+        (tmp_path / name).mkdir(exist_ok=True)
+        calibrated(bench, tmp_path / name)
+        if name == "stopped":
+            calls = iter([None, None])
+            with pytest.raises(Interrupted):
+                bench.run("quantize", W8, stop_signal=lambda calls=calls: next(calls, signal.SIGINT))
+        digests.append({record.path: record.digest for record in bench.run("quantize", W8).manifest.files})
+    assert digests[0] == digests[1]
+
+
+def test_a_scheme_that_does_not_fit_is_refused_before_any_work(bench: Bench, tmp_path: Path) -> None:
+    calibrated(bench, tmp_path)
+    with pytest.raises(UsageError, match="multiple of 128"):
+        bench.run("quantize", Quantize(scheme="W4A16_G128"))
+    assert not list(bench.workspace.root.glob("scratch/*/layer-*"))
+
+
+def test_a_dtype_in_which_no_scale_can_be_stored_is_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    config = source.path / "config.json"
+    config.write_text(config.read_text().replace('"bfloat16"', '"float64"'))
+    bench = Bench(tmp_path, source)
+    calibrated(bench, tmp_path)
+    with pytest.raises(UnsupportedFormat, match="float64"):
+        bench.run("quantize", W8)
+
+
+def test_options_of_methods_reach_the_cache_key() -> None:
+    specs = [
+        W8,
+        Quantize.model_validate({"scheme": "W8A16"}),
+        Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "gptq", "damping": 0.02}}),
+        Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}}),
+        Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn", "scale": "mse"}}),
+    ]
+    dumps = [str(spec.model_dump(mode="json")) for spec in specs]
+    assert len(set(dumps)) == len(specs)
+    assert all(Quantize.model_validate(spec.model_dump(mode="json")) == spec for spec in specs)
+
+
+def test_unknown_names_are_refused_when_the_spec_is_read() -> None:
+    with pytest.raises(UsageError, match="W4A16_G128"):
+        Quantize(scheme="W4A16_G12")
+    with pytest.raises(UsageError, match="compressed-tensors"):
+        Export(formats=("compressed-tensor",))
+    with pytest.raises(ValueError, match="gptq"):
+        Quantize.model_validate({"round": {"kind": "obq"}})
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_estimates_grow_with_the_work(kind: str, device: str) -> None:
+    def estimate(**changes: Any) -> Any:
+        arch = tiny_arch(QWEN3, vocab_size=VOCAB, **changes)
+        return STAGES.get(kind).estimate(SPECS[kind], PlanFacts(arch, device, SPECS))
+
+    small, deep = estimate(), estimate(num_hidden_layers=6)
+    assert small.peak_bytes > 0
+    assert small.disk_bytes > 0
+    assert deep.disk_bytes >= small.disk_bytes
+    assert deep.flops >= small.flops
+    if kind == "quantize":
+        assert deep.flops == pytest.approx(2 * small.flops)
+        assert deep.peak_bytes == small.peak_bytes  # one layer at a time
+    if kind != "calibrate":
+        assert deep.disk_bytes > small.disk_bytes
+
+
+def test_the_disk_estimate_of_an_export_is_what_it_writes(bench: Bench, tmp_path: Path) -> None:
+    calibrated(bench, tmp_path)
+    bench.run("quantize", W8)
+    exported = bench.run("export", Export())
+    facts = PlanFacts(Checkpoint(bench.source.path).arch, "cpu", SPECS)
+    tensors = sum(record.size_bytes for record in exported.manifest.files if record.path.endswith(".safetensors"))
+    assert STAGES.get("export").estimate(Export(), facts).disk_bytes == pytest.approx(tensors, rel=0.2)  # norms, biases, headers
