@@ -40,7 +40,6 @@ SEQ_LEN = 1024
 VOCAB_SIZE = 8192
 END_OF_TEXT = "<|endoftext|>"
 MIN_CHARS = 200
-PYTHON_REPEATS = 2
 TOKENIZER_CHARS = 60_000_000
 CONFIG = {
     "model_type": "llama",
@@ -86,7 +85,7 @@ def collect(data: Path) -> tuple[list[Document], dict[str, list[Document]]]:
         for document in read_jsonl(path):
             source = document.id.partition("/")[0]
             (evaluation.setdefault(source, []) if held_out(document.id) else training).append(document)
-    training += PYTHON_REPEATS * list(python_documents("calibration"))
+    training += python_documents("calibration")
     return training, evaluation
 
 
@@ -160,9 +159,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory with *.jsonl.xz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/train-reference"), help="tokenizer and token stream are kept here")
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--peak-lr", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--peak-lr", type=float, default=6e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.5, help="high, because the text is read many times over")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
@@ -176,7 +176,9 @@ def main() -> None:
     arch: Arch = family_of(CONFIG).read_config(CONFIG)
     model = fresh_decoder(arch, generator=torch.Generator().manual_seed(SEED)).to(device)
     micro = min(args.batch_size, 64)
-    config = TrainConfig(args.steps, args.batch_size, micro, args.peak_lr, compile=device.type == "cuda")
+    config = TrainConfig(
+        args.steps, args.batch_size, micro, args.peak_lr, "muon", weight_decay=args.weight_decay, compile=device.type == "cuda"
+    )
     windows = TokenStream(torch.from_numpy(stream.astype(np.int32)).to(device), seq_len=SEQ_LEN, batch_size=args.batch_size, seed=SEED)
     with (args.out / "training_log.jsonl").open("w") as log:
         for row in train(model, next_token, windows.batch, config, device=device):
@@ -200,7 +202,9 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "optimizer": {"steps": args.steps, "batch_size": args.batch_size, "seq_len": SEQ_LEN, "peak_lr": args.peak_lr},
+        "options": {name: getattr(args, name) for name in ("steps", "batch_size", "peak_lr", "weight_decay")},
+        "optimizer": config.optimizer,
+        "seq_len": SEQ_LEN,
         "seconds": round(time.perf_counter() - started_s, 1),
         "weights_digest": digest_file(args.out / "model.safetensors"),
         "num_tensors": len(load_tensors(args.out / "model.safetensors")),

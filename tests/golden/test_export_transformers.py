@@ -9,7 +9,7 @@ import transformers
 from tiny_hf import CASES, SMALL, saved, tokens
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import LayerPass, run_sequential
 from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.methods.awq import Awq
 from compress.methods.gptq import Gptq
@@ -17,7 +17,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.family import FAMILIES, family_of
-from compress.models.weights import build_decoder
+from compress.models.weights import build_decoder, dense
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize import RoundPass, SmoothPass
 
@@ -61,7 +61,7 @@ def quantized(tmp_path: Path, case: str, scheme: Scheme) -> tuple[Stored, Path]:
     saved(tmp_path / "source", family, {**changes, **WHOLE_GROUPS, **layers}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")
     (tmp_path / "canonical").mkdir()
-    passes = [
+    passes: list[LayerPass] = [
         SmoothPass(Awq(num_ratios=3), scheme, torch.bfloat16),
         RoundPass(Gptq(), scheme, torch.bfloat16),
     ]
@@ -129,9 +129,10 @@ def test_the_export_opens_with_the_same_codes_and_scales(case: str, scheme_name:
                 assert torch.equal(again.scale_OG, value.scale_OG)
                 assert again.scale_OG.dtype == torch.bfloat16
                 assert (again.zero_point_OG is None) == scheme.symmetric
-                assert value.zero_point_OG is None or torch.equal(again.zero_point_OG, value.zero_point_OG)
+                if value.zero_point_OG is not None and again.zero_point_OG is not None:
+                    assert torch.equal(again.zero_point_OG, value.zero_point_OG)
             else:
-                assert torch.equal(found[name], value), name
+                assert torch.equal(dense(found[name]), value), name
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3-biases"])

@@ -19,8 +19,8 @@ def samples(num: int = 23, size: int = 12) -> list[Tensor]:
     return [torch.randn(7, size, generator=generator) * 10.0 ** torch.randn(7, size, generator=generator) for _ in range(num)]
 
 
-def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment] | list[AbsMean]:
-    stats = []
+def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment | AbsMean]:
+    stats: list[SecondMoment | AbsMean] = []
     for begin, end in shard_bounds(len(xs)):
         stat = kind()
         for x_TD in xs[begin:end]:
@@ -29,7 +29,7 @@ def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment] | list[AbsMean]:
     return stats
 
 
-def merged(stats: list[SecondMoment] | list[AbsMean]) -> SecondMoment | AbsMean:
+def merged(stats: list[SecondMoment | AbsMean]) -> SecondMoment | AbsMean:
     tree: MergeTree[SecondMoment | AbsMean] = MergeTree()
     for stat in stats:
         tree.push(stat)

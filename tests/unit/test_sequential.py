@@ -12,7 +12,7 @@ from tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source, tin
 from torch import Tensor
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import LayerState, Row, observe, run_sequential
+from compress.calibrate.sequential import LayerPass, LayerState, Row, observe, run_sequential
 from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
 from compress.errors import Interrupted
 from compress.methods.gptq import Gptq
@@ -53,7 +53,7 @@ def run(out: Path, spec: Quantize, source: WeightSource, *, stop_after: int | No
         quantization_passes(spec, dtype),
         out,
         ctx,
-        scheme=stage.scheme_named(spec.scheme),
+        scheme=SCHEMES[spec.scheme],
         compute_dtype=torch.float32,
     )
 
@@ -114,7 +114,7 @@ def test_every_linear_has_a_row_and_the_rows_follow_the_layers(undisturbed: tupl
 def test_plain_rounding_does_not_depend_on_calibration(config: dict[str, Any], tmp_path: Path) -> None:
     source = tiny_source(tiny_arch(config, dtype="float16"))
     run(tmp_path, RTN, source)
-    assert all(torch.equal(load_weights(tmp_path / OUTER_NAME, None)[name], dense(value)) for name, value in source.outer().items())
+    assert all(torch.equal(dense(load_weights(tmp_path / OUTER_NAME, None)[name]), dense(value)) for name, value in source.outer().items())
     for idx in range(3):
         stored, original = load_weights(tmp_path / layer_name(idx), W8), source.layer(idx)
         assert stored.keys() == original.keys()
@@ -164,7 +164,7 @@ class Remember:
 def test_a_layer_is_calibrated_on_the_output_of_the_compressed_layers(source: WeightSource, tmp_path: Path) -> None:
     remember = Remember()
     coarse = Scheme("W2", 2, symmetric=True, group_size=None)  # so coarse that the dense layers would give other moments
-    passes = [remember, stage.RoundPass(Rtn(), coarse, torch.bfloat16)]
+    passes: list[LayerPass] = [remember, stage.RoundPass(Rtn(), coarse, torch.bfloat16)]
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     run_sequential(source, tokens_NS, passes, tmp_path, Context("cpu", 0, tmp_path), scheme=coarse, compute_dtype=torch.float32)
     decoder = tiny_decoder(source.arch)
@@ -197,7 +197,7 @@ def test_taps_see_what_their_linears_read(source: WeightSource) -> None:
     stats = observe(layer, x_NSD, {"abs_mean": AbsMean})
     read: dict[str, Tensor] = {}
     for name in layer.shape.linears:
-        layer.linear(name).register_forward_hook(lambda module, args, out, name=name: read.__setitem__(name, args[0]))  # type: ignore[misc]
+        layer.linear(name).register_forward_hook(lambda module, args, out, name=name: read.__setitem__(name, args[0]))
     layer(x_NSD, torch.arange(SEQ_LEN), FullAttention())
     for group in layer.groups():
         seen = stats[group.tap]["abs_mean"]
@@ -246,7 +246,7 @@ class Arbitrary:
 def test_smoothing_is_stored_with_the_weights_it_was_folded_into(source: WeightSource, tmp_path: Path) -> None:
     """The stored layer, dequantized, still computes the dense layer, and the rounder saw the statistics of the smoothed inputs."""
     remember = Remember()
-    passes = [stage.SmoothPass(Arbitrary(), W8, torch.bfloat16), remember, stage.RoundPass(Rtn(), W8, torch.bfloat16)]
+    passes: list[LayerPass] = [stage.SmoothPass(Arbitrary(), W8, torch.bfloat16), remember, stage.RoundPass(Rtn(), W8, torch.bfloat16)]
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     run_sequential(source, tokens_NS, passes, tmp_path, Context("cpu", 0, tmp_path), scheme=W8, compute_dtype=torch.float32)
     stored = load_weights(tmp_path / layer_name(0), W8)
