@@ -3,8 +3,9 @@
     python scripts/bench_quality.py                                       the bundled model and text
     python scripts/bench_quality.py --model ./my-model --data my-eval.yaml --calibration my-text.yaml
 
-Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme, kl_mean, kl_p99, top1, ppl_ratio, seconds,
-seed. The calibration text is drawn anew for every seed; the evaluation text is the same for all. `seconds` is the quantize stage alone.
+Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme, kl_mean, kl_p99, top1,
+ppl_ratio, seconds, seed. The calibration text is drawn anew for every seed; the evaluation text is the same for all. `seconds` is the
+quantize stage alone.
 """
 
 import argparse

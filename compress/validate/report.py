@@ -86,7 +86,7 @@ def render_html(report: Json) -> str:
     )
     environment.filters |= {"num": number, "bytes": byte_size, "pct": percent, "label": label, "plain": "{:g}".format}
     return environment.get_template("report.html.j2").render(
-        report=report, plots=_plots(report), worst_layers=_worst_layers(report), totals=_totals(report)
+        report=report, plots=_plots(report), worst_layers=_worst_layers(report), kernels=_kernels(report), totals=_totals(report)
     )
 
 
@@ -171,6 +171,28 @@ def _plots(report: Json) -> dict[str, Markup]:
 def _worst_layers(report: Json) -> list[Json]:
     """The linears that lost most; ties in the order of the model."""
     return sorted(report.get("layers", []), key=lambda row: -float(row["error_after"]))[:_WORST_LAYERS]
+
+
+def _kernels(report: Json) -> list[Json]:
+    """The engine's rows with equal layers joined: 32 layers of one shape are one line."""
+    layers_of: dict[str, list[int]] = {}
+    row_of: dict[str, Json] = {}
+    for row in report.get("kernels", []):
+        what = json.dumps({name: value for name, value in row.items() if name != "layer"}, sort_keys=True)
+        row_of[what] = row
+        layers_of.setdefault(what, []).extend([row["layer"]] if row["layer"] is not None else [])
+    return [{**row, "layers": _ranges(layers_of[what])} for what, row in row_of.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0–3, 7` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
 def _totals(report: Json) -> Json | None:

@@ -17,6 +17,18 @@ from compress.validate.report import build_report, byte_size, label, number, per
 from compress.validate.roofline import Work, roofline
 from compress.validate.stats import Estimate
 
+KERNEL = {
+    "linear": "attn.q+attn.k+attn.v",
+    "op": "linear",
+    "scheme": "W4A16_G128",
+    "n": 1024,
+    "k": 384,
+    "m_range": [1, 4],
+    "phase": "decode",
+    "kernel": "reference.dequantized",
+    "refused": {"w4.skinny": "needs CUDA"},
+}
+
 
 def latency_row(batch_size: int, tpot_ms: float) -> LatencyRow:
     estimate = Estimate(tpot_ms, tpot_ms * 0.9, tpot_ms * 1.1)
@@ -52,7 +64,7 @@ def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
         "accuracy": accuracy,
         "latency_source": [latency_row(1, 4.0), latency_row(4, 5.0)],
         "latency_candidate": [latency_row(1, 2.0), latency_row(4, 3.0)],
-        "kernels": [{"linear": "qkv", "kernel": "reference", "m": "1-16"}],
+        "kernels": [{**KERNEL, "layer": layer} for layer in (0, 1, 2, 5)] + [{**KERNEL, "layer": None, "linear": "head"}],
         "roofline": roofline(Work(1000, 10, 2000, 100, 4), batch_size=1, prompt_tokens=64, output_tokens=32, **rates),
         "gates": evaluate(gates, accuracy.metrics(), device="cpu"),
         "calibration": {"data": "mixed", "overlap": "0 of 145 n-grams are shared"},
@@ -187,3 +199,10 @@ def test_a_card_of_a_report_with_little_in_it_has_no_empty_sections() -> None:
     assert "## Recovery" not in card
     assert "## Latency" not in card
     assert "No gate was set" in card
+
+
+def test_layers_with_the_same_kernels_are_one_line() -> None:
+    page = render_html(build_report(title="kernels", **parts()))
+    assert page.count("reference.dequantized") == 2
+    assert "<td>0–2, 5</td>" in page
+    assert "not w4.skinny: needs CUDA" in page
