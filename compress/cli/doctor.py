@@ -26,7 +26,7 @@ _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
     "amx_int8": "INT8 matrix tiles",
 }
 _VERSIONS_SHOWN = ("transformers", "compressed-tensors", "safetensors")
-_REPLACED = {"auto-gptq": "gptq", "autoawq": "awq"}
+_REPLACED = ("auto-gptq", "autoawq")
 _LOW_DISK_BYTES = 20 << 30  # an 8B checkpoint in bf16 is 16 GB
 
 
@@ -212,9 +212,9 @@ def build_of(version: str | None) -> str:
 
 def replaced_packages(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
     """Two archived packages that people look for, and why they are not here."""
-    for package, layout in _REPLACED.items():
+    for package in _REPLACED:
         version = version_of(package)
-        reason = f"Archived, and not made for transformers 5. {layout} checkpoints are read and written natively, so it is not needed."
+        reason = "Archived, and cannot be imported beside transformers 5; nothing here needs it."
         advice = f"{reason} Remove it: pip uninstall {package}" if version else reason
         yield Finding(package, "note" if version else "ok", version or "absent, as it should be", advice)
 

@@ -54,7 +54,12 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
         ("size", f"{size_text(size_bytes)} in {count_text(len(manifest.files), 'file')}"),
         *(("parent", f"{name} {digest}") for name, digest in sorted(origin.get("parents", {}).items())),
     ]
-    sections = [table(head), _facts("architecture", manifest.arch), _facts("scheme", manifest.scheme), _facts("facts", manifest.facts)]
+    sections = [
+        table(head),
+        _facts("architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}),
+        _facts("scheme", manifest.scheme),
+        _facts("facts", {name: value for name, value in manifest.facts.items() if name != "layers"}),  # a row a linear: see --json
+    ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
     if manifest.tensors:
@@ -96,7 +101,9 @@ def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _fact_line(facts: Mapping[str, Any]) -> str:
-    return "  ".join(f"{key}={_value_text(value)}" for key, value in facts.items())
+    """A rope is told by its kind and base; `--json` has the rest."""
+    shown = {key: f"{value['kind']}@{value['theta']:g}" if key == "rope" else _value_text(value) for key, value in facts.items()}
+    return "  ".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:

@@ -5,7 +5,7 @@ layer, because pruning may make them differ. Facts travel as JSON in an artifact
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,16 +137,17 @@ class Arch:
     def replace(self, **changes: Any) -> "Arch":
         return dataclasses.replace(self, **changes)
 
-    def to_json(self) -> dict[str, Any]:
-        facts = dataclasses.asdict(self)
-        facts["layers"] = [dataclasses.asdict(layer) for layer in self.layers]
-        facts["config"] = dict(self.config)
-        return facts
+    def to_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The facts as a manifest keeps them: those of the model, and those of each layer."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "layers"}
+        return {**facts, "config": dict(self.config)}, [dataclasses.asdict(layer) for layer in self.layers]
 
     @staticmethod
-    def from_json(facts: Mapping[str, Any]) -> "Arch":
-        layers = tuple(LayerShape(**{**layer, "rope": Rope(**layer["rope"])}) for layer in facts["layers"])
-        return Arch(**{**facts, "layers": layers})
+    def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
+        """Inverse of `to_json`; what else a layer's mapping says (its scheme) is not the architecture's."""
+        names = [field.name for field in dataclasses.fields(LayerShape)]
+        shapes = ({name: layer[name] for name in names} for layer in layers)
+        return Arch(**facts, layers=tuple(LayerShape(**{**shape, "rope": Rope(**shape["rope"])}) for shape in shapes))
 
     @staticmethod
     def _size(rows: int, columns: int) -> int:

@@ -56,7 +56,7 @@ class CanonicalStore:
         if artifact.manifest.arch is None:
             raise UnsupportedFormat(f"{artifact.path} is not an artifact with weights: its manifest states no arch.")
         self._path = artifact.path
-        self._arch = Arch.from_json(artifact.manifest.arch)
+        self._arch = Arch.from_json(artifact.manifest.arch, artifact.manifest.layers)
         scheme = artifact.manifest.scheme
         self.scheme = None if scheme is None else Scheme.from_json(scheme)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compress.artifact.tensors import ShardWriter, TensorFiles
@@ -58,6 +59,8 @@ class Checkpoint:
         self._files = TensorFiles(path)
         self._codec, self._schemes = _quantization(config, codecs or {}, self._linears_on_disk())
         self._check_names()
+        if not (config.get("dtype") or config.get("torch_dtype")):  # a config that leaves it out means the dtype of the tensors
+            self._arch = self._arch.replace(dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch."))
 
     @property
     def arch(self) -> Arch:
@@ -99,10 +102,18 @@ class Checkpoint:
             if shape is not None and self._files.shape(name) != shape:
                 raise UnsupportedArch(f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says {list(shape)}.")
         ignored = re.compile(self.family.ignored_tensors)
-        tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else None
+        tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
+        if tied in self._files and not torch.equal(self._files.get(tied), self._files.get(self._disk_embed())):
+            raise UnsupportedArch(
+                f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is another matrix. Set "
+                "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if it is not."
+            )
         for name in self._files.names():
             if name not in expected and name != tied and not ignored.search(name):
                 raise UnsupportedArch(f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know.")
+
+    def _disk_embed(self) -> str:
+        return self.family.to_disk("embed") + ".weight"
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows)."""

@@ -167,5 +167,6 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     )
     for name in (OUTER_NAME, *(layer_name(idx) for idx in range(source.arch.num_layers))):
         os.link(ctx.scratch / name, out.path / name)
-    shapes = [{"scheme": scheme.name, **layer} for layer in source.arch.to_json()["layers"]]
-    out.describe(role="quantized", arch=source.arch.to_json(), layers=shapes, scheme=scheme.to_json(), facts={"layers": rows})
+    arch, layers = source.arch.to_json()
+    shapes = [{"scheme": scheme.name, **layer} for layer in layers]
+    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"layers": rows})

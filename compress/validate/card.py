@@ -69,7 +69,7 @@ def _verdict(verdict: Json) -> str:
     if verdict["passed"] is None:
         return "No gate was set for it."
     if verdict["passed"]:
-        return f"It passed all {verdict['num_decided']} gates of its recipe."
+        return f"Every gate of its recipe holds ({verdict['num_decided']} of {verdict['num_decided']})."
     return "**It failed its gates:** " + " ".join(verdict["reasons"])
 
 

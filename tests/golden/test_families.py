@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.models.attention import CachedAttention
 from compress.models.checkpoint import Checkpoint, read_config, write_checkpoint
 from compress.models.family import FAMILIES, family_of
+from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.weights import build_decoder
 
 SEQ_LEN = 24
@@ -89,10 +90,42 @@ def test_shards_are_read_and_written(tmp_path: Path) -> None:
     Checkpoint(tmp_path / "written")
 
 
+REAL_ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama-3.1": {**LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    "llama-3.2": {**LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 8192, "factor": 32.0},
+    "qwen-yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn-untruncated": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", REAL_ROPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_frequencies_of_real_models_are_those_of_transformers(name: str, head_dim: int) -> None:
+    """At full size, where every band of the rescaling has members and positions are long."""
+    said = {"rope_parameters": REAL_ROPES[name], "max_position_embeddings": 131072, "head_dim": head_dim}
+    rope = family_of({"model_type": "llama"}).read_config({"model_type": "llama", **SMALL, **said}).layers[0].rope
+    embedding = build("llama", said).model.rotary_emb
+    positions = torch.arange(0, 131072, 1021)
+    cos, sin = cos_sin(rope, head_dim, positions, torch.float32)
+    their_cos, their_sin = embedding(torch.zeros(1, 1), positions.unsqueeze(0))
+    assert torch.allclose(inverse_frequencies(rope, head_dim), embedding.inv_freq, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+    atol = 4 * torch.finfo(torch.float32).eps * 131072  # an angle is a position times a frequency, rounded once each
+    assert torch.allclose(cos, their_cos[0], rtol=0, atol=atol)
+    assert torch.allclose(sin, their_sin[0], rtol=0, atol=atol)
+
+
 OLD_SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "theta": ({"rope_theta": 5000.0}, {"rope_type": "default", "rope_theta": 5000.0}),
     "llama3": (
-        {"rope_theta": 500000.0, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}},
+        {"rope_theta": 10000.0, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}},
         LLAMA3,
     ),
     "type-linear": ({"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
@@ -126,13 +159,14 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(famil
     """A config that states shapes only, as hand-written and older ones do."""
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
     config: dict[str, Any] = {key: SMALL[key] for key in required}
-    config.update(model_type=family, num_attention_heads=32, hidden_size=64, num_key_value_heads=8)
+    config.update(model_type=family, num_attention_heads=64, hidden_size=128)
     arch = family_of(config).read_config(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     stated = type(build(family, {}).config).from_pretrained(tmp_path)
     assert arch.norm_eps == stated.rms_norm_eps
     assert arch.activation == stated.hidden_act
     assert arch.tied_head == stated.tie_word_embeddings
+    assert arch.layers[0].num_kv_heads == stated.num_key_value_heads
     assert arch.layers[0].rope.theta == stated.rope_parameters["rope_theta"]
     assert arch.layers[0].head_dim == (getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads)
     sliding = stated.sliding_window if family == "mistral" else None

@@ -34,8 +34,8 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "rope_theta": 500000.0,
+    "original_max_position_embeddings": 100,  # one of the four frequencies of a head of 8 is kept, one interpolated, two divided
+    "rope_theta": 10000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]

@@ -101,6 +101,26 @@ def test_stored_rotary_frequencies_and_a_stored_tied_head_are_no_parameters(tmp_
     assert set(Checkpoint(tmp_path).outer()) == {"embed.weight", "norm.weight"}
 
 
+def test_a_tied_head_that_is_another_matrix_on_disk_is_refused(tmp_path: Path) -> None:
+    """Programs disagree about which of the two is meant."""
+    path = tiny_checkpoint(tmp_path, tiny_arch(tie_word_embeddings=True)) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path)
+    with pytest.raises(UnsupportedArch, match=r"ties the head.*'lm_head\.weight' is another matrix"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_config_without_dtype_means_that_of_the_tensors(dtype: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, tiny_arch(dtype=dtype)) / "config.json"
+    assert Checkpoint(tmp_path).arch.dtype == dtype
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).arch.dtype == dtype
+
+
 def test_pickles_are_never_opened(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
@@ -134,7 +154,7 @@ ARCHES = [
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_facts_survive_json(arch: Arch) -> None:
-    assert Arch.from_json(json.loads(json.dumps(arch.to_json()))) == arch
+    assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
 
 
 @pytest.mark.parametrize("arch", ARCHES)

@@ -17,6 +17,7 @@ FAMILIES.add(
             "tie_word_embeddings": False,
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
+            "num_key_value_heads": 32,
             "head_dim": 128,
             "use_sliding_window": False,
             "sliding_window": 4096,
