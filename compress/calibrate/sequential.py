@@ -176,7 +176,7 @@ def _store(out: Path, arch: Arch, state: LayerState) -> None:
 
 
 def _is_stored(out: Path, idx: int) -> bool:
-    return (out / layer_name(idx)).exists()
+    return (out / layer_name(idx)).exists() and _rows_file(out, idx).exists()
 
 
 def _rows_file(out: Path, idx: int) -> Path:

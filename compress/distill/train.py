@@ -3,7 +3,7 @@
 AdamW (arXiv 1711.05101) with decay on matrices only, or Muon for the matrices inside the layers and AdamW for the rest; linear warm-up,
 cosine to zero, clipped gradients; float32 master weights and a lower compute dtype by autocast. The batch of a step is a pure function of
 (seed, step), so what a step sees does not depend on when it runs, and the seed decides everything but the rounding of the hardware. A loss
-that is not finite stops the run: it never trains on.
+that is not finite stops the run at the next log row, before anybody sees a result.
 
 Shapes: B batch (sequences a step), S sequence, N windows.
 """

@@ -9,6 +9,7 @@ value = (code - zero_point) * scale. `config.json` says it all in `quantization_
 exact name. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32. Activations are not quantized by any scheme here.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -65,8 +66,13 @@ class PackQuantizedCodec:
         if group.get("targets") != ["Linear"]:
             raise UnsupportedFormat(f"the checkpoint's config_groups target {group.get('targets')}; only ['Linear'] is read.")
         scheme = _read_scheme(group, str(group.get("format") or quantization_config.get("format")))
-        ignored = set(quantization_config.get("ignore") or ())
-        return {linear: scheme for linear in linears if linear not in ignored}
+        ignored = list(quantization_config.get("ignore") or ())
+        return {linear: scheme for linear in linears if not any(_names(pattern, linear) for pattern in ignored)}
+
+
+def _names(pattern: str, module: str) -> bool:
+    """An exact module name, or a regular expression behind `re:`, as the format defines `ignore`."""
+    return re.match(pattern.removeprefix("re:"), module) is not None if pattern.startswith("re:") else pattern == module
 
 
 def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:

@@ -58,6 +58,7 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._files = TensorFiles(path)
         self._codec, self._schemes = _quantization(config, codecs or {}, self._linears_on_disk())
+        self._names = parameter_names(self._arch)
         self._check_names()
         if not (config.get("dtype") or config.get("torch_dtype")):  # a config that leaves it out means the dtype of the tensors
             self._arch = self._arch.replace(dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch."))
@@ -72,10 +73,10 @@ class Checkpoint:
         return {canonical: self._schemes[disk] for canonical, disk in self._canonical_linears() if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: self._read(name) for name in parameter_names(self._arch)[0]}
+        return {name: self._read(name) for name in self._names[0]}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: self._read(f"layers.{layer_idx}.{name}") for name in parameter_names(self._arch)[1][layer_idx]}
+        return {name: self._read(f"layers.{layer_idx}.{name}") for name in self._names[1][layer_idx]}
 
     def _read(self, name: str) -> Tensor | QuantizedWeight:
         module, _, leaf = name.rpartition(".")
@@ -117,7 +118,7 @@ class Checkpoint:
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
         """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows)."""
-        outer, layers = parameter_names(self._arch)
+        outer, layers = self._names
         named = dict(outer)
         for idx, layer in enumerate(layers):
             named.update({f"layers.{idx}.{name}": shape for name, shape in layer.items()})

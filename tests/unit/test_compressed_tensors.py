@@ -61,3 +61,9 @@ def test_what_is_not_honoured_is_refused(path: tuple[str, ...], value: Any, mess
     place[path[-1]] = value
     with pytest.raises(UnsupportedFormat, match=message):
         FORM.codec.schemes(said, LINEARS)
+
+
+def test_ignore_takes_exact_names_and_regular_expressions() -> None:
+    said = config("W4A16_G128") | {"ignore": ["lm_head", "re:.*down_proj"]}
+    linears = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"]
+    assert list(FORM.codec.schemes(said, linears)) == ["model.layers.0.mlp.up_proj"]
