@@ -70,7 +70,7 @@ class AbsMean:
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        total_D = x_TD.to(torch.float32).abs().sum(dim=0)
+        total_D = torch.linalg.vector_norm(x_TD, ord=1, dim=0, dtype=torch.float32)
         self._sum_D = total_D if self._sum_D is None else self._sum_D.add_(total_D)
         self.num_tokens += x_TD.shape[0]
 

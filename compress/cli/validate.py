@@ -14,7 +14,7 @@ def validate(
     artifact: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)],
     against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
     data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
-    num_samples: Annotated[int, typer.Option("--num-samples", help="Windows of evaluation text.")] = 48,
+    num_samples: Annotated[int, typer.Option("--num-samples", help="Windows of evaluation text.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens a window.")] = 512,
     gate: Annotated[list[str] | None, typer.Option("--gate", help="metric=limit, may be repeated; a failed gate is exit code 3.")] = None,
     out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),

@@ -30,7 +30,7 @@ SMALLEST = 1e-4
 @SMOOTHERS.register("awq")
 class Awq(Spec):
     kind: Literal["awq"] = "awq"
-    num_ratios: int = Field(20, ge=2, description="grid points of the exponent r in [0, 1]")
+    num_ratios: int = Field(10, ge=2, description="grid points of the exponent r in [0, 1], for each of the two families")
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment, "abs_mean": AbsMean}

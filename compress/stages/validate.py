@@ -58,7 +58,7 @@ class Validate(Spec):
 
     against: Literal["source"] = "source"
     data: str = Field("builtin://python-eval", description="evaluation text: a data card or builtin://python-eval")
-    num_samples: int = Field(48, ge=2)
+    num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
     latency: Latency | None = Latency()
     gates: dict[str, float | dict[str, float]] = Field(default_factory=dict, description="metric -> limit, latency per device")
