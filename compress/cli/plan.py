@@ -84,7 +84,7 @@ def _cached(recipe: Any, steps: Any, source: "ModelSource | None", root: Path, d
     from compress.artifact.workspace import Workspace
     from compress.pipeline import cached_keys
 
-    if source is None:
+    if source is None or device != _default_device():  # a latency's key names the machine, which is not this one
         return [None] * len(steps)
     return list(cached_keys(recipe, steps, source, Workspace(root), device))
 

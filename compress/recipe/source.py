@@ -202,7 +202,7 @@ def path_text(path: KeyPath) -> str:
 def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
     """Nested collections one level further in; a list's dashes stand at the indent of what they belong to plus two."""
     if isinstance(value, Mapping) and value:
-        rows = [(f"{_key_text(str(key))}:", inner) for key, inner in value.items()]
+        rows = [(_key_head(str(key), indent), inner) for key, inner in value.items()]
     elif isinstance(value, (list, tuple)) and value:
         rows = [("-", inner) for inner in value]
     else:
@@ -216,8 +216,10 @@ def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
             out.write(f"{' ' * indent}{head} {_scalar_text(inner)}\n")
 
 
-def _key_text(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
+def _key_head(key: str, indent: int) -> str:
+    """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit one."""
+    text = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
+    return f"{text}:" if len(text) < 1000 else f"? {text}\n{' ' * indent}:"
 
 
 def _scalar_text(value: Any) -> str:
