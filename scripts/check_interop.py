@@ -3,14 +3,18 @@
     python scripts/check_interop.py [ARTIFACT] --python .venv-interop/bin/python
 
 Both programs score the same prompts and continue them greedily on the CPU; vLLM runs in its own environment (`make interop` builds it).
-The runtime computes in float32, the reference. vLLM computes in float32 too when the checkpoint is dense, and otherwise in bfloat16, all
-that its quantized CPU kernels offer. They agree when the log probabilities of all compared tokens differ by at most 0.02 on average and
+The runtime computes in float32, the reference. vLLM computes in float32 too when the checkpoint is dense, and otherwise in float16: its
+quantized CPU kernels take no float32. They agree when the log probabilities of all compared tokens differ by at most 0.02 on average and
 0.15 at worst (dense: 0.0001 and 0.001), and the tokens are equal up to the first position where vLLM's two best tokens are closer than
 0.05: behind a near tie either choice is right and the texts part.
 
+Not bfloat16, because its rounding alone is as large as the limits. Measured on the bundled model in W4A16_G128, 12 x 96 tokens of held-out
+text, mean and largest difference from this runtime in float32: this runtime in bfloat16 0.0154 and 0.17; vLLM on the same values as dense
+weights in bfloat16 0.0142 and 0.13, in float16 0.0017 and 0.026, in float32 2e-6 and 2e-5; vLLM's 4-bit kernel in float16 0.0041 and
+0.071, in bfloat16 0.044 and 0.62 (its bfloat16 kernel rounds more than the dtype does; the codes are read rightly, as float16 shows).
+
 Without ARTIFACT a small random Llama is written through the exporter, once in W4A16_G128 and once as a dense checkpoint of the same
-dequantized weights. The second takes vLLM's rounding out: what differs there is reading or arithmetic (measured: below 0.00001; the
-first: 0.011 on average and 0.045 at worst, where vLLM's bfloat16 on the dense one moves by 0.008 and 0.027).
+dequantized weights. The second takes vLLM's rounding out: what differs there is reading or arithmetic.
 Exit code 1: they disagree.
 """
 
@@ -38,7 +42,7 @@ from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
-LIMITS = {"bfloat16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
+LIMITS = {"float16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
 """What vLLM computes in -> largest mean and largest single difference of log probabilities."""
 NEAR_TIE = 0.05
 CACHE_GIB = "1"
@@ -205,7 +209,7 @@ def report(rows: list[Row], dtype: str) -> bool:
 
 def check(path: Path, python: Path, max_tokens: int) -> bool:
     checkpoint = open_checkpoint(path)
-    dtype = "bfloat16" if checkpoint.schemes else "float32"
+    dtype = "float16" if checkpoint.schemes else "float32"
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
     print(f"{path.name}: {checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
     prompts = encode(path, checkpoint.arch.vocab_size)
