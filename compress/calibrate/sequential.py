@@ -171,7 +171,10 @@ def _store(out: Path, arch: Arch, state: LayerState) -> None:
     weights: dict[str, Tensor | QuantizedWeight] = {
         name: state.quantized.get(name.removesuffix(".weight"), value.to(dtype)) for name, value in state.weights.items()
     }
-    write_atomic(_rows_file(out, state.layer_idx), canonical_json([state.rows[name] for name in sorted(state.rows)]))
+    write_atomic(
+        _rows_file(out, state.layer_idx),
+        canonical_json([state.rows[name] for group in state.groups for name in group.linears if name in state.rows]),
+    )
     save_weights(out / layer_name(state.layer_idx), weights)
 
 

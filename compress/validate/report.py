@@ -86,7 +86,12 @@ def render_html(report: Json) -> str:
     )
     environment.filters |= {"num": number, "bytes": byte_size, "pct": percent, "label": label, "plain": "{:g}".format}
     return environment.get_template("report.html.j2").render(
-        report=report, plots=_plots(report), worst_layers=_worst_layers(report), kernels=_kernels(report), totals=_totals(report)
+        report=report,
+        plots=_plots(report),
+        worst_layers=_worst_layers(report),
+        kernels=_kernels(report),
+        on_reference_path=_on_reference_path(report),
+        totals=_totals(report),
     )
 
 
@@ -182,6 +187,11 @@ def _kernels(report: Json) -> list[Json]:
         row_of[what] = row
         layers_of.setdefault(what, []).extend([row["layer"]] if row["layer"] is not None else [])
     return [{**row, "layers": _ranges(layers_of[what])} for what, row in row_of.items()]
+
+
+def _on_reference_path(report: Json) -> bool:
+    """Whether a quantized linear was served from dequantized weights."""
+    return any("dequantized" in row.get("kernel", "") for row in report.get("kernels", []))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -206,3 +206,4 @@ def test_layers_with_the_same_kernels_are_one_line() -> None:
     assert page.count("reference.dequantized") == 2
     assert "<td>0–2, 5</td>" in page
     assert "not w4.skinny: needs CUDA" in page
+    assert "these times show neither the speed nor the memory" in page
