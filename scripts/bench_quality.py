@@ -129,7 +129,7 @@ def main() -> None:
     print(table(rows))
     if args.out is not None:
         facts = environment_facts(torch.device(device))
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         document = {
             "schema": 1,
             "device": facts["device"],

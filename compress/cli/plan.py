@@ -121,7 +121,8 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"push: {document['push']['name']} to {document['push']['to']}, if every gate holds")
     lines += [
         "",
-        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself",
+        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself;",
+        "the interpreter and its libraries take about half a gigabyte more",
     ]
     lines.append(f"times assume {document['assumed_flops_per_s'] / 1e12:g} TFLOP/s sustained")
     return "\n".join(lines)

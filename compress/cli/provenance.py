@@ -1,6 +1,5 @@
 """Where, when and with what an artifact was made: kept beside the artifact, never in it, because the artifact must not depend on it."""
 
-import importlib.metadata
 import platform
 import sys
 import time
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import compress
+from compress.cli.doctor import installed_version
 
 if TYPE_CHECKING:
     from compress.registry.model_source import ModelSource
@@ -22,7 +22,7 @@ def provenance(recipe_file: Path, source: "ModelSource", digests: Mapping[str, s
     return {
         "schema": 1,
         "tool": {"compress": compress.__version__},
-        "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": ["compress", *sys.argv[1:]],

@@ -31,6 +31,7 @@ from compress.validate.gates import GateResult, evaluate, parse_gates
 from compress.validate.latency import LatencyRow, measure_latency
 from compress.validate.report import build_report, render_html
 from compress.validate.roofline import (
+    READ_BYTES,
     RooflineRow,
     Work,
     device_key,
@@ -85,7 +86,8 @@ def _estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
     logits = 4 * 4 * _windows_at_once(arch, spec.seq_len) * spec.seq_len * arch.vocab_size
-    peak = 2 * arch.num_params * width + logits
+    reading = READ_BYTES[facts.device] if spec.latency is not None else 0  # the buffer that measures the bandwidth
+    peak = 2 * arch.num_params * width + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     if not spec.gates:
         notes.append("no gates: nothing can fail")

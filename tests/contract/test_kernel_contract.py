@@ -208,19 +208,20 @@ def test_prefill_attention(kernel: Kernel, device: str, dtype: str, num_queries:
 @each_usable(usable("attention_decode"))
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("window", [None, 5, 150])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (9, 3, 64)])
 def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
-    kernel: Kernel, device: str, dtype: str, block_size: int, window: int | None
+    kernel: Kernel, device: str, dtype: str, block_size: int, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     lengths = [1, 40, 127, 128, 129, 300, 16, 17]
     num_blocks = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(4)) + 1).tolist()
     table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64, device=device)
-    k_cache = randn(2, 1 + sum(num_blocks), block_size, 24, device=device, dtype=dtype, seed=1)
-    v_cache = randn(2, 1 + sum(num_blocks), block_size, 24, device=device, dtype=dtype, seed=2)
+    k_cache = randn(num_kv_heads, 1 + sum(num_blocks), block_size, head_dim, device=device, dtype=dtype, seed=1)
+    v_cache = randn(num_kv_heads, 1 + sum(num_blocks), block_size, head_dim, device=device, dtype=dtype, seed=2)
     k_cache[:, 0] = v_cache[:, 0] = 0
     for row, count in enumerate(num_blocks):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    q, context_lens = randn(len(lengths), 6, 24, device=device, dtype=dtype), torch.tensor(lengths, device=device)
+    q, context_lens = randn(len(lengths), num_heads, head_dim, device=device, dtype=dtype), torch.tensor(lengths, device=device)
 
     out = kernel.fn(q, k_cache, v_cache, table, context_lens, window, 0.3)
     for row, length in enumerate(lengths):

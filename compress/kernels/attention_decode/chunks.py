@@ -7,8 +7,8 @@ Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the 
 chunks are added one by one in order. So a request's result does not depend on its neighbours or on how long their contexts are: a
 chunk beyond the context (or before the window) adds exactly zero. Computed in float32 throughout.
 
-A batched product on the CPU gives each matrix the same bits whatever the batch (held by test); cuBLAS may choose by batch, so on CUDA
-requests are computed one at a time: right, and slow.
+A batched product on the CPU gives each matrix the same bits whatever the batch (held by test). cuBLAS may choose by the batch, so on CUDA
+every call has the same one: padding blocks fill up the last.
 """
 
 import math
@@ -20,6 +20,8 @@ from torch import Tensor
 from compress.kernels.select import Kernel, anything, register
 
 CHUNK_SIZE = 128
+CUDA_BATCH = 64
+"""Matrices of one batched product on CUDA."""
 _MASKED = -1e30
 """Finite, so that a wholly masked chunk has e^0 terms rather than NaN; its weight e^(-1e30 - m) is then exactly zero."""
 
@@ -33,39 +35,54 @@ def attention_decode(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[R, H, C]. Caches are [K, num_blocks, block_size, C]; a context includes the query's own position, already written."""
-    caches = (k_cache, v_cache)
-    if q_RHC.device.type == "cpu":
-        return _attend(q_RHC, caches, block_table_RB, context_lens_R, window, scale)
-    rows = [
-        _attend(q_RHC[row : row + 1], caches, block_table_RB[row : row + 1], context_lens_R[row : row + 1], window, scale)
-        for row in range(q_RHC.shape[0])
-    ]
-    return torch.cat(rows)
+    """[R, H, C]. Caches are [K, num_blocks, block_size, C]; a context includes the query's own position, already written.
 
-
-def _attend(
-    q_RHC: Tensor, caches: tuple[Tensor, Tensor], block_table_RB: Tensor, context_lens_R: Tensor, window: int | None, scale: float
-) -> Tensor:
-    """J chunks of N positions; the batch of the products is K * R * J, in that order."""
-    (num_rows, num_heads, head_dim), (num_kv_heads, _, block_size, _) = q_RHC.shape, caches[0].shape
-    block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % (CHUNK_SIZE // block_size)))
-    num_chunks = block_table_RB.shape[1] * block_size // CHUNK_SIZE
-    blocks = block_table_RB.flatten()
-    k, v = (cache.index_select(1, blocks).view(-1, CHUNK_SIZE, head_dim).to(torch.float32) for cache in caches)
+    J chunks of N positions a request; the batch of the products is K * (R * J + padding), in that order.
+    """
+    (num_rows, num_heads, head_dim), (num_kv_heads, _, block_size, _) = q_RHC.shape, k_cache.shape
+    blocks_per_chunk = CHUNK_SIZE // block_size
+    block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
+    num_chunks = block_table_RB.shape[1] // blocks_per_chunk
+    padding = -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads)) if q_RHC.is_cuda else 0
+    blocks = F.pad(block_table_RB.flatten(), (0, padding * blocks_per_chunk))
+    k, v = (cache.index_select(1, blocks).view(-1, CHUNK_SIZE, head_dim).to(torch.float32) for cache in (k_cache, v_cache))
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
     # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need no padding for it).
     q_KRGC = F.pad(q_KRGC, (0, 0, 0, -q_KRGC.shape[2] % (16 // math.gcd(head_dim, 16))))
     repeat = q_KRGC.shape[2]
-    q = q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1).reshape(-1, repeat, head_dim)
 
-    s = torch.bmm(q, k.transpose(1, 2)).view(num_kv_heads, num_rows, num_chunks, repeat, CHUNK_SIZE)
+    def product(left_KRJGX: Tensor, right: Tensor) -> Tensor:
+        left = F.pad(left_KRJGX.flatten(1, 2), (0, 0, 0, 0, 0, padding)).flatten(0, 1)
+        chunks = _bmm(left, right).view(num_kv_heads, -1, repeat, right.shape[2])[:, : num_rows * num_chunks]
+        return chunks.view(num_kv_heads, num_rows, num_chunks, repeat, -1)
+
+    s = product(q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1), k.transpose(1, 2))
     s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()
-    o = torch.bmm(p.view(-1, repeat, CHUNK_SIZE), v).view(num_kv_heads, num_rows, num_chunks, repeat, head_dim)
-    out = _merge(o, m, p.sum(dim=-1, keepdim=True))[:, :, : num_heads // num_kv_heads]
+    out = _merge(product(p, v), m, _sum(p))[:, :, : num_heads // num_kv_heads]
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim).to(q_RHC.dtype)
+
+
+def _bmm(left: Tensor, right: Tensor) -> Tensor:
+    """The batched product, on CUDA in calls of `CUDA_BATCH` matrices; the batch is whole ones of these."""
+    if not left.is_cuda:
+        return torch.bmm(left, right)
+    out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
+    for part in range(0, left.shape[0], CUDA_BATCH):
+        calls = slice(part, part + CUDA_BATCH)
+        torch.bmm(left[calls], right[calls], out=out[calls])
+    return out
+
+
+def _sum(p: Tensor) -> Tensor:
+    """Over the last axis; on CUDA by halves, because torch's sum there associates by the number of rows."""
+    if not p.is_cuda:
+        return p.sum(dim=-1, keepdim=True)
+    while p.shape[-1] > 1:
+        first, second = p.chunk(2, dim=-1)
+        p = first + second
+    return p
 
 
 def _unseen(context_lens_R: Tensor, num_chunks: int, window: int | None) -> Tensor:
