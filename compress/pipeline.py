@@ -23,7 +23,7 @@ from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unk
 from compress.registry import transfer
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.registry.protocol import open_registry
-from compress.registry.ref import DEFAULT_TAG
+from compress.registry.ref import DEFAULT_TAG, compose_ref
 from compress.stages import STAGES, Estimate, Input, Inputs, Need, PlanFacts, Port, Stage
 
 
@@ -89,6 +89,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
 
     Raises:
         RecipeError: an unknown stage or key, a wrong value, or a stage whose need no earlier stage meets; with file, line and column.
+            Also a push to what cannot be a registry, a name or a tag.
     """
     steps: list[Step] = []
     present = {Port.SOURCE, Port.DENSE}
@@ -112,7 +113,23 @@ def build_steps(recipe: Recipe) -> list[Step]:
         present.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
         raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
+    if recipe.push is not None:
+        _check_push(recipe.push, recipe.file)
     return steps
+
+
+def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: str | None) -> None:
+    """Check the stages that a run is to stop after and to rebuild from.
+
+    Raises:
+        UsageError: the recipe has no such stage, or the run would stop before it comes to what is to be rebuilt.
+    """
+    kinds = [step.stage.kind for step in steps]
+    for flag, name in (("--until", until), ("--from", rebuild_from)):
+        if name is not None and name not in kinds:
+            raise UsageError(f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}")
+    if until is not None and rebuild_from is not None and kinds.index(until) < kinds.index(rebuild_from):
+        raise UsageError(f"--until {until} stops before --from {rebuild_from}: nothing would be built again.")
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
@@ -127,7 +144,12 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
 
 
 def resolve_text(model: str, *, offline: bool = False) -> ModelSource:
-    """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be."""
+    """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be.
+
+    Raises:
+        UsageError: the reference means nothing.
+        StorageError: the hub cannot be reached or does not have it.
+    """
     ref = parse_model_ref(model)
     return resolve_model(ref.scheme, ref.name, ref.revision, offline=offline)
 
@@ -136,6 +158,7 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str) -> list[Estimate]:
     """What each step will need; also the last check before any work, because a stage refuses here what this model cannot do.
 
     Raises:
+        RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
     facts = PlanFacts(arch, device.partition(":")[0], {step.stage.kind: step.spec for step in steps})
@@ -149,14 +172,14 @@ def run(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: W
         CompressError: of the stage that failed; everything before it stays cached.
         Interrupted: at a boundary, after SIGINT or SIGTERM.
     """
-    _check_names(steps, options)
+    check_selection(steps, until=options.until, rebuild_from=options.rebuild_from)
     ports = _initial_ports(source)
     results: list[StepResult] = []
     rebuild = False
     for step in steps:
         rebuild = rebuild or step.stage.kind == options.rebuild_from
         key, inputs = _key(step, ports, recipe.seed, options.device), _inputs(step, ports, source)
-        if rebuild:
+        if rebuild and workspace.get(key) is not None:  # resume points alone come from a rebuild that was cut: it goes on
             workspace.discard(key)
         started_s = time.perf_counter()
         cached = workspace.get(key)
@@ -214,7 +237,7 @@ def cached_keys(recipe: Recipe, steps: Sequence[Step], source: ModelSource, work
 
 
 def _build(step: Step, key: str, inputs: Inputs, workspace: Workspace, seed: int, progress: Progress, options: RunOptions) -> Artifact:
-    context = Context(options.device, seed, workspace.scratch(key), progress, options.stop_signal)
+    context = Context(options.device, seed, workspace.scratch(key), progress, options.stop_signal, options.offline)
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
     return workspace.commit(key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context))
 
@@ -258,11 +281,14 @@ def _default_for(need: Need) -> Step | None:
     return Step(stage, stage.spec(), implied=True)
 
 
-def _check_names(steps: Sequence[Step], options: RunOptions) -> None:
-    kinds = [step.stage.kind for step in steps]
-    for flag, name in (("--until", options.until), ("--from", options.rebuild_from)):
-        if name is not None and name not in kinds:
-            raise UsageError(f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}")
+def _check_push(push: Push, file: str) -> None:
+    """A wrong name must not come to light after hours of work."""
+    try:
+        open_registry(push.to)
+        for tag in (DEFAULT_TAG, *push.aliases):
+            compose_ref(push.to, push.name, tag)
+    except UsageError as error:
+        raise RecipeError(f"{file}: push: {error}") from None
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:

@@ -41,13 +41,14 @@ def never() -> int | None:
 
 @dataclass(frozen=True)
 class Context:
-    """`stop_signal` gives the number of the signal that asked this run to end, or None."""
+    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network."""
 
     device: str
     seed: int
     scratch: Path
     progress: Progress = field(default_factory=SilentProgress)
     stop_signal: Callable[[], int | None] = never
+    offline: bool = False
 
     def rng(self, *path: str) -> "torch.Generator":
         """A CPU generator for one purpose, named by `path`."""

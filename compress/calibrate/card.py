@@ -163,6 +163,22 @@ def pin(card: Card) -> Card:
     return dataclasses.replace(card, spec=spec.model_copy(update={"revision": commit}))
 
 
+def check_at_hand(card: Card, *, offline: bool = False) -> None:
+    """Refuse text that cannot be read, without reading it.
+
+    Raises:
+        UsageError: a local card names a file that is not there.
+        StorageError: a Hub card, and the network must not be used (a dataset is streamed, never kept).
+    """
+    if isinstance(card.spec, LocalCard):
+        _files(card.spec, card)
+    elif offline and isinstance(card.spec, HuggingFaceCard):
+        raise StorageError(
+            f"data card '{card.ref}' streams {card.spec.dataset} from the Hub, which --offline forbids. Name builtin://python or a card of "
+            "local files."
+        )
+
+
 def documents(card: Card) -> Iterator[Document]:
     """The card's documents in their fixed order. A card with a digest is checked when the last document has been read.
 

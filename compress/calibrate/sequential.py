@@ -24,6 +24,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context
 from compress.calibrate.stats import MergeTree, Stat, StatFactory, shard_bounds
 from compress.digest import canonical_json
+from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
@@ -85,10 +86,12 @@ def run_sequential(
         One row per linear, in execution order.
 
     Raises:
+        UnsupportedFormat: a weight of the source is NaN or infinite.
         Interrupted: at a layer boundary, when the context says so.
     """
     arch, device = source.arch, torch.device(ctx.device)
     outer = source.outer()
+    _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     save_weights(out / OUTER_NAME, outer)
     embed = dense(outer["embed.weight"])
     x_NSD = torch.stack([embed[sample].to(device=device, dtype=compute_dtype) for sample in tokens_NS.to(torch.int64)])
@@ -98,9 +101,8 @@ def run_sequential(
             ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
             _store(out, arch, _compress(source, idx, x_NSD, passes, device, compute_dtype))
         rows += json.loads(_rows_file(out, idx).read_bytes())
-        layer = _load(arch, idx, load_weights(out / layer_name(idx), scheme), device, compute_dtype)
         if idx + 1 < arch.num_layers:
-            _forward_(layer, x_NSD)
+            _forward_(_load(arch, idx, load_weights(out / layer_name(idx), scheme), device, compute_dtype), x_NSD)
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return rows
 
@@ -108,19 +110,28 @@ def run_sequential(
 def _compress(
     source: WeightSource, idx: int, x_NSD: Tensor, passes: Sequence[LayerPass], device: torch.device, compute_dtype: torch.dtype
 ) -> LayerState:
-    weights = source.layer(idx)
-    layer = _load(source.arch, idx, weights, device, compute_dtype)
+    stored = source.layer(idx)
+    weights = {name: dense(value).to(device=device, dtype=torch.float32) for name, value in stored.items()}
+    _check_finite(weights, f"layers.{idx}")
+    layer = _load(source.arch, idx, stored, device, compute_dtype)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     state = LayerState(
         idx,
         groups=layer.groups(),
         pairs=layer.smoothing_pairs(),
-        weights={name: dense(value).to(device=device, dtype=torch.float32) for name, value in weights.items()},
+        weights=weights,
         stats=observe(layer, x_NSD, factories) if factories else {},
     )
     for each in passes:
         each.apply(state)
     return state
+
+
+def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """Raises UnsupportedFormat: rounding would turn NaN and infinity into codes that look like any other."""
+    for name, value in weights.items():
+        if not bool(torch.isfinite(value).all()):
+            raise UnsupportedFormat(f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged.")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.output import JsonFlag, duration_text, emit, size_text, table
-from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption
+from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption, device_kind
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -32,7 +32,7 @@ def plan(
     loaded = load_recipe(recipe)
     steps = build_steps(loaded)
     arch, source = _shapes(loaded.model, offline=offline)
-    target = device.partition(":")[0] if device is not None else _default_device()
+    target = device_kind(device) if device is not None else _default_device()
     cached = _cached(loaded, steps, source, workspace, target)
     rows: list[dict[str, Any]] = []
     for step, hit, estimate in zip(steps, cached, estimates(steps, arch, target), strict=True):
@@ -43,7 +43,7 @@ def plan(
                 "cached": hit,
                 "peak_bytes": estimate.peak_bytes,
                 "disk_bytes": estimate.disk_bytes,
-                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S.get(target, 1.5e11), 1),
+                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S[target], 1),
                 "notes": list(estimate.notes),
             }
         )
@@ -51,7 +51,7 @@ def plan(
         "recipe": str(recipe),
         "model": {"name": loaded.model, "params": arch.num_params, "layers": arch.num_layers, "dtype": arch.dtype},
         "device": target,
-        "assumed_flops_per_s": ASSUMED_FLOPS_PER_S.get(target, 1.5e11),
+        "assumed_flops_per_s": ASSUMED_FLOPS_PER_S[target],
         "stages": rows,
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),

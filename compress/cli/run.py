@@ -50,6 +50,8 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Run a recipe: build what is missing, validate, let the gates decide, push."""
+    if if_changed and (until is not None or rebuild_from is not None):
+        raise UsageError("--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed.")
     directory = RunDir(run_dir if run_dir is not None else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml"))
     code = _execute(recipe, directory, workspace, device, until, rebuild_from, if_changed, unchanged_exit_code, offline, as_json)
     if code:
@@ -58,7 +60,9 @@ def run(
 
 def resume(
     run_dir: Annotated[Path, typer.Argument(help="Directory of an earlier run.", show_default=False)],
-    workspace: WorkspaceOption = DEFAULT_WORKSPACE,
+    workspace: Annotated[
+        Path | None, typer.Option("--workspace", help="Cache of stage results; that of the earlier run by default.", show_default=False)
+    ] = None,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
@@ -67,7 +71,8 @@ def resume(
     directory = RunDir(run_dir)
     if not directory.lock.is_file():
         raise UsageError(f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one.")
-    code = _execute(directory.lock, directory, workspace, device, None, None, False, 0, offline, as_json)
+    root = workspace or directory.workspace or DEFAULT_WORKSPACE
+    code = _execute(directory.lock, directory, root, device, None, None, False, 0, offline, as_json)
     if code:
         raise typer.Exit(code)
 
@@ -85,7 +90,7 @@ def _execute(
     as_json: bool,
 ) -> int:
     from compress.artifact.workspace import Workspace
-    from compress.pipeline import RunOptions, build_steps, estimates, lock_of, publish, resolve_text, unchanged
+    from compress.pipeline import RunOptions, build_steps, check_selection, estimates, lock_of, publish, resolve_text, unchanged
     from compress.recipe import load_recipe
     from compress.recipe.model_ref import parse_model_ref
     from compress.stages.weights import open_weights
@@ -93,6 +98,7 @@ def _execute(
     started_s = time.perf_counter()
     recipe = load_recipe(recipe_file)
     steps = build_steps(recipe)
+    check_selection(steps, until=until, rebuild_from=rebuild_from)
     chosen = pick_device(device)
     source = resolve_text(recipe.model, offline=offline)
     estimates(steps, open_weights(source.path).arch, chosen)  # what cannot work ends here, before any work and before any lock
@@ -103,6 +109,7 @@ def _execute(
             _finish(same, directory, None, status, started_s, as_json=as_json)
             return GateFailed.exit_code if same.gates_failed else unchanged_exit_code
         directory.write_lock(lock_of(recipe, steps, source))
+        directory.link_workspace(workspace_root)
         directory.log(f"start {recipe_file} seed {recipe.seed} model {parse_model_ref(recipe.model).name} on {chosen}")
         options = RunOptions(chosen, until, rebuild_from, offline, stopped, lambda result: _note_step(directory, result))
         result = _run_logged(recipe, steps, source, workspace, options, directory)
@@ -120,7 +127,8 @@ def pick_device(asked: str | None) -> str:
     """The device of a run: what was asked for, else the first GPU, else the CPU.
 
     Raises:
-        EnvironmentUnfit: CUDA was asked for and is not usable.
+        UsageError: it is not the name of a device.
+        EnvironmentUnfit: CUDA was asked for and is not usable, or has no GPU of that index.
     """
     import torch
 
@@ -129,15 +137,29 @@ def pick_device(asked: str | None) -> str:
     usable = torch.cuda.is_available()
     if asked is None:
         return "cuda" if usable else "cpu"
+    if device_kind(asked) == "cuda":
+        if not usable:
+            raise EnvironmentUnfit("--device asks for CUDA, and torch finds no usable GPU here; `compress doctor` says why.")
+        if (torch.device(asked).index or 0) >= torch.cuda.device_count():
+            raise EnvironmentUnfit(f"--device asks for {asked}, and this machine has {torch.cuda.device_count()} GPUs, counted from 0.")
+    return asked
+
+
+def device_kind(asked: str) -> str:
+    """`cpu` or `cuda`, whether it is here or not.
+
+    Raises:
+        UsageError: it is not the name of a device.
+    """
+    import torch
+
     try:
         kind = torch.device(asked).type
     except RuntimeError:
-        raise UsageError(f"'{asked}' is not a device; write cpu, cuda or cuda:<index>.") from None
+        kind = ""
     if kind not in ("cpu", "cuda"):
-        raise UsageError(f"device '{asked}' is not supported; write cpu, cuda or cuda:<index>.")
-    if kind == "cuda" and not usable:
-        raise EnvironmentUnfit("--device asks for CUDA, and torch finds no usable GPU here; `compress doctor` says why.")
-    return asked
+        raise UsageError(f"'{asked}' is not a device; write cpu, cuda or cuda:<index>.")
+    return kind
 
 
 class TerminalWatch:
@@ -207,8 +229,10 @@ def _write_evidence(directory: RunDir, result: "RunResult", steps: Any, recipe_f
     artifact = result.latest(Port.EVIDENCE)
     if artifact is None:
         return None
-    lock_digests = {each.kind: each.artifact.digest for each in result.steps}
-    directory.write_evidence(artifact, provenance(recipe_file, result.source, lock_digests))
+    digests = {each.kind: each.artifact.digest for each in result.steps}
+    built = any(not each.cached for each in result.steps)
+    known = None if built else directory.provenance_of(digests)  # finding everything cached is not when and where it was made
+    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
     return directory.evidence
 
 
@@ -217,7 +241,7 @@ def _finish(result: "RunResult", directory: RunDir, pushed: "PushResult | None",
     from compress.stages import Port
 
     checkpoint = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
-    has_report = result.latest(Port.EVIDENCE) is not None
+    has_report = result.latest(Port.EVIDENCE) is not None and directory.report.is_file()
     document = {
         "status": status,
         "artifact": {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}

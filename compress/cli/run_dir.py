@@ -2,6 +2,7 @@
 
 recipe.lock.yaml   the recipe with everything resolved      evidence/     report.html report.json README.md provenance.json
 run.log            one line per stage and run               artifacts/    a link per stage
+workspace          a link to the workspace of the last run, where `compress resume` goes on
 """
 
 import json
@@ -16,6 +17,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import MANIFEST_NAME, Artifact
 
 LOCK_NAME = "recipe.lock.yaml"
+PROVENANCE_NAME = "provenance.json"
 _LOCK_HEADER = "# Written by `compress run`: the recipe with every default and moving name resolved. `compress resume` runs it.\n"
 
 
@@ -35,6 +37,12 @@ class RunDir:
     def report(self) -> Path:
         return self.evidence / "report.html"
 
+    @property
+    def workspace(self) -> Path | None:
+        """The workspace of the last run; None when it is gone or there was no run."""
+        link = self.path / "workspace"
+        return Path(os.path.relpath(link.resolve())) if link.is_dir() else None
+
     def write_lock(self, document: Mapping[str, Any]) -> None:
         from compress.recipe import dump_yaml
 
@@ -48,20 +56,35 @@ class RunDir:
             if record.path != MANIFEST_NAME:
                 write_atomic(self.evidence / record.path, artifact.file(record.path).read_bytes())
         document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
-        write_atomic(self.evidence / "provenance.json", document.encode())
+        write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
 
-    def link(self, kind: str, artifact: Artifact) -> Path:
-        """Point `artifacts/<kind>` to an artifact of the workspace, in one step."""
-        folder = self.path / "artifacts"
-        folder.mkdir(parents=True, exist_ok=True)
-        link, fresh = folder / kind, folder / f".{kind}.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(os.path.relpath(artifact.path, folder))
-        os.replace(fresh, link)
-        return link
+    def link(self, kind: str, artifact: Artifact) -> None:
+        """Point `artifacts/<kind>` to an artifact of the workspace."""
+        _point(self.path / "artifacts" / kind, artifact.path)
+
+    def link_workspace(self, root: Path) -> None:
+        """Remember where a resumed run finds what is built."""
+        _point(self.path / "workspace", root)
+
+    def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
+        """The provenance that is here, if it speaks of these artifacts."""
+        try:
+            document: dict[str, Any] = json.loads((self.evidence / PROVENANCE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # none yet, or damaged: it is written anew
+            return None
+        return document if document.get("artifacts") == dict(digests) else None
 
     def log(self, line: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         with (self.path / "run.log").open("a", encoding="utf-8") as stream:
             stream.write(f"{stamp} {line}\n")
+
+
+def _point(link: Path, target: Path) -> None:
+    """A relative link, set in one step. Both ends are resolved first: a path through another link has another parent than it spells."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    fresh = link.with_name(f".{link.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+    os.replace(fresh, link)

@@ -14,8 +14,8 @@ def validate(
     artifact: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)],
     against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
     data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
-    num_samples: Annotated[int, typer.Option("--num-samples", help="Windows of evaluation text.")] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens a window.")] = 512,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")] = 32,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=8, help="Tokens a window.")] = 512,
     gate: Annotated[list[str] | None, typer.Option("--gate", help="metric=limit, may be repeated; a failed gate is exit code 3.")] = None,
     out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),
     latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")] = True,
@@ -31,12 +31,15 @@ def validate(
     from compress.stages import Input, Inputs, Port
     from compress.stages.validate import REPORT_HTML, Latency, Validate
     from compress.stages.validate import validate as prove
+    from compress.validate.gates import parse_gates
 
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
     chosen = pick_device(device)
     source = resolve_text(against, offline=offline)
-    spec = Validate(data=data, num_samples=num_samples, seq_len=seq_len, latency=Latency() if latency else None, gates=_gates(gate or []))
+    limits = _gates(gate or [])
+    parse_gates(limits)
+    spec = Validate(data=data, num_samples=num_samples, seq_len=seq_len, latency=Latency() if latency else None, gates=limits)
     candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
     if candidate is None:
         raise UsageError(
@@ -46,7 +49,7 @@ def validate(
     writer = ArtifactWriter(out)
     inputs = Inputs(source, {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)})
     with progress("validate") as report:
-        prove(spec, inputs, writer, Context(chosen, 0, out, report))
+        prove(spec, inputs, writer, Context(chosen, 0, out, report, offline=offline))
     assert writer.description is not None
     facts = writer.description["facts"]
     rows = [

@@ -3,7 +3,7 @@
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.recipe import Push, Recipe, StageEntry, load_recipe, parse_recipe, recipe_schema, unknown_kind_error
 from compress.recipe.source import KeyPath, Position, SourceMap, dump_yaml, read_yaml
-from compress.recipe.spec import ByKind, Spec, parse_spec
+from compress.recipe.spec import ByKind, Spec, checked_by, parse_spec
 
 __all__ = [
     "ByKind",
@@ -15,6 +15,7 @@ __all__ = [
     "SourceMap",
     "Spec",
     "StageEntry",
+    "checked_by",
     "dump_yaml",
     "load_recipe",
     "parse_model_ref",

@@ -73,7 +73,11 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, *, file: str) -> Recipe:
-    """The recipe that `text` says; each stage is kept raw, for its owner to check with `parse_spec`."""
+    """The recipe that `text` says; each stage is kept raw, for its owner to check with `parse_spec`.
+
+    Raises:
+        RecipeError: as `load_recipe`.
+    """
     tree, where = read_yaml(text, file=file)
     if not isinstance(tree, dict):
         raise where.error((), "a recipe is a mapping with the keys version, model and stages.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import core_schema
 
 from compress.errors import RecipeError, UsageError, did_you_mean
@@ -41,6 +41,20 @@ class ByKind:
         return core_schema.tagged_union_schema(choices, discriminator="kind")
 
 
+def checked_by(check: Callable[[Any], object]) -> AfterValidator:
+    """Mark of a field whose value `check` refuses with a UsageError, so that the error stands at the field's own place in the file:
+    `scheme: Annotated[str, checked_by(scheme_named)]`."""
+
+    def validate(value: Any) -> Any:
+        try:
+            check(value)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    return AfterValidator(validate)
+
+
 def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> S:
     """`raw` as a `spec_type`.
 
@@ -58,7 +72,7 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
         raise RecipeError("\n".join(str(where.error(path, " Or: ".join(dict.fromkeys(texts)))) for path, texts in found)) from None
     except RecipeError:
         raise
-    except UsageError as error:  # a validator asked a plug-in set for a name it does not have
+    except UsageError as error:  # of a validator that is not a field's own (`checked_by`)
         raise where.error((), str(error)) from None
 
 

@@ -7,11 +7,12 @@ from pydantic import Field
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.card import documents, identity, load_card, pin
+from compress.calibrate.card import check_at_hand, documents, identity, load_card, pin
 from compress.calibrate.dataset import TokenSet, load_tokenizer, save_token_set, tokenize
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
+from compress.models.family import family_of
 from compress.recipe import Spec
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
@@ -28,10 +29,17 @@ class Calibrate(Spec):
 
 
 def read_tokens(
-    source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None
+    source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None, offline: bool
 ) -> tuple[TokenSet, dict[str, Any]]:
-    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text with BOS gets it here too."""
-    card = pin(load_card(data))
+    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text with BOS gets it here too.
+
+    Raises:
+        UsageError: too little text, or a tokenizer that is not this model's.
+        StorageError: the text cannot be read, or lies on the hub and `offline` is set.
+    """
+    card = load_card(data)
+    check_at_hand(card, offline=offline)
+    card = pin(card)
     tokenizer, digest = load_tokenizer(source.path)
     bos = _prepended_bos(source)
     facts = {**card.facts, "tokenizer_digest": digest}
@@ -46,7 +54,18 @@ def read_tokens(
         separator=card.spec.separator,
         facts=facts,
     )
+    _check_ids(tokens, source)
     return tokens, tokens.source
+
+
+def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
+    """Raises UsageError when the tokenizer gives ids that the embedding does not have."""
+    config = read_config(source.path)
+    vocab_size, largest = family_of(config).read_config(config).vocab_size, int(tokens.tokens_NS.max())
+    if largest >= vocab_size:
+        raise UsageError(
+            f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} embeddings: they do not belong together."
+        )
 
 
 def _prepended_bos(source: ModelSource) -> int | None:
@@ -66,6 +85,7 @@ def fits(seq_len: int, what: str, arch: Arch) -> None:
 
 def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
     fits(spec.seq_len, "calibrate: seq_len", facts.arch)
+    check_at_hand(load_card(spec.data))
     token_bytes = 4 * spec.num_samples * spec.seq_len
     return Estimate(peak_bytes=token_bytes, disk_bytes=token_bytes, flops=0.0, notes=(f"{spec.num_samples} x {spec.seq_len} tokens",))
 
@@ -78,7 +98,9 @@ def data_identity(spec: Any, device: str) -> Mapping[str, str]:
 @STAGES.stage("calibrate", version=1, takes=(Port.SOURCE,), gives=Port.CALIB, spec=Calibrate, estimate=_estimate, depends=data_identity)
 def calibrate(spec: Calibrate, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     ctx.boundary(0, 1, f"reading {spec.data}")
-    tokens, facts = read_tokens(inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=ctx.seed)
+    tokens, facts = read_tokens(
+        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=ctx.seed, offline=ctx.offline
+    )
     save_token_set(tokens, out.path / TOKENS_NAME)
     out.describe(role="calibration", facts={**facts, "num_samples": spec.num_samples, "seq_len": spec.seq_len, "data": spec.data})
     ctx.progress.update(1, 1, f"{spec.num_samples} x {spec.seq_len} tokens")

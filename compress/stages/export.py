@@ -1,31 +1,37 @@
 """`export`: quantized weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
 
 import shutil
-from typing import Any
+from typing import Annotated
 
 from pydantic import Field
 
 from compress.artifact.context import Context
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
+from compress.errors import UsageError
 from compress.export import FORMATS, check_rules
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import write_checkpoint
 from compress.models.family import family_of
 from compress.quant.scheme import Scheme, scheme_named
-from compress.recipe import Spec
+from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.quantize import Quantize
+
+
+def _one_known_format(names: tuple[str, ...]) -> None:
+    for name in names:
+        FORMATS.get(name)
+    if len(names) != 1:
+        raise UsageError(
+            f"one format is written by one recipe, not {len(names)}; a second recipe with another format finds everything before it cached."
+        )
 
 
 class Export(Spec):
     """The format of the published checkpoint."""
 
-    formats: tuple[str, ...] = Field(("compressed-tensors",), min_length=1, max_length=1, description="one format by name")
-
-    def model_post_init(self, context: Any) -> None:
-        for name in self.formats:
-            FORMATS.get(name)
+    formats: Annotated[tuple[str, ...], checked_by(_one_known_format)] = Field(("compressed-tensors",), description="one format by name")
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:

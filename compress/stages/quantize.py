@@ -16,11 +16,12 @@ from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UnsupportedFormat
 from compress.methods import ROUNDERS, SMOOTHERS, Rounder, Smoother
 from compress.methods.gptq import Gptq
+from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name
 from compress.models.surgery import fold_
 from compress.quant.numerics import grouped, min_max_scale, output_error, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
-from compress.recipe import ByKind, Spec
+from compress.recipe import ByKind, Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 from compress.stages.weights import open_weights
@@ -33,12 +34,11 @@ def _specs(methods: Any) -> Mapping[str, type[Spec]]:
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
-    scheme: str = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}", json_schema_extra={"enum": list(SCHEMES)})
+    scheme: Annotated[str, checked_by(scheme_named)] = Field(
+        "W4A16_G128", description=f"one of {', '.join(SCHEMES)}", json_schema_extra={"enum": list(SCHEMES)}
+    )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
-
-    def model_post_init(self, context: Any) -> None:
-        scheme_named(self.scheme)
 
 
 class SmoothPass:
@@ -128,9 +128,25 @@ def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeigh
     return [QuantizedWeight(weight.scheme, *each) for each in zip(codes, scales, zeros, strict=True)]
 
 
+def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
+    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points."""
+    return {"device": torch.device(device).type}
+
+
+def _refuse_quantized(arch: Arch) -> None:
+    """Raises UnsupportedFormat when the model's config says that its weights are codes already."""
+    said = arch.config.get("quantization_config")
+    if said:
+        raise UnsupportedFormat(
+            f"the model is quantized already (quant_method '{said.get('quant_method')}'): codes of codes would add a second error to the "
+            "first. Name the dense model that it was made from."
+        )
+
+
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set."""
     arch, scheme = facts.arch, scheme_named(spec.scheme)
+    _refuse_quantized(arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
     width = 4 if facts.device == "cpu" else 2
@@ -150,9 +166,18 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     return Estimate(peak, codes + outer, flops, notes=(f"{scheme.name}, {arch.num_layers} layers one at a time",))
 
 
-@STAGES.stage("quantize", version=1, takes=(Port.DENSE, Port.CALIB), gives=Port.QUANTIZED, spec=Quantize, estimate=_estimate)
+@STAGES.stage(
+    "quantize",
+    version=1,
+    takes=(Port.DENSE, Port.CALIB),
+    gives=Port.QUANTIZED,
+    spec=Quantize,
+    estimate=_estimate,
+    depends=_depends,
+)
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     source, scheme = open_weights(inputs[Port.DENSE].path), scheme_named(spec.scheme)
+    _refuse_quantized(source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
     stored_dtype = getattr(torch, source.arch.dtype)

@@ -5,21 +5,23 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context
 from compress.artifact.header import read_header
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
+from compress.calibrate.card import check_at_hand, load_card
 from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
 from compress.digest import digest_json
+from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.recipe import Spec
+from compress.recipe import Spec, checked_by
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages import STAGES, Estimate, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, data_identity, fits, read_tokens
@@ -62,12 +64,9 @@ class Validate(Spec):
     num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
     latency: Latency | None = Latency()
-    gates: dict[str, float | dict[str, float]] = Field(default_factory=dict, description="metric -> limit, latency per device")
-
-    @model_validator(mode="after")
-    def _gates_are_known(self) -> "Validate":
-        parse_gates(self.gates)
-        return self
+    gates: Annotated[dict[str, float | dict[str, float]], checked_by(parse_gates)] = Field(
+        default_factory=dict, description="metric -> limit, latency per device"
+    )
 
 
 def _depends(spec: Validate, device: str) -> Mapping[str, str]:
@@ -81,6 +80,7 @@ def _estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     """Two models side by side, 2 FLOPs a weight and token, and the float32 logits of both with what is computed from them."""
     arch = facts.arch
     fits(spec.seq_len, "validate: seq_len", arch)
+    check_at_hand(load_card(spec.data))
     if spec.latency is not None:
         fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
     width = 4 if facts.device == "cpu" else 2
@@ -120,7 +120,11 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
 
 
 def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
-    """Measure everything and return the report document."""
+    """Measure everything and return the report document.
+
+    Raises:
+        UsageError: the two models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
+    """
     device = torch.device(ctx.device)
     _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED)
     num_steps = 4 if spec.latency is not None else 2
@@ -128,7 +132,14 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     config = EngineConfig(max_batch_size=max(spec.latency.batch_sizes) if spec.latency is not None else 1)
     source = Engine(open_weights(inputs.source.path), device=device, config=config)
     candidate = Engine(open_weights(candidate_input.path), device=device, config=config)
-    tokens, data_facts = read_tokens(inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=None)
+    if source.arch.vocab_size != candidate.arch.vocab_size:
+        raise UsageError(
+            f"the source {inputs.source.name} has {source.arch.vocab_size} tokens and the artifact {candidate.arch.vocab_size}: "
+            "it was not made from this model. Name its own source."
+        )
+    tokens, data_facts = read_tokens(
+        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=None, offline=ctx.offline
+    )
 
     ctx.boundary(1, num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
     with torch.inference_mode():

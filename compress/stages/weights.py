@@ -9,7 +9,12 @@ from compress.models.weights import WeightSource
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The store at `path` as a `WeightSource`."""
+    """The store at `path` as a `WeightSource`.
+
+    Raises:
+        UsageError: no model lies there.
+        UnsupportedArch, UnsupportedFormat: it is not understood wholly.
+    """
     if (path / MANIFEST_NAME).exists() and (path / OUTER_NAME).exists():
         return CanonicalStore(open_artifact(path))
     return open_checkpoint(path)

@@ -74,3 +74,9 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
     assert len(known_models()) == 7
+
+
+def test_plan_refuses_what_is_no_device(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = command("plan", ROOT / "recipes" / "quickstart.yaml", "--device", "tpu")
+    assert code == 2
+    assert "'tpu' is not a device" in err

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import open_artifact, verify_artifact
@@ -166,6 +170,174 @@ def test_what_the_model_cannot_hold_is_refused_before_any_work(recipe: Recipe, c
     assert not (work / ".compress" / "store").exists()
 
 
+@pytest.mark.parametrize(
+    ("push", "words"),
+    [
+        ({"to": "s3://bucket", "name": "a"}, "unknown registry 's3'"),
+        ({"to": "layout://registry", "name": "a b"}, "'a b'"),
+        ({"to": "layout://registry", "name": "a", "aliases": ["x y"]}, "'x y'"),
+    ],
+)
+def test_a_push_that_cannot_work_is_refused_before_any_work(
+    recipe: Recipe, command: Command, work: Path, push: dict[str, Any], words: str
+) -> None:
+    code, _, err = command("run", recipe(push=push))
+    assert code == 2
+    assert words in err
+    assert not (work / ".compress").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--until", "expotr"),
+        ("--until", "quantize", "--from", "export"),
+        ("--if-changed", "--from", "export"),
+        ("--if-changed", "--until", "export"),
+    ],
+)
+def test_flags_that_contradict_each_other_or_the_recipe_are_refused_before_any_work(
+    recipe: Recipe, command: Command, work: Path, flags: tuple[str, ...]
+) -> None:
+    code, _, err = command("run", recipe(), *flags)
+    assert code == 2
+    assert flags[0] in err
+    assert not (work / ".compress").exists()
+
+
+def test_a_quantized_model_is_not_quantized_again(recipe: Recipe, command: Command, work: Path) -> None:
+    _, document = run_json(command, recipe(), "--until", "export")
+    again = recipe("again.yaml", model=document["artifact"]["path"])
+    before = sorted((work / ".compress" / "store").iterdir())
+    for verb in ("plan", "run"):
+        code, _, err = command(verb, again)
+        assert code == 2
+        assert "quantized already (quant_method 'compressed-tensors')" in err
+    assert sorted((work / ".compress" / "store").iterdir()) == before
+
+
+def test_a_missing_card_of_the_last_stage_is_found_before_the_first(recipe: Recipe, command: Command, work: Path) -> None:
+    code, _, err = command("run", recipe(stages=[*RECIPE["stages"][:3], {**RECIPE["stages"][3], "data": "nowhere.yaml"}]))
+    assert code == 2
+    assert "nowhere.yaml" in err
+    assert not (work / ".compress").exists()
+
+
+def test_offline_covers_the_data_of_a_recipe(recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    (work / "hub.yaml").write_text(
+        "kind: huggingface\ntitle: t\nlicense: CC0-1.0\nsource: s\ndataset: org/name\nsplit: train\nrevision: main\n"
+    )
+    stages = [{**RECIPE["stages"][0], "data": "hub.yaml"}, *RECIPE["stages"][1:]]
+    code, _, err = command("run", recipe(stages=stages), "--offline")
+    assert code == 5
+    assert "--offline" in err
+
+
+def changed_model(model_dir: Path, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> Path:
+    """A copy of the model with other tensors or another config."""
+    shutil.copytree(model_dir, path)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_weight_that_is_not_finite_is_named_and_not_rounded(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+
+    broken = changed_model(model_dir, work / "broken", spoil)
+    stages = [RECIPE["stages"][0], {"kind": "quantize", "round": {"kind": "rtn"}}, RECIPE["stages"][2]]
+    code, _, err = command("run", recipe(model=str(broken), stages=stages))
+    assert code == 2
+    assert "layers.1.ffn.up.weight" in err
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+    def shrink(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:300].clone()
+        config["vocab_size"] = 300
+
+    code, _, err = command("run", recipe(model=str(changed_model(model_dir, work / "small", shrink))))
+    assert code == 2
+    assert "300 embeddings" in err
+
+
+def test_finding_everything_cached_neither_changes_the_provenance_nor_pushes_new_evidence(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    path = recipe(push=PUSH)
+    _, document = run_json(command, path)
+    provenance = Path(document["report"]).with_name("provenance.json")
+    first, blobs = provenance.read_bytes(), sorted((work / "registry" / "blobs" / "sha256").iterdir())
+    run_json(command, path)
+    assert provenance.read_bytes() == first
+    assert sorted((work / "registry" / "blobs" / "sha256").iterdir()) == blobs
+    run_json(command, path, "--from", "validate")
+    assert provenance.read_bytes() != first
+
+
+def test_an_unchanged_run_names_no_report_that_is_not_there(recipe: Recipe, command: Command) -> None:
+    path = recipe()
+    run_json(command, path)
+    assert run_json(command, path, "--if-changed", "--run-dir", "elsewhere")[1]["report"] is None
+
+
+def test_links_of_a_run_hold_when_its_directory_is_behind_a_link(recipe: Recipe, command: Command, work: Path) -> None:
+    (work / "far" / "away").mkdir(parents=True)
+    (work / "near").symlink_to(work / "far" / "away")
+    _, document = run_json(command, recipe(), "--run-dir", "near/run", "--until", "export")
+    assert (work / "near" / "run" / "artifacts" / "export").resolve() == Path(document["artifact"]["path"]).resolve()
+
+
+def test_resume_goes_on_in_the_workspace_of_the_run(recipe: Recipe, command: Command, work: Path) -> None:
+    run_json(command, recipe(), "--workspace", "deep/cache", "--run-dir", "run", "--until", "quantize")
+    code, out, err = command("resume", "run", "--json")
+    assert code == 0, err
+    assert [stage["cached"] for stage in json.loads(out)["stages"]] == [True, True, False, False]
+    assert not (work / ".compress").exists()
+
+
+def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(recipe: Recipe, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    import compress.calibrate.sequential as sequential
+
+    path, store, layers = recipe(), sequential._store, list[int]()
+    _, first = run_json(command, path, "--until", "quantize")
+
+    def noted(out: Path, arch: Any, state: Any) -> None:
+        store(out, arch, state)
+        layers.append(state.layer_idx)
+        if layers == [0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sequential, "_store", noted)
+    rebuild = ("run", path, "--until", "quantize", "--from", "quantize", "--json")
+    assert command(*rebuild)[0] == 143
+    code, out, _ = command(*rebuild)
+    assert code == 0
+    assert layers == list(range(NUM_LAYERS))
+    assert json.loads(out)["artifact"]["digest"] == first["artifact"]["digest"]
+
+
+def test_push_by_hand_refuses_evidence_against_the_artifact_and_of_another(recipe: Recipe, command: Command, work: Path) -> None:
+    strict = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "gates": {"kl_mean": 1e-9}}]
+    _, document = run_json(command, recipe(stages=strict))
+    evidence, artifact = Path(document["report"]).parent, document["artifact"]["path"]
+    assert command("push", artifact, "layout://registry/a", "--evidence", evidence)[0] == 3
+    report = json.loads((evidence / "report.json").read_text())
+    report["artifact"]["digest"] = "sha256:" + "0" * 64
+    (evidence / "report.json").write_text(json.dumps(report))
+    code, _, err = command("push", artifact, "layout://registry/a", "--evidence", evidence)
+    assert code == 2
+    assert "validate this one first" in err
+    assert not (work / "registry").exists()
+
+
 def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
     unsafe = work / "unsafe"
     unsafe.mkdir()
@@ -188,7 +360,19 @@ def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, m
             "Did you mean 'damping'?",
         ),
         ("version: 1\nmodel: m\nstages:\n  - kind: export\n", ":4:5:", "needs quantized"),
-        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n    scheme: W4A16_G127\n", ":4:", "Did you mean 'W4A16_G128'?"),
+        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n    scheme: W4A16_G127\n", ":5:5:", "Did you mean 'W4A16_G128'?"),
+        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [onyx]\n", ":6:5:", "unknown export format"),
+        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [a, b]\n", ":6:5:", "unknown export format"),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [compressed-tensors, compressed-tensors]\n",
+            ":6:5:",
+            "one format",
+        ),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: validate\n    gates: {kl_maen: 1}\n",
+            ":6:5:",
+            "Did you mean 'kl_mean'?",
+        ),
     ],
 )
 def test_recipe_errors_point_at_line_and_column(command: Command, work: Path, text: str, where: str, words: str) -> None:
@@ -222,3 +406,7 @@ def test_an_artifact_proves_itself_outside_a_recipe(recipe: Recipe, command: Com
     assert json.loads(out)["verdict"]["passed"] is True
     assert Path("proof/report.html").is_file()
     assert command("validate", document["artifact"]["path"], *arguments, "--out", "proof2", "--gate", "kl_mean=1e-12")[0] == 3
+    for wrong in (("--num-samples", 0), ("--gate", "kl_maen=1"), ("--against", "builtin://reference")):
+        code, _, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof3", *wrong)
+        assert code == 2
+        assert "internal error" not in err
