@@ -89,7 +89,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
 
     Raises:
         RecipeError: an unknown stage or key, a wrong value, or a stage whose need no earlier stage meets; with file, line and column.
-            Also a push to what cannot be a registry, a name or a tag.
+            Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
     """
     steps: list[Step] = []
     present = {Port.SOURCE, Port.DENSE}
@@ -115,6 +115,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
         raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
     if recipe.push is not None:
         _check_push(recipe.push, recipe.file)
+        _refuse_unproven_push(recipe, steps)
     return steps
 
 
@@ -130,6 +131,13 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
             raise UsageError(f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}")
     if until is not None and rebuild_from is not None and kinds.index(until) < kinds.index(rebuild_from):
         raise UsageError(f"--until {until} stops before --from {rebuild_from}: nothing would be built again.")
+
+
+def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
+    """What is pushed is the last checkpoint, and its proof must be about it: no validation of something earlier beside it."""
+    gives = [step.stage.gives for step in steps]
+    if Port.EVIDENCE in gives and gives[::-1].index(Port.EVIDENCE) > gives[::-1].index(Port.CHECKPOINT):
+        raise RecipeError(f"{recipe.file}: validate stands before the last export, so what is pushed would be unproven. Put validate last.")
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import json
 import lzma
 import math
 import platform
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,7 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with *.jsonl.xz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/train-reference"), help="tokenizer and token stream are kept here")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "train-reference", help="tokenizer and token stream are kept here"
+    )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--peak-lr", type=float, default=6e-3)

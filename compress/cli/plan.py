@@ -7,6 +7,7 @@ import typer
 
 from compress.cli.output import JsonFlag, duration_text, emit, size_text, table
 from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption, device_kind
+from compress.errors import StorageError
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "cuda": 2.5e14}
 """Sustained rates that the time estimate assumes: two server cores in float32, one data-centre GPU in bf16."""
+LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
+"""Time of one small operation, launch included."""
 
 
 def plan(
@@ -43,7 +46,7 @@ def plan(
                 "cached": hit,
                 "peak_bytes": estimate.peak_bytes,
                 "disk_bytes": estimate.disk_bytes,
-                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S[target], 1),
+                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S[target] + estimate.num_launches * LAUNCH_S[target], 1),
                 "notes": list(estimate.notes),
             }
         )
@@ -61,7 +64,7 @@ def plan(
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
-    """The model's shapes: from its directory where it is here, from the shipped configs, or its config.json alone from the hub."""
+    """The model's shapes: from its directory, from its config.json on the hub, or from those that ship with the package."""
     from compress.models.checkpoint import read_config
     from compress.models.family import family_of
     from compress.models.known import known_config, known_models
@@ -75,8 +78,14 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
         config = read_config(source.path)
         return family_of(config).read_config(config), source
     shipped = known_config(ref.name)
-    config = shipped if shipped is not None else fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
-    return family_of(config).read_config(config), None
+    if shipped is None or not offline:  # a fine-tune of the same name may have other widths: ask where one may ask
+        try:
+            config = fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
+            return family_of(config).read_config(config), None
+        except StorageError:
+            if shipped is None:
+                raise
+    return family_of(shipped).read_config(shipped), None
 
 
 def _cached(recipe: Any, steps: Any, source: "ModelSource | None", root: Path, device: str) -> list[bool | None]:

@@ -1,16 +1,16 @@
 """`compress run` and `compress resume`: the whole pipeline of a recipe, safe to repeat, safe to interrupt."""
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.output import JsonFlag, duration_text, emit, note, progress, size_text, table
+from compress.cli.output import JsonFlag, duration_text, emit, note, peak_host_bytes, progress, size_text, table
 from compress.cli.run_dir import LOCK_NAME, RunDir
 from compress.errors import GateFailed, UsageError
 
@@ -53,7 +53,8 @@ def run(
     if if_changed and (until is not None or rebuild_from is not None):
         raise UsageError("--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed.")
     directory = RunDir(run_dir if run_dir is not None else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml"))
-    code = _execute(recipe, directory, workspace, device, until, rebuild_from, if_changed, unchanged_exit_code, offline, as_json)
+    request = RunRequest(recipe, directory, workspace, device, until, rebuild_from, offline)
+    code = _execute(request, unchanged_exit_code if if_changed else None, as_json=as_json)
     if code:
         raise typer.Exit(code)
 
@@ -72,52 +73,57 @@ def resume(
     if not directory.lock.is_file():
         raise UsageError(f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one.")
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
-    code = _execute(directory.lock, directory, root, device, None, None, False, 0, offline, as_json)
+    code = _execute(RunRequest(directory.lock, directory, root, device, None, None, offline), None, as_json=as_json)
     if code:
         raise typer.Exit(code)
 
 
-def _execute(
-    recipe_file: Path,
-    directory: RunDir,
-    workspace_root: Path,
-    device: str | None,
-    until: str | None,
-    rebuild_from: str | None,
-    if_changed: bool,
-    unchanged_exit_code: int,
-    offline: bool,
-    as_json: bool,
-) -> int:
-    from compress.artifact.workspace import Workspace
-    from compress.pipeline import RunOptions, build_steps, check_selection, estimates, lock_of, publish, resolve_text, unchanged
-    from compress.recipe import load_recipe
-    from compress.recipe.model_ref import parse_model_ref
-    from compress.stages.weights import open_weights
+@dataclass(frozen=True)
+class RunRequest:
+    """What the command line asks for."""
 
-    started_s = time.perf_counter()
-    recipe = load_recipe(recipe_file)
+    recipe_file: Path
+    directory: RunDir
+    workspace: Path
+    device: str | None
+    until: str | None
+    rebuild_from: str | None
+    offline: bool
+
+
+def _execute(request: RunRequest, unchanged_exit_code: int | None, *, as_json: bool) -> int:
+    """The exit code of a run; with `unchanged_exit_code` nothing is done when nothing changed."""
+    from compress.artifact.workspace import Workspace
+    from compress.export import open_weights
+    from compress.pipeline import RunOptions, build_steps, check_selection, estimates, lock_of, publish, resolve_text, unchanged
+    from compress.pipeline import run as pipeline_run
+    from compress.recipe import load_recipe
+
+    started_s, directory = time.perf_counter(), request.directory
+    recipe = load_recipe(request.recipe_file)
     steps = build_steps(recipe)
-    check_selection(steps, until=until, rebuild_from=rebuild_from)
-    chosen = pick_device(device)
-    source = resolve_text(recipe.model, offline=offline)
-    estimates(steps, open_weights(source.path).arch, chosen)  # what cannot work ends here, before any work and before any lock
-    workspace = Workspace(workspace_root)
+    check_selection(steps, until=request.until, rebuild_from=request.rebuild_from)
+    device = pick_device(request.device)
+    source = resolve_text(recipe.model, offline=request.offline)
+    estimates(steps, open_weights(source.path).arch, device)  # what cannot work ends here, before any work and before any lock
+    workspace = Workspace(request.workspace)
     with workspace.lock(), _stop_signal() as stopped:
-        if if_changed and (same := unchanged(recipe, steps, source, workspace, chosen)) is not None:
-            status = "gate_failed" if same.gates_failed else "unchanged"
-            _finish(same, directory, None, status, started_s, as_json=as_json)
+        if unchanged_exit_code is not None and (same := unchanged(recipe, steps, source, workspace, device)) is not None:
+            _finish(same, directory, None, "gate_failed" if same.gates_failed else "unchanged", started_s, as_json=as_json)
             return GateFailed.exit_code if same.gates_failed else unchanged_exit_code
         directory.write_lock(lock_of(recipe, steps, source))
-        directory.link_workspace(workspace_root)
-        directory.log(f"start {recipe_file} seed {recipe.seed} model {parse_model_ref(recipe.model).name} on {chosen}")
-        options = RunOptions(chosen, until, rebuild_from, offline, stopped, lambda result: _note_step(directory, result))
-        result = _run_logged(recipe, steps, source, workspace, options, directory)
-        evidence = _write_evidence(directory, result, steps, recipe_file)
-        pushed = None
-        if recipe.push is not None and result.complete and not result.gates_failed:
-            pushed = publish(recipe.push, result, evidence)
-            directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}")
+        directory.link_workspace(request.workspace)
+        directory.log(f"start {request.recipe_file} seed {recipe.seed} model {source.name} on {device}")
+        options = RunOptions(
+            device, request.until, request.rebuild_from, request.offline, stopped, lambda result: _note_step(directory, result)
+        )
+        with _ends_in_log(directory):
+            result = pipeline_run(recipe, steps, source, workspace, TerminalWatch(device), options)
+            evidence = _write_evidence(directory, result, request.recipe_file)
+            pushed = None
+            if recipe.push is not None and result.complete and not result.gates_failed:
+                pushed = publish(recipe.push, result, evidence)
+                directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}")
         status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
         _finish(result, directory, pushed, status, started_s, as_json=as_json)
     return GateFailed.exit_code if result.gates_failed else 0
@@ -162,8 +168,11 @@ def device_kind(asked: str) -> str:
     return kind
 
 
+@dataclass(frozen=True)
 class TerminalWatch:
-    """Shows each stage on stderr: a bar or log lines while it is built, one line when it is cached."""
+    """Shows each stage on stderr: a bar or log lines while it is built, nothing when it is cached."""
+
+    device: str
 
     @contextmanager
     def stage(self, kind: str, *, cached: bool) -> Iterator["Progress"]:
@@ -172,18 +181,16 @@ class TerminalWatch:
         if cached:
             yield SilentProgress()
             return
-        with progress(kind, peak_bytes=_peak_bytes) as report:
+        with progress(kind, peak_bytes=self._peak_bytes) as report:
             yield report
 
+    def _peak_bytes(self) -> int:
+        """Peak memory where the work is."""
+        if device_kind(self.device) == "cpu":
+            return peak_host_bytes()
+        import torch
 
-def _peak_bytes() -> int:
-    """Peak memory where the work is: on the GPU if it was used, else of this process."""
-    from compress.cli.output import peak_host_bytes
-
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return int(torch.cuda.max_memory_allocated())
-    return peak_host_bytes()
+        return int(torch.cuda.max_memory_allocated(self.device))
 
 
 @contextmanager
@@ -205,11 +212,11 @@ def _stop_signal() -> "Iterator[Any]":
             signal.signal(number, handler)
 
 
-def _run_logged(recipe: Any, steps: Any, source: Any, workspace: Any, options: Any, directory: RunDir) -> "RunResult":
-    from compress import pipeline
-
+@contextmanager
+def _ends_in_log(directory: RunDir) -> Iterator[None]:
+    """Whatever ends the block early is noted in the run's log."""
     try:
-        return pipeline.run(recipe, steps, source, workspace, TerminalWatch(), options)
+        yield
     except BaseException as error:
         directory.log(f"ended: {type(error).__name__}: {error}")
         raise
@@ -222,7 +229,7 @@ def _note_step(directory: RunDir, result: "StepResult") -> None:
     note(f"{result.kind:<9} {how}  {result.artifact.digest[:19]}  {size_text(result.artifact.size_bytes)}")
 
 
-def _write_evidence(directory: RunDir, result: "RunResult", steps: Any, recipe_file: Path) -> Path | None:
+def _write_evidence(directory: RunDir, result: "RunResult", recipe_file: Path) -> Path | None:
     from compress.cli.provenance import provenance
     from compress.stages import Port
 

@@ -16,7 +16,9 @@ def validate(
     data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
     num_samples: Annotated[int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", min=8, help="Tokens a window.")] = 512,
-    gate: Annotated[list[str] | None, typer.Option("--gate", help="metric=limit, may be repeated; a failed gate is exit code 3.")] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option("--gate", help="metric=limit or metric@device=limit, may be repeated; a failed gate is exit code 3.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),
     latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")] = True,
     device: DeviceOption = None,
@@ -66,13 +68,19 @@ def validate(
 
 
 def _gates(said: list[str]) -> dict[str, float | dict[str, float]]:
+    """`ppl_ratio=1.1`, or `tpot_ms_p50@cpu=30` for a limit that holds on one kind of device."""
     gates: dict[str, float | dict[str, float]] = {}
     for each in said:
-        name, equals, limit = each.partition("=")
+        name, _, limit = each.partition("=")
+        metric, at, device = name.partition("@")
         try:
-            gates[name] = float(limit) if equals else float("nan")
+            number = float(limit)
         except ValueError:
-            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1.") from None
-        if not equals:
-            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1.")
+            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1 or tpot_ms_p50@cuda-sm90=2.") from None
+        if at:
+            limits = gates.setdefault(metric, {})
+            if isinstance(limits, dict):
+                limits[device] = number
+        else:
+            gates[metric] = number
     return gates

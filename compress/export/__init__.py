@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
+from compress.models.canonical import OUTER_NAME, CanonicalStore
 from compress.models.checkpoint import Checkpoint
+from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import Scheme
@@ -63,6 +66,18 @@ def codecs() -> Mapping[str, ForeignCodec]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """A Hugging Face directory, dense or quantized in any format known here."""
     return Checkpoint(path, codecs=codecs())
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The weights at `path`, in whichever store: an artifact of an earlier stage or a Hugging Face directory.
+
+    Raises:
+        UsageError: no model lies there.
+        UnsupportedArch, UnsupportedFormat: it is not understood wholly.
+    """
+    if (path / MANIFEST_NAME).exists() and (path / OUTER_NAME).exists():
+        return CanonicalStore(open_artifact(path))
+    return open_checkpoint(path)
 
 
 def check_rules(name: str, arch: Arch, scheme: Scheme) -> None:

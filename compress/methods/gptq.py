@@ -66,8 +66,9 @@ def inverse_factor(h_II: Tensor, *, damping: float) -> tuple[Tensor, float]:
     """
     h_II = h_II.clone()
     diagonal = h_II.diagonal()
-    diagonal[diagonal == 0] = 1.0
-    mean = diagonal.mean()
+    dead_I = diagonal == 0
+    mean = diagonal[~dead_I].mean() if bool((~dead_I).any()) else torch.ones((), device=h_II.device)
+    diagonal[dead_I] = mean
     for multiple in DAMPING_LADDER:
         share = min(1.0, damping * multiple)
         damped = h_II + torch.eye(h_II.shape[0], device=h_II.device) * (share * mean)

@@ -58,11 +58,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations."""
+    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations, and
+    small operations that must run one after the other (GPTQ's columns).
+    """
 
     peak_bytes: int
     disk_bytes: int
     flops: float
+    num_launches: int = 0
     notes: tuple[str, ...] = ()
 
 

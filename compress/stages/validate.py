@@ -20,12 +20,12 @@ from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
 from compress.digest import digest_json
 from compress.errors import UsageError
+from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.recipe import Spec, checked_by
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages import STAGES, Estimate, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, data_identity, fits, read_tokens
-from compress.stages.weights import open_weights
 from compress.validate import stats
 from compress.validate.accuracy import Accuracy, measure_accuracy
 from compress.validate.card import render_markdown_card

@@ -410,3 +410,20 @@ def test_an_artifact_proves_itself_outside_a_recipe(recipe: Recipe, command: Com
         code, _, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof3", *wrong)
         assert code == 2
         assert "internal error" not in err
+
+
+def test_a_push_of_what_was_exported_after_validation_is_refused(recipe: Recipe, command: Command) -> None:
+    calibrate, quantize, export, validate = RECIPE["stages"]
+    code, _, err = command("run", recipe(stages=[calibrate, quantize, validate, export], push=PUSH))
+    assert code == 2
+    assert "Put validate last" in err
+
+
+def test_a_gate_on_the_command_line_may_name_its_device(recipe: Recipe, command: Command, model_dir: Path) -> None:
+    _, document = run_json(command, recipe(), "--until", "export")
+    arguments = ("--against", model_dir, "--num-samples", 4, "--seq-len", 32, "--no-latency")
+    gates = ("--gate", "tpot_ms_p50@cuda-sm90=2", "--gate", "ppl_ratio=2")
+    code, out, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof", *gates, "--json")
+    assert code == 0, err
+    assert [gate["passed"] for gate in json.loads(out)["gates"]] == [None, True]
+    assert command("validate", document["artifact"]["path"], *arguments, "--out", "other", "--gate", "ppl_ratio")[0] == 2

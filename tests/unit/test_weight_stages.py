@@ -15,7 +15,7 @@ from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.calibrate.dataset import load_token_set
 from compress.errors import Interrupted, UnsupportedFormat, UsageError
-from compress.export import open_checkpoint
+from compress.export import open_checkpoint, open_weights
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import dense
@@ -25,7 +25,6 @@ from compress.stages import STAGES, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 from compress.stages.export import Export
 from compress.stages.quantize import Quantize
-from compress.stages.weights import open_weights
 
 VOCAB = 300
 TEXT = "\n\n".join(f"Sentence {idx} of the calibration text says that {idx * idx} is a square." for idx in range(400))

@@ -1,0 +1,93 @@
+"""How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
+
+A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
+second observation. Linears that share an input are rounded as one matrix, stacked along O.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compress.calibrate.sequential import LayerState
+from compress.calibrate.stats import SecondMoment, Stat, StatFactory
+from compress.errors import UsageError
+from compress.methods import Rounder, Smoother
+from compress.models.surgery import fold_
+from compress.quant.numerics import grouped, min_max_scale, output_error, round_to_nearest
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+
+class SmoothPass:
+    """Finds and folds the smoother's scale for every pair of a layer, and moves the statistics along."""
+
+    def __init__(self, smoother: Smoother, scheme: Scheme, stored_dtype: torch.dtype) -> None:
+        self._smoother, self._scheme, self._stored_dtype = smoother, scheme, stored_dtype
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return self._smoother.stats()
+
+    def apply(self, state: LayerState) -> None:
+        for pair in state.pairs:
+            stacked_OI = torch.cat([state.weights[f"{linear}.weight"] for linear in pair.linears])
+            stats = state.stats[pair.tap]
+            scale_I = self._smoother.scale(
+                stacked_OI, stats, self._scheme, scale_dtype=self._stored_dtype, head_repeat=(pair.repeat, pair.head_dim)
+            )
+            folded_I = fold_(state.weights, pair, scale_I, stored_dtype=self._stored_dtype)
+            for stat in stats.values():
+                stat.rescale_(folded_I)
+
+
+class RoundPass:
+    """Rounds every group of linears and notes, per linear, the output error before (plain nearest rounding) and after."""
+
+    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype) -> None:
+        self._rounder, self._scheme, self._stored_dtype = rounder, scheme, stored_dtype
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return {"second_moment": SecondMoment, **self._rounder.stats()}
+
+    def apply(self, state: LayerState) -> None:
+        for group in state.groups:
+            stats = state.stats[group.tap]
+            weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
+            try:
+                rounded = self._rounder.round(torch.cat(weights), stats, self._scheme, scale_dtype=self._stored_dtype)
+            except UsageError as error:
+                raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
+            pieces = _split_rows(rounded.weight, [weight.shape[0] for weight in weights])
+            for linear, weight, piece in zip(group.linears, weights, pieces, strict=True):
+                state.quantized[linear] = piece
+                state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
+
+
+class BaselinePass:
+    """Notes the output error of plain nearest rounding before anything is changed: what the methods are compared with."""
+
+    def __init__(self, scheme: Scheme, stored_dtype: torch.dtype) -> None:
+        self._scheme, self._stored_dtype = scheme, stored_dtype
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return {"second_moment": SecondMoment}
+
+    def apply(self, state: LayerState) -> None:
+        for group in state.groups:
+            h_II = _moment(state.stats[group.tap])
+            for linear in group.linears:
+                weight = state.weights[f"{linear}.weight"]
+                scale, zero_point = min_max_scale(grouped(weight, self._scheme), self._scheme, self._stored_dtype)
+                nearest = round_to_nearest(weight, self._scheme, scale, zero_point)
+                state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), h_II))
+
+
+def _moment(stats: Mapping[str, Stat]) -> Tensor:
+    moment = stats["second_moment"]
+    assert isinstance(moment, SecondMoment)
+    return moment.mean()
+
+
+def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
+    codes, scales = weight.codes_OI.split(rows), weight.scale_OG.split(rows)
+    zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
+    return [QuantizedWeight(weight.scheme, *each) for each in zip(codes, scales, zeros, strict=True)]
