@@ -35,7 +35,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.") from None
+        pickles = sorted(each.name for each in path.glob("*.bin"))
+        beside = f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and safetensors." if pickles else ""
+        raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
     except ValueError as error:
         raise UsageError(f"{file} is not valid JSON: {error}.") from None
     if not isinstance(config, dict):

@@ -201,6 +201,8 @@ class Family:
             )
         except KeyError as error:
             raise UnsupportedArch(f"config.json of this {self.model_type} model has no field {error}.") from None
+        except (TypeError, ValueError, IndexError) as error:
+            raise UnsupportedArch(f"config.json of this {self.model_type} model has a value of the wrong kind: {error}.") from error
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """`config.json` of an `Arch`: the source's config with every field rewritten that the facts decide.

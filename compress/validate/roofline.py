@@ -154,9 +154,10 @@ def advise(phase: str, *, memory_ms: float, compute_ms: float, measured_ms: floa
             "from this row."
         )
     if share < 0.4:
+        explained = f"{share * 100:.0f}" if share >= 0.01 else "under 1"
         return (
-            f"Only {share * 100:.0f} % of this time is explained by bytes or arithmetic: look at launches, the host and slow kernels "
-            "first; making the model smaller will buy less than the floor promises."
+            f"Only {explained} % of this time is explained by bytes or arithmetic: look at launches, the host and slow kernels first; "
+            "making the model smaller will buy less than the floor promises."
         )
     if phase == "decode" and memory_ms >= compute_ms:
         if kv_frac > 0.5:

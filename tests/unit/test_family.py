@@ -207,3 +207,8 @@ def test_fresh_weights_have_the_stated_spread_and_depend_on_the_generator_only()
         assert not torch.equal(parameter, different)
         std = INIT_STD / (2 * arch.num_layers) ** 0.5 if name.endswith(("attn.o.weight", "ffn.down.weight")) else INIT_STD
         assert float(parameter.detach().std()) == pytest.approx(std, rel=5 / (2 * parameter.numel()) ** 0.5)  # five standard errors
+
+
+def test_a_value_of_the_wrong_kind_is_named_not_crashed_on() -> None:
+    with pytest.raises(UnsupportedArch, match="wrong kind"):
+        family_of(LLAMA).read_config({**LLAMA, "num_attention_heads": "four"})
