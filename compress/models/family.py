@@ -4,14 +4,14 @@
 knows is an error and not a guess: it may change the function. Families are data, one file each in `archs/`, found by `FAMILIES`.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import ROPE_KINDS, Arch, LayerShape, Rope
+from compress.models.arch import Arch, LayerShape
+from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
 
 # Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward pass.
@@ -99,24 +99,6 @@ SHAPE_FIELDS = frozenset(
         "rope_parameters",
     ]
 )
-ROPE_FIELDS = frozenset(
-    [
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ]
-)
-
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
 OUTER_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER_MODULES = {
@@ -178,7 +160,7 @@ class Family:
                     num_kv_heads=config.get("num_key_value_heads") or num_heads,
                     head_dim=head_dim,
                     intermediate_size=config["intermediate_size"],
-                    rope=_read_rope(config, _layer_type(config, idx)),
+                    rope=read_rope(config, _layer_type(config, idx)),
                     window=windows[idx],
                 )
                 for idx in range(config["num_hidden_layers"])
@@ -302,45 +284,3 @@ def _layer_type(config: Mapping[str, Any], idx: int) -> str:
 
 def _flag(rule: bool | str, config: Mapping[str, Any]) -> bool:
     return rule if isinstance(rule, bool) else bool(config.get(rule, False))
-
-
-def _read_rope(config: Mapping[str, Any], layer_type: str) -> Rope:
-    """Rope of one layer from `rope_parameters` (flat, or one mapping per layer type) or the older `rope_theta` + `rope_scaling`."""
-    said = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in said.values()):
-        said = dict(said[layer_type])
-    unknown = sorted(key for key, value in said.items() if key not in ROPE_FIELDS and value is not None)
-    kind = said.get("rope_type") or said.get("type") or "default"
-    if unknown or kind not in ROPE_KINDS:
-        what = f"field(s) {', '.join(unknown)}" if unknown else f"rope_type '{kind}'"
-        raise UnsupportedArch(f"rope_parameters has {what}, not known here; known rope types: {', '.join(ROPE_KINDS)}.")
-    theta = said.get("rope_theta") or config.get("rope_theta")
-    if theta is None:
-        raise KeyError("rope_theta")
-    factor = float(said.get("factor") or 1.0)
-    original = said.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    return Rope(
-        theta=float(theta),
-        kind=kind,
-        factor=factor,
-        original_max_position=int(original or config["max_position_embeddings"]) if kind in ("llama3", "yarn") else 0,
-        low_freq_factor=float(said.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(said.get("high_freq_factor") or 4.0),
-        beta_fast=float(said.get("beta_fast") or 32.0),
-        beta_slow=float(said.get("beta_slow") or 1.0),
-        truncate=bool(said.get("truncate", True)),
-        attention_factor=_yarn_attention_factor(said, factor) if kind == "yarn" else 1.0,
-    )
-
-
-def _yarn_attention_factor(said: Mapping[str, Any], factor: float) -> float:
-    """The softmax temperature of YaRN folded into cos and sin: 0.1 ln(factor) + 1, or what the config states."""
-
-    def temperature(scale: float, mscale: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
-    if said.get("attention_factor") is not None:
-        return float(said["attention_factor"])
-    if said.get("mscale") and said.get("mscale_all_dim"):
-        return temperature(factor, said["mscale"]) / temperature(factor, said["mscale_all_dim"])
-    return temperature(factor)

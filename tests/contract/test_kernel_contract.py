@@ -208,11 +208,11 @@ def test_prefill_attention(kernel: Kernel, device: str, dtype: str, num_queries:
 @each_usable(usable("attention_decode"))
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("window", [None, 5, 150])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (9, 3, 64)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)])
 def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
     kernel: Kernel, device: str, dtype: str, block_size: int, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    lengths = [1, 40, 127, 128, 129, 300, 16, 17]
+    lengths = [1, 40, 127, 128, 129, 1500, 16, 17]
     num_blocks = [-(-length // block_size) for length in lengths]
     order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(4)) + 1).tolist()
     table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64, device=device)
