@@ -143,7 +143,10 @@ def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
     """The recipe with everything resolved: it runs the same again, whatever defaults or moving names become."""
     ref = parse_model_ref(recipe.model)
-    model = f"hf://{ref.name}@{source.revision}" if ref.scheme == "hf" else recipe.model
+    if ref.scheme == "hf":
+        model = f"hf://{ref.name}@{source.revision}"
+    else:
+        model = str(source.path.resolve()) if ref.scheme == "path" else recipe.model
     stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", exclude_none=True)} for step in steps]
     lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
