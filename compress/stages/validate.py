@@ -87,7 +87,11 @@ def _estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     num_tokens = spec.num_samples * spec.seq_len
     logits = 4 * 4 * _windows_at_once(arch, spec.seq_len) * spec.seq_len * arch.vocab_size
     reading = READ_BYTES[facts.device] if spec.latency is not None else 0  # the buffer that measures the bandwidth
-    peak = 2 * arch.num_params * width + max(logits, reading)
+    config = _engine_config(spec)
+    assert config.max_model_len is not None
+    kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
+    caches = 2 * config.max_batch_size * config.max_model_len * kv_bytes_per_token
+    peak = 2 * arch.num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     if not spec.gates:
         notes.append("no gates: nothing can fail")
@@ -129,7 +133,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED)
     num_steps = 4 if spec.latency is not None else 2
     ctx.boundary(0, num_steps, "loading both models")
-    config = EngineConfig(max_batch_size=max(spec.latency.batch_sizes) if spec.latency is not None else 1)
+    config = _engine_config(spec)
     source = Engine(open_weights(inputs.source.path), device=device, config=config)
     candidate = Engine(open_weights(candidate_input.path), device=device, config=config)
     if source.arch.vocab_size != candidate.arch.vocab_size:
@@ -184,6 +188,14 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         calibration=_calibration(inputs, tokens, data_facts),
         environment=environment_facts(device),
     )
+
+
+def _engine_config(spec: Validate) -> EngineConfig:
+    """Room for what is measured and no more: two engines share the device, and a cache for the model's full length would fill it."""
+    if spec.latency is None:
+        return EngineConfig(max_batch_size=1, max_model_len=spec.seq_len)
+    length = max(spec.seq_len, spec.latency.prompt_tokens + spec.latency.output_tokens)
+    return EngineConfig(max_batch_size=max(spec.latency.batch_sizes), max_model_len=length)
 
 
 def _windows_at_once(arch: Arch, seq_len: int) -> int:
