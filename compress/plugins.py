@@ -16,6 +16,14 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution; None when it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 class PluginSet(Generic[T]):
     """Named members of one kind, found in one package.
 

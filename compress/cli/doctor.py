@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from compress.cli.output import JsonFlag, emit, size_text, table
+from compress.plugins import installed_version
 
 Status = Literal["ok", "note", "unfit"]
 _UNFIT = 4
@@ -66,13 +67,6 @@ def examine(workspace: Path) -> Iterator[Finding]:
     yield from vision_and_audio(installed_version)
     yield from replaced_packages(installed_version)
     yield disk(workspace)
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:

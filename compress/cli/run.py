@@ -1,7 +1,6 @@
 """`compress run` and `compress resume`: the whole pipeline of a recipe, safe to repeat, safe to interrupt."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.output import JsonFlag, duration_text, emit, note, peak_host_bytes, progress, size_text, table
-from compress.cli.run_dir import LOCK_NAME, RunDir
 from compress.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
     from compress.artifact.context import Progress
-    from compress.pipeline import RunResult, StepResult
-    from compress.registry.transfer import PushResult
+    from compress.pipeline import Outcome, RunDir, RunResult, StepResult
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Cache of stage results.")]
@@ -52,9 +49,11 @@ def run(
     """Run a recipe: build what is missing, validate, let the gates decide, push."""
     if if_changed and (until is not None or rebuild_from is not None):
         raise UsageError("--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed.")
+    from compress.pipeline import RunDir
+
     directory = RunDir(run_dir if run_dir is not None else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml"))
-    request = RunRequest(recipe, directory, workspace, device, until, rebuild_from, offline)
-    code = _execute(request, unchanged_exit_code if if_changed else None, as_json=as_json)
+    asked = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
+    code = _execute(recipe, directory, workspace, device, unchanged_exit_code=unchanged_exit_code, as_json=as_json, **asked)
     if code:
         raise typer.Exit(code)
 
@@ -69,64 +68,39 @@ def resume(
     as_json: JsonFlag = False,
 ) -> None:
     """Go on with a run that was interrupted, exactly as it was resolved then (recipe.lock.yaml)."""
+    from compress.pipeline import LOCK_NAME, RunDir
+
     directory = RunDir(run_dir)
     if not directory.lock.is_file():
         raise UsageError(f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one.")
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
-    code = _execute(RunRequest(directory.lock, directory, root, device, None, None, offline), None, as_json=as_json)
+    code = _execute(directory.lock, directory, root, device, as_json=as_json, offline=offline)
     if code:
         raise typer.Exit(code)
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """What the command line asks for."""
+def _execute(
+    recipe_file: Path,
+    directory: "RunDir",
+    workspace: Path,
+    device: str | None,
+    *,
+    as_json: bool,
+    unchanged_exit_code: int = 0,
+    **asked: Any,
+) -> int:
+    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`."""
+    from compress.pipeline import Job, execute
 
-    recipe_file: Path
-    directory: RunDir
-    workspace: Path
-    device: str | None
-    until: str | None
-    rebuild_from: str | None
-    offline: bool
-
-
-def _execute(request: RunRequest, unchanged_exit_code: int | None, *, as_json: bool) -> int:
-    """The exit code of a run; with `unchanged_exit_code` nothing is done when nothing changed."""
-    from compress.artifact.workspace import Workspace
-    from compress.export import open_weights
-    from compress.pipeline import RunOptions, build_steps, check_selection, estimates, lock_of, publish, resolve_text, unchanged
-    from compress.pipeline import run as pipeline_run
-    from compress.recipe import load_recipe
-
-    started_s, directory = time.perf_counter(), request.directory
-    recipe = load_recipe(request.recipe_file)
-    steps = build_steps(recipe)
-    check_selection(steps, until=request.until, rebuild_from=request.rebuild_from)
-    device = pick_device(request.device)
-    source = resolve_text(recipe.model, offline=request.offline)
-    estimates(steps, open_weights(source.path).arch, device)  # what cannot work ends here, before any work and before any lock
-    workspace = Workspace(request.workspace)
-    with workspace.lock(), _stop_signal() as stopped:
-        if unchanged_exit_code is not None and (same := unchanged(recipe, steps, source, workspace, device)) is not None:
-            _finish(same, directory, None, "gate_failed" if same.gates_failed else "unchanged", started_s, as_json=as_json)
-            return GateFailed.exit_code if same.gates_failed else unchanged_exit_code
-        directory.write_lock(lock_of(recipe, steps, source))
-        directory.link_workspace(request.workspace)
-        directory.log(f"start {request.recipe_file} seed {recipe.seed} model {source.name} on {device}")
-        options = RunOptions(
-            device, request.until, request.rebuild_from, request.offline, stopped, lambda result: _note_step(directory, result)
-        )
-        with _ends_in_log(directory):
-            result = pipeline_run(recipe, steps, source, workspace, TerminalWatch(device), options)
-            evidence = _write_evidence(directory, result, request.recipe_file)
-            pushed = None
-            if recipe.push is not None and result.complete and not result.gates_failed:
-                pushed = publish(recipe.push, result, evidence)
-                directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}")
-        status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
-        _finish(result, directory, pushed, status, started_s, as_json=as_json)
-    return GateFailed.exit_code if result.gates_failed else 0
+    chosen = pick_device(device)
+    with _stop_signal() as stopped:
+        job = Job(recipe_file, directory, workspace, chosen, stop_signal=stopped, step_done=_note_step, **asked)
+        outcome = execute(job, TerminalWatch(chosen))
+    document = _document(outcome, directory)
+    emit(document, _card(document, outcome.result), as_json=as_json)
+    if outcome.status == "gate_failed":
+        return GateFailed.exit_code
+    return unchanged_exit_code if outcome.status == "unchanged" else 0
 
 
 def pick_device(asked: str | None) -> str:
@@ -212,48 +186,21 @@ def _stop_signal() -> "Iterator[Any]":
             signal.signal(number, handler)
 
 
-@contextmanager
-def _ends_in_log(directory: RunDir) -> Iterator[None]:
-    """Whatever ends the block early is noted in the run's log."""
-    try:
-        yield
-    except BaseException as error:
-        directory.log(f"ended: {type(error).__name__}: {error}")
-        raise
-
-
-def _note_step(directory: RunDir, result: "StepResult") -> None:
+def _note_step(result: "StepResult") -> None:
     how = "cached" if result.cached else f"built in {duration_text(result.seconds)}"
-    directory.link(result.kind, result.artifact)
-    directory.log(f"{result.kind} {how} {result.artifact.digest}")
     note(f"{result.kind:<9} {how}  {result.artifact.digest[:19]}  {size_text(result.artifact.size_bytes)}")
 
 
-def _write_evidence(directory: RunDir, result: "RunResult", recipe_file: Path) -> Path | None:
-    from compress.cli.provenance import provenance
+def _document(outcome: "Outcome", directory: "RunDir") -> dict[str, Any]:
     from compress.stages import Port
 
-    artifact = result.latest(Port.EVIDENCE)
-    if artifact is None:
-        return None
-    digests = {each.kind: each.artifact.digest for each in result.steps}
-    built = any(not each.cached for each in result.steps)
-    known = None if built else directory.provenance_of(digests)  # finding everything cached is not when and where it was made
-    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
-    return directory.evidence
-
-
-def _finish(result: "RunResult", directory: RunDir, pushed: "PushResult | None", status: str, started_s: float, *, as_json: bool) -> None:
-    """The card at the end, or the document."""
-    from compress.stages import Port
-
+    result, pushed = outcome.result, outcome.pushed
     checkpoint = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
     has_report = result.latest(Port.EVIDENCE) is not None and directory.report.is_file()
-    document = {
-        "status": status,
-        "artifact": {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}
-        if checkpoint
-        else None,
+    artifact = {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes} if checkpoint else None
+    return {
+        "status": outcome.status,
+        "artifact": artifact,
         "source": {"name": result.source.name, "revision": result.source.revision, "digest": result.source.digest},
         "stages": [
             {"kind": each.kind, "cached": each.cached, "seconds": round(each.seconds, 3), "digest": each.artifact.digest}
@@ -262,9 +209,8 @@ def _finish(result: "RunResult", directory: RunDir, pushed: "PushResult | None",
         "gates": result.gates,
         "report": str(directory.report) if has_report else None,
         "pushed": {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest} if pushed else None,
-        "seconds": round(time.perf_counter() - started_s, 3),
+        "seconds": round(outcome.seconds, 3),
     }
-    emit(document, _card(document, result), as_json=as_json)
 
 
 def _card(document: dict[str, Any], result: "RunResult") -> str:

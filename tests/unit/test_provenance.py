@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.cli.provenance import provenance
+from compress.pipeline.provenance import provenance
 from compress.registry.model_source import resolve_model
 
 

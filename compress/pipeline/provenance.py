@@ -5,20 +5,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import compress
-from compress.cli.doctor import installed_version
-
-if TYPE_CHECKING:
-    from compress.registry.model_source import ModelSource
+from compress.digest import digest_file
+from compress.plugins import installed_version
+from compress.registry.model_source import ModelSource
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy")
 
 
-def provenance(recipe_file: Path, source: "ModelSource", digests: Mapping[str, str]) -> dict[str, Any]:
-    from compress.digest import digest_file
-
+def provenance(recipe_file: Path, source: ModelSource, digests: Mapping[str, str]) -> dict[str, Any]:
     return {
         "schema": 1,
         "tool": {"compress": compress.__version__},

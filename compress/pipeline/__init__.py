@@ -1,0 +1,28 @@
+"""The whole journey of a recipe: `steps` checks it, `run` loops over its stages, `job` is what one command does from lock to push."""
+
+from compress.pipeline.job import Job, Outcome, execute
+from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, cached_keys, publish, run, unchanged
+from compress.pipeline.run_dir import LOCK_NAME, RunDir
+from compress.pipeline.steps import Step, build_steps, check_selection, estimates, lock_of, resolve_text
+
+__all__ = [
+    "LOCK_NAME",
+    "Job",
+    "Outcome",
+    "RunDir",
+    "RunOptions",
+    "RunResult",
+    "Step",
+    "StepResult",
+    "Watch",
+    "build_steps",
+    "cached_keys",
+    "check_selection",
+    "estimates",
+    "execute",
+    "lock_of",
+    "publish",
+    "resolve_text",
+    "run",
+    "unchanged",
+]

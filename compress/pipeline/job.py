@@ -1,0 +1,111 @@
+"""One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a scheduler run the same function.
+
+check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates -> push
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from compress.artifact.context import never
+from compress.artifact.workspace import Workspace
+from compress.export import open_weights
+from compress.pipeline.provenance import provenance
+from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
+from compress.pipeline.run_dir import RunDir
+from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_text
+from compress.recipe import load_recipe
+from compress.registry.transfer import PushResult
+from compress.stages import Port
+
+Status = Literal["done", "unchanged", "stopped", "gate_failed"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for. `if_changed`: do nothing when neither recipe, model, data nor registry changed."""
+
+    recipe_file: Path
+    directory: RunDir
+    workspace: Path
+    device: str
+    until: str | None = None
+    rebuild_from: str | None = None
+    if_changed: bool = False
+    offline: bool = False
+    stop_signal: Callable[[], int | None] = never
+    step_done: Callable[[StepResult], None] = field(default=lambda result: None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: Status
+    result: RunResult
+    pushed: PushResult | None
+    seconds: float
+
+
+def execute(job: Job, watch: Watch) -> Outcome:
+    """Run a job to its end. A failed gate is an outcome (`gate_failed`: artifact kept, nothing pushed), not an error.
+
+    Raises:
+        RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and before the lock.
+        LockHeld: another run has the workspace.
+        Interrupted: at a boundary; the same job resumes there.
+        StorageError: the registry, or a file.
+    """
+    started_s, directory = time.perf_counter(), job.directory
+    recipe = load_recipe(job.recipe_file)
+    steps = build_steps(recipe)
+    check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
+    source = resolve_text(recipe.model, offline=job.offline)
+    estimates(steps, open_weights(source.path).arch, job.device)
+    workspace = Workspace(job.workspace)
+    with workspace.lock():
+        if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
+            status: Status = "gate_failed" if same.gates_failed else "unchanged"
+            return Outcome(status, same, None, time.perf_counter() - started_s)
+        directory.write_lock(lock_of(recipe, steps, source))
+        directory.link_workspace(job.workspace)
+        directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
+        options = RunOptions(job.device, job.until, job.rebuild_from, job.offline, job.stop_signal, lambda result: _step_done(job, result))
+        pushed = None
+        with _ends_in_log(directory):
+            result = run(recipe, steps, source, workspace, watch, options)
+            evidence = _write_evidence(directory, result, job.recipe_file)
+            if recipe.push is not None and result.complete and not result.gates_failed:
+                pushed = publish(recipe.push, result, evidence)
+                directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}")
+    status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
+    return Outcome(status, result, pushed, time.perf_counter() - started_s)
+
+
+def _step_done(job: Job, result: StepResult) -> None:
+    how = "cached" if result.cached else f"built in {result.seconds:.1f} s"
+    job.directory.link(result.kind, result.artifact)
+    job.directory.log(f"{result.kind} {how} {result.artifact.digest}")
+    job.step_done(result)
+
+
+def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> Path | None:
+    artifact = result.latest(Port.EVIDENCE)
+    if artifact is None:
+        return None
+    digests = {each.kind: each.artifact.digest for each in result.steps}
+    built = any(not each.cached for each in result.steps)
+    known = None if built else directory.provenance_of(digests)  # finding everything cached is not when and where it was made
+    directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
+    return directory.evidence
+
+
+@contextmanager
+def _ends_in_log(directory: RunDir) -> Iterator[None]:
+    """Whatever ends the block early is noted in the run's log."""
+    try:
+        yield
+    except BaseException as error:
+        directory.log(f"ended: {type(error).__name__}: {error}")
+        raise
