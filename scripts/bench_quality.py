@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rtn+search": {"round": {"kind": "rtn", "scale": "hessian"}},
     "gptq": {"round": {"kind": "gptq", "scale": "min_max"}},
     "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
+    "awq-scales": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "min_max"}},
     "awq": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "hessian"}},
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
 }

@@ -29,7 +29,7 @@ from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
-from compress.models.weights import Weights, WeightSource, dense, fill_
+from compress.models.weights import WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 Row = dict[str, Any]
@@ -102,7 +102,8 @@ def run_sequential(
             _store(out, arch, _compress(source, idx, x_NSD, passes, device, compute_dtype))
         rows += json.loads(_rows_file(out, idx).read_bytes())
         if idx + 1 < arch.num_layers:
-            _forward_(_load(arch, idx, load_weights(out / layer_name(idx), scheme), device, compute_dtype), x_NSD)
+            weights = load_weights(out / layer_name(idx), scheme)
+            _forward_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return rows
 
@@ -113,7 +114,7 @@ def _compress(
     stored = source.layer(idx)
     weights = {name: dense(value).to(device=device, dtype=torch.float32) for name, value in stored.items()}
     _check_finite(weights, f"layers.{idx}")
-    layer = _load(source.arch, idx, stored, device, compute_dtype)
+    layer = build_layer(source.arch, idx, stored, dtype=compute_dtype, device=device)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     state = LayerState(
         idx,
@@ -167,13 +168,6 @@ def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
 
 def _run(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
     return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
-
-
-def _load(arch: Arch, idx: int, weights: Weights, device: torch.device, dtype: torch.dtype) -> DecoderLayer:
-    with torch.device("meta"):
-        layer = DecoderLayer(arch, idx)
-    fill_(layer, weights, dtype=dtype, device=device)
-    return layer.requires_grad_(False)
 
 
 def _store(out: Path, arch: Arch, state: LayerState) -> None:

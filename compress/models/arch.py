@@ -5,6 +5,7 @@ layer, because pruning may make them differ. Facts travel as JSON in an artifact
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,7 @@ class Arch:
     @property
     def num_linear_params(self) -> int:
         """Weights of all decoder linears (those a weight-only scheme quantizes)."""
-        return sum(self._size(*layer.linear_shape(name, self.hidden_size)) for layer in self.layers for name in layer.linears)
+        return sum(math.prod(layer.linear_shape(name, self.hidden_size)) for layer in self.layers for name in layer.linears)
 
     @property
     def num_params(self) -> int:
@@ -148,7 +149,3 @@ class Arch:
         names = [field.name for field in dataclasses.fields(LayerShape)]
         shapes = ({name: layer[name] for name in names} for layer in layers)
         return Arch(**facts, layers=tuple(LayerShape(**{**shape, "rope": Rope(**shape["rope"])}) for shape in shapes))
-
-    @staticmethod
-    def _size(rows: int, columns: int) -> int:
-        return rows * columns

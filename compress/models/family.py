@@ -1,6 +1,6 @@
 """A family is a table: how one Hugging Face architecture spells the canonical decoder in `config.json` and in tensor names.
 
-`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` / `to_canonical` rename modules. A field nobody here
+`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. A field nobody here
 knows is an error and not a guess: it may change the function. Families are data, one file each in `archs/`, found by `FAMILIES`.
 """
 
@@ -221,16 +221,6 @@ class Family:
         if match := _CANONICAL_LAYER.fullmatch(module):
             return f"{self.layer_prefix}{match[1]}.{self.layer_modules[match[2]]}"
         return self.outer_modules[module]
-
-    def to_canonical(self, disk_module: str) -> str | None:
-        """Inverse of `to_disk`; None when the module is not part of the decoder."""
-        if disk_module.startswith(self.layer_prefix):
-            idx, _, rest = disk_module[len(self.layer_prefix) :].partition(".")
-            for canonical, spelled in self.layer_modules.items():
-                if spelled == rest:
-                    return f"layers.{idx}.{canonical}"
-            return None
-        return next((canonical for canonical, spelled in self.outer_modules.items() if spelled == disk_module), None)
 
     def _refuse_unknown(self, config: Mapping[str, Any]) -> None:
         known = INERT_FIELDS | SHAPE_FIELDS | self.known_fields | self.fixed_fields.keys()

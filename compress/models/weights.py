@@ -42,11 +42,11 @@ def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: to
     module.load_state_dict(state, strict=True, assign=True)
 
 
-def build_layer(source: WeightSource, layer_idx: int, *, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
-    """One decoder layer with its weights, ready to run."""
+def build_layer(arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
+    """One decoder layer with the weights given, ready to run."""
     with torch.device("meta"):
-        layer = DecoderLayer(source.arch, layer_idx)
-    fill_(layer, source.layer(layer_idx), dtype=dtype, device=device)
+        layer = DecoderLayer(arch, layer_idx)
+    fill_(layer, weights, dtype=dtype, device=device)
     return layer.requires_grad_(False)
 
 
