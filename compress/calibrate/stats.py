@@ -89,6 +89,30 @@ class AbsMean:
         return self._sum_D / self.num_tokens
 
 
+class AbsMax:
+    """max |x| per feature: the range of a static activation scale."""
+
+    def __init__(self) -> None:
+        self._max_D: Tensor | None = None
+
+    def update(self, x_TD: Tensor) -> None:
+        max_D = torch.linalg.vector_norm(x_TD, ord=torch.inf, dim=0, dtype=torch.float32)
+        self._max_D = max_D if self._max_D is None else torch.maximum(self._max_D, max_D)
+
+    def merge(self, other: "AbsMax") -> None:
+        if other._max_D is not None:
+            self._max_D = other._max_D if self._max_D is None else torch.maximum(self._max_D, other._max_D)
+
+    def rescale_(self, scale_D: Tensor) -> None:
+        assert self._max_D is not None
+        self._max_D = self._max_D / scale_D
+
+    def max(self) -> Tensor:
+        """float32 scalar, over all features."""
+        assert self._max_D is not None
+        return self._max_D.max()
+
+
 class MergeTree(Generic[S]):
     """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive."""
 

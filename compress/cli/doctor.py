@@ -1,4 +1,7 @@
-"""`compress doctor`: whether this machine can do the work, and what to do where not. Imports only torch; the rest is metadata."""
+"""`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve what here.
+
+Imports only torch and the kernels (with triton, where it is); the rest is metadata.
+"""
 
 import importlib.metadata
 import os
@@ -9,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +31,7 @@ _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
 }
 _VERSIONS_SHOWN = ("transformers", "compressed-tensors", "safetensors")
 _REPLACED = ("auto-gptq", "autoawq")
+_SHAPES_OF = "llama-3.1-8b"
 _LOW_DISK_BYTES = 20 << 30  # an 8B checkpoint in bf16 is 16 GB
 
 
@@ -45,14 +49,15 @@ def doctor(
     workspace: Annotated[Path, typer.Option(help="Where results are kept; its disk is looked at.")] = Path(".compress"),
     as_json: JsonFlag = False,
 ) -> None:
-    """Check Python, packages, CPU, GPU and disk; exit code 4 when something required is missing."""
+    """Check Python, packages, CPU, GPU, disk and kernels; exit code 4 when something required is missing."""
     findings = [*examine(workspace)]
     unfit = [finding for finding in findings if finding.status == "unfit"]
     rows = [(finding.status, finding.name, finding.value) for finding in findings]
     advice = [f"{finding.name}: {finding.advice}" for finding in findings if finding.advice]
     verdict = f"not fit: {', '.join(finding.name for finding in unfit)}" if unfit else "fit for work"
-    text = "\n".join([table(rows), "", *advice, "", verdict])
-    emit({"fit": not unfit, "findings": [asdict(finding) for finding in findings]}, text, as_json=as_json)
+    served = kernels_here() if all(finding.name != "torch" for finding in unfit) else None
+    text = "\n".join([table(rows), "", *advice, "", *([kernel_text(served), ""] if served else []), verdict])
+    emit({"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served}, text, as_json=as_json)
     if unfit:
         raise typer.Exit(_UNFIT)
 
@@ -147,6 +152,50 @@ def accelerator() -> Iterator[Finding]:
         yield Finding("gpu", "note", "present, not usable by torch", f"{build}; install a torch build that matches driver {driver}.")
     else:
         yield Finding("gpu", "note", "none", "Compression, validation and export work on the CPU; latency numbers need a GPU.")
+
+
+def kernels_here() -> dict[str, Any]:
+    """Which kernel serves which op, scheme and range of rows here, for the shapes of one common model, and which serve nothing, and why."""
+    import torch
+
+    from compress.kernels.coverage import Machine, coverage, unused
+    from compress.models.family import family_of
+    from compress.models.known import known_config
+
+    config = known_config(_SHAPES_OF)
+    assert config is not None, _SHAPES_OF
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = Machine.of(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    served = coverage(family_of(config).read_config(config), machine)
+    return {
+        "model": _SHAPES_OF,
+        "device": machine.device,
+        "sm": machine.sm,
+        "dtype": machine.dense,
+        "rows": [each.as_json() for each in served],
+        "unused": unused(served),
+    }
+
+
+def kernel_text(served: Mapping[str, Any]) -> str:
+    """Rows that one kernel serves become one line: linears of a scheme first, then schemes."""
+    linears: dict[tuple[str, ...], list[str]] = {}
+    for row in served["rows"]:
+        key = (row["op"], f"{row['phase']} {'–'.join(map(str, row['m_range']))}", row["kernel"] or "none", row["scheme"])
+        linears.setdefault(key, []).append(row["linear"] + (" (gated)" if row["activation"] else ""))
+    schemes: dict[tuple[str, ...], list[str]] = {}
+    for (op, m_range, kernel, scheme), names in linears.items():
+        what = "" if names == [op] else " ".join(names)
+        schemes.setdefault((op, what, m_range, kernel), []).append(scheme)
+    lines = [("op", "rows", "kernel", "scheme or KV format", "linears")]
+    lines += [(op, m_range, kernel, " ".join(each), what) for (op, what, m_range, kernel), each in schemes.items()]
+    head = f"kernels on {served['device']}, computing in {served['dtype']} (shapes of {served['model']}):"
+    idle: dict[str, dict[str, list[str]]] = {}
+    for row in served["unused"]:
+        idle.setdefault(row["reason"], {}).setdefault(row["op"], []).append(row["kernel"])
+    reasons = [f"not used here: {reason}" for reason in idle]
+    names = ["".join(f"\n    {op}: {', '.join(kernels)}" for op, kernels in by_op.items()) for by_op in idle.values()]
+    return "\n".join([head, table(lines), *map("".join, zip(reasons, names, strict=True))])
 
 
 def driver_version() -> str | None:

@@ -16,7 +16,7 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
-from compress.quant.scheme import Scheme
+from compress.quant.scheme import ModelScheme
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class ExportFormat(Protocol):
     @property
     def codec(self) -> ForeignCodec: ...
 
-    def quantization_config(self, scheme: Scheme, *, ignore: Iterable[str]) -> dict[str, Any]:
-        """The `quantization_config` of `config.json`; `ignore` names the disk modules of linears that stay dense."""
+    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of `config.json`. `head` is the head's disk module, `ignore` names linears of layers left dense."""
 
-    def broken_rules(self, arch: Arch, scheme: Scheme) -> list[Rule]:
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         """Why this model in this scheme must not be written in this format; empty when it may."""
 
-    def consumers(self, arch: Arch, scheme: Scheme) -> list[Consumer]:
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         """Who loads the result."""
 
 
@@ -80,7 +80,7 @@ def open_weights(path: Path) -> WeightSource:
     return open_checkpoint(path)
 
 
-def check_rules(name: str, arch: Arch, scheme: Scheme) -> None:
+def check_rules(name: str, arch: Arch, scheme: ModelScheme) -> None:
     """Refuse before anything is written.
 
     Raises:

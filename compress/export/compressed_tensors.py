@@ -1,17 +1,21 @@
-"""compressed-tensors `pack-quantized`: the default format; `transformers` and vLLM load it as it is.
+"""compressed-tensors `pack-quantized` and `float-quantized`: the default format; `transformers` and vLLM load it as it is.
 
-    <module>.weight_packed      int32 [O, ceil(I * b / 32)]   codes + 2^(b-1), packed along I
-    <module>.weight_scale       [O, G] in the model's dtype   (channel: [O, 1])
-    <module>.weight_shape       int64 [2] = [O, I]
-    <module>.weight_zero_point  int32 [ceil(O * b / 32), G]   asymmetric only, packed along O
+Integer codes                                           Float codes (FP8 e4m3)
 
-value = (code - zero_point) * scale. `config.json` says it all in `quantization_config`; linears that stay dense are listed in `ignore` by
-exact name. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32. Activations are not quantized by any scheme here.
+    <module>.weight_packed      int32 [O, ceil(I*b/32)]     <module>.weight         float8_e4m3fn [O, I]
+    <module>.weight_scale       [O, G], the model's dtype   <module>.weight_scale   [O, 1], the model's dtype
+    <module>.weight_shape       int64 [2] = [O, I]          <module>.input_scale    float32 [1], static activations only
+    <module>.weight_zero_point  int32 [ceil(O*b/32), G]
+
+Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. One group
+of `quantization_config` in `config.json` says how all linears are coded, a second one the head if it is quantized; linears that stay dense
+are listed in `ignore` by exact name. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,31 +25,40 @@ from compress.export import FORMATS, Consumer, Rule
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.packing import pack, unpack
-from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORMAT_VERSION = "0.20.0"
-PACK_FORMAT = "pack-quantized"
+PACK_FORMAT, FLOAT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "mixed-precision"
+FLOAT_FORMATS = (FLOAT_FORMAT, "naive-quantized")
+"""Two names of one form on disk."""
+ALL_LINEARS = "Linear"
+"""The target that means every linear of the model which nothing else names."""
 
 
-class PackQuantizedCodec:
+class CompressedTensorsCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        names = {"weight_packed", "weight_scale", "weight_shape"}
-        return frozenset(names if scheme.symmetric else names | {"weight_zero_point"})
+        if scheme.type == "float":
+            return frozenset({"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set()))
+        return frozenset({"weight_packed", "weight_scale", "weight_shape"} | (set() if scheme.symmetric else {"weight_zero_point"}))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        bits = weight.scheme.num_bits
-        leaves = {
-            "weight_packed": pack(weight.codes_OI, bits),
-            "weight_scale": weight.scale_OG,
-            "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
-        }
+        bits, leaves = weight.scheme.num_bits, {"weight_scale": weight.scale_OG}
+        if weight.scheme.type == "float":
+            leaves["weight"] = weight.codes_OI
+        else:
+            leaves["weight_packed"] = pack(weight.codes_OI, bits)
+            leaves["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
         if weight.zero_point_OG is not None:
             leaves["weight_zero_point"] = pack(weight.zero_point_OG.t().contiguous(), bits).t().contiguous()
+        if weight.input_scale is not None:
+            leaves["input_scale"] = weight.input_scale.reshape(1)
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        if scheme.type == "float":
+            return _decode_float(leaves, scheme)
         out_features, in_features = leaves["weight_shape"].tolist()
         codes_OI = unpack(leaves["weight_packed"], scheme.num_bits, in_features)
         zero_point_OG = None
@@ -55,27 +68,65 @@ class PackQuantizedCodec:
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        for unread, why in (("sparsity_config", "sparse checkpoints"), ("kv_cache_scheme", "quantized KV caches")):
+            if quantization_config.get(unread):
+                raise UnsupportedFormat(f"the checkpoint has a {unread}; {why} are not read.")
         groups = quantization_config.get("config_groups") or {}
-        if len(groups) != 1:
-            raise UnsupportedFormat(f"the checkpoint has {len(groups)} config_groups; one group over all linears is read.")
-        if quantization_config.get("sparsity_config"):
-            raise UnsupportedFormat("the checkpoint has a sparsity_config; sparse checkpoints are not read.")
-        if quantization_config.get("kv_cache_scheme"):
-            raise UnsupportedFormat("the checkpoint has a kv_cache_scheme; quantized KV caches are not read yet.")
-        group = next(iter(groups.values()))
-        if group.get("targets") != ["Linear"]:
-            raise UnsupportedFormat(f"the checkpoint's config_groups target {group.get('targets')}; only ['Linear'] is read.")
-        scheme = _read_scheme(group, str(group.get("format") or quantization_config.get("format")))
+        if not groups:
+            raise UnsupportedFormat("the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded.")
+        by_target: dict[str, Scheme] = {}
+        for group in groups.values():
+            scheme = _read_scheme(group, str(group.get("format") or quantization_config.get("format")))
+            for target in group.get("targets") or ():
+                if target in by_target:
+                    raise UnsupportedFormat(f"two of the checkpoint's config_groups target {target}; they contradict each other.")
+                by_target[target] = scheme
+        _check_targets(by_target, linears)
         ignored = list(quantization_config.get("ignore") or ())
-        return {linear: scheme for linear in linears if not any(_names(pattern, linear) for pattern in ignored)}
+        quantized = [linear for linear in linears if not any(_names(pattern, linear) for pattern in ignored)]
+        found = {linear: _scheme_of(linear, by_target) for linear in quantized}
+        return {linear: scheme for linear, scheme in found.items() if scheme is not None}
+
+
+def _decode_float(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+    """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype."""
+    codes_OI, scale = leaves["weight"], leaves["weight_scale"]
+    if codes_OI.dtype != scheme.code_dtype:
+        raise UnsupportedFormat(f"the checkpoint says that its weights are float of 8 bits and stores them as {codes_OI.dtype}, not e4m3.")
+    scale_OG = scale if scale.numel() == codes_OI.shape[0] else scale.reshape(1).expand(codes_OI.shape[0])
+    static = leaves["input_scale"].to(torch.float32).reshape(()) if scheme.activation == "tensor" else None
+    return QuantizedWeight(scheme, codes_OI, scale_OG.reshape(-1, 1).contiguous(), input_scale=static)
+
+
+def _check_targets(targets: Iterable[str], linears: list[str]) -> None:
+    """Raises UnsupportedFormat: a target is neither all linears, nor a pattern, nor a linear of this model."""
+    for target in targets:
+        if not (target == ALL_LINEARS or target.startswith("re:") or target in linears):
+            raise UnsupportedFormat(
+                f"the checkpoint's config_groups target '{target}'; {ALL_LINEARS}, a linear's full name and patterns behind 're:' are read."
+            )
+
+
+def _scheme_of(linear: str, by_target: Mapping[str, Scheme]) -> Scheme | None:
+    """A full name goes before a pattern, patterns in the order of the alphabet, the class last: the order of the format's own library."""
+    for target in sorted(by_target, key=lambda each: (each.startswith("re:"), each)):
+        if target != ALL_LINEARS and _names(target, linear):
+            return by_target[target]
+    return by_target.get(ALL_LINEARS)
 
 
 def _names(pattern: str, module: str) -> bool:
-    """An exact module name, or a regular expression behind `re:`, as the format defines `ignore`."""
+    """An exact module name, or a regular expression behind `re:`, as the format defines `targets` and `ignore`."""
     return re.match(pattern.removeprefix("re:"), module) is not None if pattern.startswith("re:") else pattern == module
 
 
 def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
+    if group.get("output_activations"):
+        raise UnsupportedFormat("the checkpoint quantizes the output activations of linears; input activations are read.")
+    return _read_float(group, form) if (group.get("weights") or {}).get("type") == "float" else _read_int(group, form)
+
+
+def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if form != PACK_FORMAT or kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
@@ -83,67 +134,113 @@ def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
             f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
         )
-    if group.get("input_activations") or group.get("output_activations"):
-        raise UnsupportedFormat("the checkpoint quantizes activations; weight-only checkpoints are read.")
+    if group.get("input_activations"):
+        raise UnsupportedFormat("the checkpoint quantizes the input activations of integer weights; only FP8 activations are read.")
     if weights.get("actorder") == "group":
         raise UnsupportedFormat("the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed.")
     symmetric, group_size = bool(weights.get("symmetric")), weights.get("group_size") if strategy == "group" else None
-    for known in SCHEMES.values():
-        if (known.num_bits, known.symmetric, known.group_size) == (bits, symmetric, group_size):
-            return known
     name = f"W{bits}A16" + (f"_G{group_size}" if group_size else "") + ("" if symmetric else "_ASYM")
-    return Scheme(name, bits, symmetric, group_size)
+    return _known(Scheme(name, bits, symmetric, group_size))
+
+
+def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
+    weights, inputs = group["weights"], group.get("input_activations") or {}
+    bits, strategy, symmetric = weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric")
+    said = (inputs.get("num_bits"), inputs.get("type"), inputs.get("symmetric"), inputs.get("strategy"), inputs.get("dynamic"))
+    activations: dict[tuple[Any, ...], Literal["token", "tensor"]] = {
+        (8, "float", True, "token", True): "token",
+        (8, "float", True, "tensor", False): "tensor",
+    }
+    if form not in FLOAT_FORMATS or bits != 8 or not symmetric or strategy not in ("channel", "tensor") or said not in activations:
+        raise UnsupportedFormat(
+            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, with input activations "
+            f"(bits, type, symmetric, strategy, dynamic) = {said}; {FLOAT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs "
+            "of 8 bits, dynamic per token or static per tensor, is read."
+        )
+    activation = activations[said]
+    return _known(Scheme(f"FP8_{activation.upper()}", 8, True, None, "float", activation))
+
+
+def _known(scheme: Scheme) -> Scheme:
+    """The scheme that has a name here and is the same otherwise, else `scheme` itself."""
+    return next((each for each in SCHEMES.values() if replace(each, name=scheme.name) == scheme), scheme)
 
 
 class CompressedTensors:
     quant_method = "compressed-tensors"
-    codec: ForeignCodec = PackQuantizedCodec()
+    codec: ForeignCodec = CompressedTensorsCodec()
 
-    def quantization_config(self, scheme: Scheme, *, ignore: Iterable[str]) -> dict[str, Any]:
-        weights = {
-            "num_bits": scheme.num_bits,
-            "type": "int",
-            "symmetric": scheme.symmetric,
-            "strategy": scheme.strategy,
-            "group_size": scheme.group_size,
-            "dynamic": False,
-        }
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": PACK_FORMAT}
+    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+        """A quantized head is a group of its own, even in the layers' scheme, because vLLM does not count a head among the linears; and it
+        is the first, because compressed-tensors warns of a name that it finds behind a class which holds it."""
+        coded = [(scheme.layers, ALL_LINEARS)] if scheme.head is None else [(scheme.head, head), (scheme.layers, ALL_LINEARS)]
+        groups = {f"group_{idx}": _group(each, target) for idx, (each, target) in enumerate(coded)}
+        formats = {str(group["format"]) for group in groups.values()}
         return {
             "quant_method": self.quant_method,
-            "format": PACK_FORMAT,
+            "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": sorted(ignore),
+            "config_groups": groups,
+            "ignore": sorted({*ignore} if scheme.head is not None else {*ignore, head}),
             "kv_cache_scheme": None,
             "version": FORMAT_VERSION,
         }
 
-    def broken_rules(self, arch: Arch, scheme: Scheme) -> list[Rule]:
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = []
-        if scheme.num_bits not in (4, 8):
-            rules.append(Rule("bits", f"{scheme.num_bits} bits changed packing between versions; 4 and 8 are stable."))
+        for bits in sorted({each.num_bits for each in scheme.all} - {4, 8}):
+            rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
         if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
             rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
-        if scheme.group_size is not None:
+        if scheme.head is not None and arch.tied_head:
+            rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
+        if scheme.layers.group_size is not None:
+            size_of_group = scheme.layers.group_size
             for name, size in sorted(_in_features(arch).items()):
-                if size % scheme.group_size:
-                    rules.append(
-                        Rule("whole-groups", f"{name} has K = {size}, not a multiple of {scheme.group_size}; vLLM would floor it.")
-                    )
+                if size % size_of_group:
+                    rules.append(Rule("whole-groups", f"{name} has K = {size}, not a multiple of {size_of_group}; vLLM would floor it."))
         return rules
 
-    def consumers(self, arch: Arch, scheme: Scheme) -> list[Consumer]:
-        narrow = [name for name, size in sorted(_in_features(arch).items()) if size % 32]
-        vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else "reads pack-quantized natively"
-        transformers = "decompresses at load: no speed, no memory saved"
-        if not scheme.symmetric:
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        narrow = [name for name, size in sorted(_in_features(arch).items()) if size % 32] if scheme.layers.type == "int" else []
+        vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
+        transformers, loads = "decompresses at load: no speed, no memory saved", True
+        if not scheme.layers.symmetric:
+            loads = scheme.head is None
             transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"
+            if not loads:
+                transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
-            Consumer("transformers", loads=True, note=transformers),
+            Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not narrow, note=vllm),
         ]
+
+
+def _vllm_note(scheme: ModelScheme) -> str:
+    notes = [f"reads {' and '.join(sorted({_format(each) for each in scheme.all}))} natively"]
+    if any(each.type == "float" for each in scheme.all):
+        notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
+    if any(each.activation == "tensor" for each in scheme.all):
+        notes.append("its CPU kernel takes no static scale beside channel scales")
+    return "; ".join(notes)
+
+
+def _format(scheme: Scheme) -> str:
+    return FLOAT_FORMAT if scheme.type == "float" else PACK_FORMAT
+
+
+def _group(scheme: Scheme, target: str) -> dict[str, Any]:
+    common = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
+    weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
+    inputs = common | {"strategy": scheme.activation, "group_size": None, "dynamic": scheme.activation == "token"}
+    return {
+        "targets": [target],
+        "weights": weights,
+        "input_activations": inputs if scheme.activation is not None else None,
+        "output_activations": None,
+        "format": _format(scheme),
+    }
 
 
 def _in_features(arch: Arch) -> dict[str, int]:

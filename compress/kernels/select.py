@@ -3,19 +3,24 @@
 An op is a package of this one; a kernel is one file in it that adds itself to `KERNELS[op]`. `select` takes the candidate of the highest
 rank that refuses nothing. Nothing falls back silently: refusals are kept and shown (`refusals`, `Engine.kernel_report`).
 
-The signature of `fn`, by op (T rows, O out, I in, H heads, K kv heads, C head dimension, R requests, L context, P slots of the cache):
+The signature of `fn`, by op (T rows, O out, I in, D hidden, F ffn, H heads, K kv heads, C head dimension, R requests, B blocks of a table,
+P positions; "rows" is a tensor, or `QuantizedRows` where a `quant` asks for them):
 
-    linear             fn(x_TI, packed, bias_O | None) -> y_TO             packed = repack(weights stacked along O, dtype, device)
-    rms_norm           fn(x, weight, eps) -> like x                        over the last axis; `weight` broadcasts against x
-    rope               fn(x_THC, cos_TC, sin_TC) -> like x
-    act_mul            fn(gate_up_TF, activation) -> [T, F / 2]            activation(first half) * second half
-    attention_decode   fn(q_RHC, k_cache, v_cache, block_table_RB, context_lens_R, window, scale) -> [R, H, C]; caches [K, blocks, size, C]
-    attention_prefill  fn(q_THC, k_KLC, v_KLC, window, scale) -> [T, H, C] one sequence; the queries are its last T positions
+    linear             fn(rows_TI, packed, bias_O | None, *, residual_TO=None, out_dtype=None) -> y_TO
+                       packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives activation(first half) * second
+                       half, [T, O / 2]. The sum with `residual` follows the rounding to the model's dtype.
+    rms_norm           fn(x, weight, eps, quant=None) -> rows like x         over the last axis; `weight` broadcasts against x
+    act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
+    quantize_rows      fn(x_TI, quant) -> QuantizedRows
+    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps) -> q_THC; writes k, v to kv
+    attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale) -> [T, H, C]; T = R q_len, the last q_len
+                       positions of each context
+    attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale) -> [T, H, C]; ragged; lengths as tuples
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -24,18 +29,20 @@ from compress.errors import EnvironmentUnfit
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight
 
-Op = Literal["linear", "rms_norm", "rope", "act_mul", "attention_decode", "attention_prefill"]
+Op = Literal["linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"]
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """What a dense weight is called where a quantized one has its scheme's name."""
-OPS: tuple[Op, ...] = ("linear", "rms_norm", "rope", "act_mul", "attention_decode", "attention_prefill")
+OPS: tuple[Op, ...] = get_args(Op)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is asked to do. `n` and `k` are a linear's O and I (for other ops: the row size, and 0).
+    """What a kernel is asked to do. `n` and `k` are a linear's O and I; for attention and rope_store the head dimension and the query
+    heads per KV head; for other ops the row size, and 0.
 
     `row_invariant` asks that the bits of a row depend on nothing but that row: not on M, not on its neighbours, not on its place among
-    them. Decode rows are always asked so. `scheme` names the quantization scheme, or the dtype of a dense weight (`BF16`, `F32`).
+    them. Decode rows are always asked so. `scheme` names the quantization scheme, or the dtype of a dense weight (`BF16`, `F32`); for
+    attention and rope_store the format of the KV cache. `activation` makes a linear gated.
     """
 
     op: Op
@@ -48,19 +55,21 @@ class Problem:
     dtype: torch.dtype
     device: str
     sm: int
+    activation: str | None = None
 
 
 class Repack(Protocol):
-    def __call__(
-        self, weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | tuple[Tensor, ...]: ...
+    """Weights [O_j, I] to be stacked along O, gate before up when `gated`."""
+
+    def __call__(self, weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op. `supports` gives None, or the reason of refusal as a sentence.
 
-    `repack` turns canonical weights into the layout `fn` reads, once, at load; kernels with the same `repack` share its result. `min_sm`
+    `repack` turns canonical weights into the layout `fn` reads (tensors or a frozen dataclass of tensors), once, at load; kernels with
+    the same `repack` share its result. `min_sm`
     is the least compute capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of those that refuse nothing, the
     highest `rank` wins.
     """
@@ -70,7 +79,7 @@ class Kernel:
     min_sm: int
     rank: int
     supports: Callable[[Problem], str | None]
-    fn: Callable[..., Tensor]
+    fn: Callable[..., Any]
     repack: Repack | None = None
 
     def refusal(self, problem: Problem) -> str | None:

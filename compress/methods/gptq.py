@@ -86,7 +86,7 @@ def inverse_factor(h_II: Tensor, *, damping: float) -> tuple[Tensor, float]:
 def round_columns(
     w_OI: Tensor, order: Tensor, factor_II: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None, *, block_size: int
 ) -> Tensor:
-    """int8 codes [O, I] in the original column order; `factor_II` is in processing order."""
+    """Codes [O, I] in the original column order; `factor_II` is in processing order."""
     out_features, in_features = w_OI.shape
     group_of = order // (in_features // scale_OG.shape[1])
     scale_IO = scale_OG.to(torch.float32).t()[group_of].contiguous()
@@ -107,6 +107,6 @@ def round_columns(
                 w_IO[i + 1 : end].addr_(factor_II[i, i + 1 : end], error, alpha=-1)
         if end < in_features:
             w_IO[end:].addmm_(factor_II[begin:end, end:].t(), errors_BO, alpha=-1)
-    codes_OI = torch.empty(out_features, in_features, dtype=torch.int8, device=w_OI.device)
-    codes_OI[:, order] = codes_IO.t().to(torch.int8)
+    codes_OI = torch.empty(out_features, in_features, dtype=scheme.code_dtype, device=w_OI.device)
+    codes_OI.view(torch.int8)[:, order] = codes_IO.t().to(scheme.code_dtype).view(torch.int8)  # torch indexes bytes, not e4m3, everywhere
     return codes_OI

@@ -1,20 +1,21 @@
 """How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
 
 A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
-second observation. Linears that share an input are rounded as one matrix, stacked along O.
+second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from compress.calibrate.sequential import LayerState
-from compress.calibrate.stats import SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods import Rounder, Smoother
 from compress.models.surgery import fold_
-from compress.quant.numerics import grouped, min_max_scale, output_error, round_to_nearest
+from compress.quant.numerics import nearest_weight, output_error, static_input_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 
@@ -46,7 +47,8 @@ class RoundPass:
         self._rounder, self._scheme, self._stored_dtype = rounder, scheme, stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, **self._rounder.stats()}
+        range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if self._scheme.activation == "tensor" else {}
+        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats()}
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
@@ -54,12 +56,24 @@ class RoundPass:
             weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
                 rounded = self._rounder.round(torch.cat(weights), stats, self._scheme, scale_dtype=self._stored_dtype)
+                stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
-            pieces = _split_rows(rounded.weight, [weight.shape[0] for weight in weights])
+            pieces = _split_rows(stacked, [weight.shape[0] for weight in weights])
             for linear, weight, piece in zip(group.linears, weights, pieces, strict=True):
                 state.quantized[linear] = piece
                 state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
+
+    def _input_scale(self, stats: Mapping[str, Stat]) -> Tensor | None:
+        """Raises UsageError: the inputs reached NaN or infinity."""
+        if self._scheme.activation != "tensor":
+            return None
+        absmax = stats["abs_max"]
+        assert isinstance(absmax, AbsMax)
+        largest = absmax.max()
+        if not bool(torch.isfinite(largest)):
+            raise UsageError("the calibration data drives the inputs to NaN or infinity, so they have no range. Check the checkpoint.")
+        return static_input_scale(largest, self._scheme, self._stored_dtype)
 
 
 class BaselinePass:
@@ -76,8 +90,7 @@ class BaselinePass:
             h_II = _moment(state.stats[group.tap])
             for linear in group.linears:
                 weight = state.weights[f"{linear}.weight"]
-                scale, zero_point = min_max_scale(grouped(weight, self._scheme), self._scheme, self._stored_dtype)
-                nearest = round_to_nearest(weight, self._scheme, scale, zero_point)
+                nearest = nearest_weight(weight, self._scheme, self._stored_dtype)
                 state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), h_II))
 
 
@@ -90,4 +103,4 @@ def _moment(stats: Mapping[str, Stat]) -> Tensor:
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
     codes, scales = weight.codes_OI.split(rows), weight.scale_OG.split(rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
-    return [QuantizedWeight(weight.scheme, *each) for each in zip(codes, scales, zeros, strict=True)]
+    return [QuantizedWeight(weight.scheme, *each, weight.input_scale) for each in zip(codes, scales, zeros, strict=True)]

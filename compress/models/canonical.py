@@ -1,7 +1,8 @@
 """The project's own store of weights between stages: one safetensors file per layer under canonical names, plus the outer weights.
 
 Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the
-manifest when linears are quantized (leaves of `quant/codec.py`). A layer's file is also a resume point: it is complete or absent.
+manifest when linears are quantized (leaves of `quant/codec.py`), the head's inside it when the head is too. A layer's file is also a
+resume point: it is complete or absent.
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.weights import Weights
 from compress.quant.codec import CanonicalCodec
-from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
 
 OUTER_NAME = "outer.safetensors"
 _CODEC = CanonicalCodec()
@@ -40,10 +41,10 @@ def load_weights(path: Path, scheme: Scheme | None) -> dict[str, Tensor | Quanti
     """Inverse of `save_weights`."""
     tensors = load_tensors(path)
     weights: dict[str, Tensor | QuantizedWeight] = {}
-    for name in [each for each in tensors if each.endswith(".packed")]:
+    for name in [each for each in tensors if each.endswith(".scale")]:
         if scheme is None:
-            raise UnsupportedFormat(f"{path} holds quantized weights and its artifact states no scheme.")
-        module = name.removesuffix(".packed")
+            raise UnsupportedFormat(f"{path} holds quantized weights and its artifact states no scheme for them.")
+        module = name.removesuffix(".scale")
         leaves = {leaf: tensors.pop(f"{module}.{leaf}") for leaf in _CODEC.leaves(scheme)}
         weights[f"{module}.weight"] = _CODEC.decode(leaves, scheme)
     return weights | tensors
@@ -58,14 +59,14 @@ class CanonicalStore:
         self._path = artifact.path
         self._arch = Arch.from_json(artifact.manifest.arch, artifact.manifest.layers)
         scheme = artifact.manifest.scheme
-        self.scheme = None if scheme is None else Scheme.from_json(scheme)
+        self.scheme = None if scheme is None else ModelScheme.from_json(scheme)
 
     @property
     def arch(self) -> Arch:
         return self._arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._path / OUTER_NAME, self.scheme)
+        return load_weights(self._path / OUTER_NAME, None if self.scheme is None else self.scheme.head)
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._path / layer_name(layer_idx), self.scheme)
+        return load_weights(self._path / layer_name(layer_idx), None if self.scheme is None else self.scheme.layers)

@@ -71,8 +71,9 @@ class Checkpoint:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Canonical linear (`layers.0.attn.q`) -> scheme of the quantized ones; empty for a dense checkpoint."""
-        return {canonical: self._schemes[disk] for canonical, disk in self._canonical_linears() if disk in self._schemes}
+        """Canonical linear (`layers.0.attn.q`, `head`) -> scheme of the quantized ones; empty for a dense checkpoint."""
+        linears = [each for each in self._canonical_linears() if each[0] != "head" or not self._arch.tied_head]
+        return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return {name: self._read(name) for name in self._names[0]}
@@ -93,9 +94,10 @@ class Checkpoint:
         for idx, layer in enumerate(self._arch.layers):
             for linear in layer.linears:
                 yield f"layers.{idx}.{linear}", self.family.to_disk(f"layers.{idx}.{linear}")
+        yield "head", self.family.to_disk("head")
 
     def _linears_on_disk(self) -> list[str]:
-        return [disk for _, disk in self._canonical_linears()] + [self.family.to_disk("head")]
+        return [disk for _, disk in self._canonical_linears()]
 
     def _check_names(self) -> None:
         expected = self._expected()

@@ -38,23 +38,34 @@ class ForeignCodec(Codec, Protocol):
 
 
 class CanonicalCodec:
-    """`packed` int32 [O, ceil(I*b/32)], `shape` int64 [2] = [O, I] (a last word may be padded), `scale` [O, G] in the model's dtype, and
-    `zero_point` int8 [O, G] for asymmetric schemes."""
+    """`scale` [O, G] in the model's dtype, and beside it
+
+    integer codes: `packed` int32 [O, ceil(I*b/32)], `shape` int64 [2] = [O, I] (a last word may be padded), and `zero_point` int8 [O, G]
+                   for asymmetric schemes;
+    float codes:   `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations.
+    """
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        names = {"packed", "shape", "scale"}
-        return frozenset(names if scheme.symmetric else names | {"zero_point"})
+        if scheme.type == "float":
+            return frozenset({"codes", "scale"} | ({"input_scale"} if scheme.activation == "tensor" else set()))
+        return frozenset({"packed", "shape", "scale"} | (set() if scheme.symmetric else {"zero_point"}))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        leaves = {
-            "packed": pack(weight.codes_OI, weight.scheme.num_bits),
-            "shape": torch.tensor(weight.shape, dtype=torch.int64),
-            "scale": weight.scale_OG,
-        }
+        leaves = {"scale": weight.scale_OG}
+        if weight.scheme.type == "float":
+            leaves["codes"] = weight.codes_OI
+        else:
+            leaves["packed"] = pack(weight.codes_OI, weight.scheme.num_bits)
+            leaves["shape"] = torch.tensor(weight.shape, dtype=torch.int64)
         if weight.zero_point_OG is not None:
             leaves["zero_point"] = weight.zero_point_OG
+        if weight.input_scale is not None:
+            leaves["input_scale"] = weight.input_scale
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        codes_OI = unpack(leaves["packed"], scheme.num_bits, int(leaves["shape"][1]))
-        return QuantizedWeight(scheme, codes_OI, leaves["scale"], leaves.get("zero_point"))
+        if scheme.type == "float":
+            codes_OI = leaves["codes"]
+        else:
+            codes_OI = unpack(leaves["packed"], scheme.num_bits, int(leaves["shape"][1]))
+        return QuantizedWeight(scheme, codes_OI, leaves["scale"], leaves.get("zero_point"), leaves.get("input_scale"))

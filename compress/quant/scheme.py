@@ -1,7 +1,11 @@
-"""What a quantized weight is, as data: number of bits, symmetry, how scales are shared, and the codes themselves.
+"""What a quantized weight is, as data: number of bits, symmetry, how scales are shared, how the input is rounded, and the codes themselves.
 
-Codes are signed integers in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the convention of compressed-tensors);
-value = (code - zero_point) * scale. Packing to words on disk is `packing.py`'s, choosing scales and codes is `numerics.py`'s.
+Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the convention of compressed-tensors);
+value = (code - zero_point) * scale. Float codes are numbers of the e4m3 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest
+448, no infinity); value = code * scale. Packing to words on disk is `packing.py`'s, choosing scales and codes is `numerics.py`'s.
+
+A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product runs on FP8 tensor cores:
+`token` computes one scale for each row as it comes, `tensor` has one fixed scale for the whole input, found by calibration.
 
 Shapes: O out, I in, G groups along I (one group for a channel scheme).
 """
@@ -15,23 +19,35 @@ from torch import Tensor
 
 from compress.errors import UsageError, did_you_mean
 
+FP8_MAX = 448
+"""The largest number of e4m3."""
+
 
 @dataclass(frozen=True)
 class Scheme:
-    """Integer weights with 16-bit activations. `group_size` None means one scale per output channel."""
+    """`group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits.
+
+    Float codes are symmetric, of 8 bits, with one scale per output channel: what the FP8 kernels of every consumer take.
+    """
 
     name: str
     num_bits: int
     symmetric: bool
     group_size: int | None
+    type: Literal["int", "float"] = "int"
+    activation: Literal["token", "tensor"] | None = None
 
     @property
     def min_code(self) -> int:
-        return -(1 << (self.num_bits - 1))
+        return -FP8_MAX if self.type == "float" else -(1 << (self.num_bits - 1))
 
     @property
     def max_code(self) -> int:
-        return (1 << (self.num_bits - 1)) - 1
+        return FP8_MAX if self.type == "float" else (1 << (self.num_bits - 1)) - 1
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.type == "float" else torch.int8
 
     @property
     def strategy(self) -> Literal["group", "channel"]:
@@ -53,13 +69,16 @@ class Scheme:
         return in_features // self.group_size
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
-        """Bytes of codes, scales and zero points of an [O, I] weight on disk and on the device."""
+        """Bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight on disk and on the device."""
         groups = self.num_groups(in_features)
         zero_points = 0 if self.symmetric else groups * out_features * self.num_bits // 8
-        return out_features * in_features * self.num_bits // 8 + groups * out_features * scale_bytes + zero_points
+        input_scale = 4 if self.activation == "tensor" else 0
+        return out_features * in_features * self.num_bits // 8 + groups * out_features * scale_bytes + zero_points + input_scale
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """`type` and `activation` are left out where they are the default, so that manifests of weight-only schemes keep their digest."""
+        optional = {"type": "int", "activation": None}
+        return {key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]}
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "Scheme":
@@ -72,6 +91,8 @@ SCHEMES = {
         Scheme("W4A16_G128", num_bits=4, symmetric=True, group_size=128),
         Scheme("W4A16_G128_ASYM", num_bits=4, symmetric=False, group_size=128),
         Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
+        Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
+        Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
     )
 }
 
@@ -83,13 +104,42 @@ def scheme_named(name: str) -> Scheme:
 
 
 @dataclass(frozen=True)
+class ModelScheme:
+    """Schemes of a whole model: one for every linear of the layers, and the head's, None when the head is dense."""
+
+    layers: Scheme
+    head: Scheme | None = None
+
+    @property
+    def name(self) -> str:
+        return self.layers.name if self.head is None else f"{self.layers.name}, head {self.head.name}"
+
+    @property
+    def all(self) -> tuple[Scheme, ...]:
+        return (self.layers,) if self.head is None else (self.layers, self.head)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layers' facts, with the head's under `head`."""
+        head = {} if self.head is None else {"head": self.head.to_json()}
+        return self.layers.to_json() | head
+
+    @staticmethod
+    def from_json(facts: Mapping[str, Any]) -> "ModelScheme":
+        layers = Scheme.from_json({key: value for key, value in facts.items() if key != "head"})
+        return ModelScheme(layers, Scheme.from_json(facts["head"]) if facts.get("head") else None)
+
+
+@dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes int8 [O, I], scale [O, G] in the stored dtype, zero_point int8 [O, G] or None when symmetric."""
+    """Codes [O, I] (int8, or float8_e4m3fn for float schemes), scale [O, G] in the stored dtype, zero_point int8 [O, G] or None when
+    symmetric. `input_scale` is a float32 scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
+    """
 
     scheme: Scheme
     codes_OI: Tensor
     scale_OG: Tensor
     zero_point_OG: Tensor | None = None
+    input_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

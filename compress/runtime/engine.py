@@ -1,29 +1,39 @@
 """The engine: requests in, finished requests out. `step()` = schedule, run, sample, postprocess.
 
-One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens (`scheduler.py`). The step ends
-when its tokens are on the host, so a token's time is the time its caller could have had it.
+One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens (`scheduler.py`).
+
+While the same requests decode and nobody waits, the host runs one step ahead: `step()` launches the next decode step and only then reads
+the tokens of the one before. A token's time is still the time its caller could have had it. A request that turns out to have ended was
+then served once more than needed; that token is dropped. With `sync` every step ends with its own tokens on the host.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from compress.errors import UsageError
+from compress.kernels.paged import DENSE_FORMATS, PADDING_BLOCK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.runtime.kv_cache import PADDING_BLOCK, BlockAllocator, KVCache, kv_bytes_per_token
+from compress.runtime.decode import DecodeSteps, Launched
+from compress.runtime.decode_state import DecodeRow
+from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from compress.runtime.loader import Target, load_model
-from compress.runtime.model_runner import ForwardBatch, ModelRunner
+from compress.runtime.model_runner import ModelRunner, PrefillBatch
 from compress.runtime.request import Finished, Request
-from compress.runtime.sampler import sample
-from compress.runtime.scheduler import Generation, Scheduled, Scheduler, Step
+from compress.runtime.sampler import Choice, sample
+from compress.runtime.scheduler import Generation, Scheduled, Scheduler
 
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
 """Share of the GPU memory that is free after loading; the rest is for activations and logits."""
+DEFAULT_BLOCK_SIZE = {"cuda": 64, "cpu": 16}
+"""Positions. On CUDA a block is a tile of the attention kernels."""
+Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
+"""Called with requests, the positions of the tokens just chosen for them, and the logits [R, V] that they were chosen from."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,9 @@ class EngineConfig:
 
     `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
     that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
-    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks.
+    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
+    CUDA, 16 on CPU. `kv_format` None: the model's dtype; else a name of `kernels/paged.py`. `sync`: no step is launched before the last
+    one's tokens are on the host.
 
     Raises:
         UsageError: sizes that contradict one another.
@@ -41,9 +53,11 @@ class EngineConfig:
     dtype: torch.dtype | None = None
     max_batch_size: int = 8
     max_model_len: int | None = None
-    block_size: int = 16
+    block_size: int | None = None
     max_step_tokens: int = 2048
     kv_cache_bytes: int | None = None
+    kv_format: str | None = None
+    sync: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or self.max_step_tokens < self.max_batch_size:
@@ -53,8 +67,30 @@ class EngineConfig:
             )
 
 
+@dataclass
+class _Ahead:
+    """A decode step that was launched and not yet read. The next `num_steady` steps need nothing from the host."""
+
+    generations: list[Generation]
+    launched: Launched
+    num_steady: int
+    stale: bool = False  # a request of it has ended: no further step of the same rows
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """Prompts whose first tokens are chosen, on the device."""
+
+    generations: list[Generation]
+    positions: list[int]
+    logits_WV: torch.Tensor
+    choice: Choice
+
+
 class Engine:
     """A loaded model with its cache and its queue.
+
+    `observer` is called with the logits of every token chosen, in `sync` mode; `wait_s` is the time spent waiting for the device.
 
     Raises:
         UsageError: the sizes asked for do not fit the model or the cache.
@@ -69,13 +105,28 @@ class Engine:
         target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
-        self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.dtype)
-        self.max_model_len, num_blocks = _size_cache(self.arch, config, device, bytes_per_token=self.kv_bytes_per_token)
-        cache = KVCache(self.arch, num_blocks=num_blocks, block_size=config.block_size, dtype=self.dtype, device=device)
+        self.kv_format = config.kv_format if config.kv_format is not None else DENSE_FORMATS[self.dtype]
+        self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
+        self._block_size = config.block_size if config.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
+        self.max_model_len, num_blocks = _size_cache(
+            self.arch, config, device, bytes_per_token=self.kv_bytes_per_token, block_size=self._block_size
+        )
+        cache = KVCache(self.arch, num_blocks=num_blocks, block_size=self._block_size, kv_format=self.kv_format, device=device)
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
+        self._decoding = DecodeSteps(
+            self.runner,
+            max_batch_size=config.max_batch_size,
+            max_model_len=self.max_model_len,
+            block_size=self._block_size,
+            device=device,
+        )
+        self._ahead: _Ahead | None = None
+        self._eos = frozenset(self.arch.eos_token_ids)
+        self.wait_s = 0.0
+        self.observer: Observer | None = None
         self._scheduler = Scheduler(
             BlockAllocator(num_blocks),
-            block_size=config.block_size,
+            block_size=self._block_size,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
         )
@@ -83,7 +134,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._ahead is not None
 
     @property
     def num_preemptions(self) -> int:
@@ -115,25 +166,110 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Serve every running request once; the requests that this finished."""
-        if not self.has_work:
-            return []
+        """Serve every running request once; the requests that are known to have finished."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, self._launch_next(self._ahead)
+            finished = self._read(ahead)
+            if self._ahead is not None:
+                return finished
+            return finished + self._scheduled_step() if self._scheduler.has_work else finished
+        return self._scheduled_step() if self._scheduler.has_work else []
+
+    def _scheduled_step(self) -> list[Finished]:
         step = self._scheduler.schedule()
-        sampling = [each.generation for each in (*step.decodes, *step.prefills) if each.samples]
-        logits_RV = self.runner.forward(self._forward_batch(step))
-        for each in (*step.decodes, *step.prefills):
+        decodes = [each.generation for each in step.decodes]
+        launched = self._launch_first(decodes) if decodes else None
+        if launched is not None and not step.prefills and self._overlaps:
+            self._ahead = launched
+            return []
+        prefilled = self._launch_prefill(step.prefills) if step.prefills else None
+        finished = [] if launched is None else self._read(launched)
+        return finished if prefilled is None else finished + self._read_prefill(prefilled)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.device.type == "cuda" and not self.config.sync and self.observer is None
+
+    def _launch_first(self, generations: list[Generation]) -> "_Ahead":
+        rows = [DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations]
+        self._decoding.load(rows)
+        room = min(len(each.blocks) * self._block_size - len(each.tokens) for each in generations)
+        left = min(each.num_left for each in generations)
+        return _Ahead(generations, self._decoding.launch(), num_steady=min(room, left - 1))
+
+    def _launch_next(self, ahead: "_Ahead") -> "_Ahead | None":
+        """The step after `ahead`, before its tokens are known; None when the next step will not be the same requests' decode."""
+        if ahead.stale or self._scheduler.num_waiting:
+            return None
+        num_steady = ahead.num_steady
+        if num_steady == 0:
+            num_steady = self._grow(ahead.generations)
+            if num_steady == 0:
+                return None
+        return _Ahead(ahead.generations, self._decoding.launch(), num_steady - 1)
+
+    def _grow(self, generations: list[Generation]) -> int:
+        """Blocks for one more token of each request than is known; for how many steps that lasts, 0 if a request ends or blocks do."""
+        if min(each.num_left for each in generations) <= 1:
+            return 0
+        for row_idx, generation in enumerate(generations):
+            if (block := self._scheduler.extend(generation, len(generation.tokens) + 1)) is None:
+                return 0
+            if block:
+                self._decoding.append_block(row_idx, len(generation.blocks) - 1, block)
+        room = min(len(each.blocks) * self._block_size - len(each.tokens) for each in generations)
+        return min(room, min(each.num_left for each in generations) - 1)
+
+    def _read(self, ahead: "_Ahead") -> list[Finished]:
+        """Take a launched step's tokens, once they are there."""
+        started = time.perf_counter()
+        ahead.launched.wait()
+        now = time.perf_counter()
+        self.wait_s += now - started
+        if self.observer is not None:
+            self.observer(
+                [each.request for each in ahead.generations], [len(each.tokens) for each in ahead.generations], ahead.launched.logits_RV
+            )
+        finished = self._take(ahead.generations, ahead.launched.tokens, ahead.launched.logprobs, now)
+        if finished and self._ahead is not None:
+            self._ahead.stale = True
+        return finished
+
+    def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":
+        """None when no prompt came to its end."""
+        sampling = [each.generation for each in prefills if each.samples]
+        logits_WV = self.runner.prefill(self._prefill_batch(prefills))
+        for each in prefills:
             each.generation.num_computed += each.num_tokens
         if not sampling:
-            return []
-        choice = sample(logits_RV, [each.request.params for each in sampling], [len(each.tokens) for each in sampling])
+            return None
+        positions = [len(each.tokens) for each in sampling]
+        return _Prefilled(sampling, positions, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions))
+
+    def _read_prefill(self, prefilled: "_Prefilled") -> list[Finished]:
+        sampling, choice = prefilled.generations, prefilled.choice
         tokens = choice.tokens_R.tolist()
-        logprobs = [0.0] * len(tokens) if choice.logprobs_R is None else choice.logprobs_R.tolist()
+        logprobs = None if choice.logprobs_R is None else choice.logprobs_R.tolist()
         now = time.perf_counter()
-        for generation, token, logprob in zip(sampling, tokens, logprobs, strict=True):
+        if self.observer is not None:
+            self.observer([each.request for each in sampling], prefilled.positions, prefilled.logits_WV)
+        return self._take(sampling, tokens, logprobs, now)
+
+    def _take(self, generations: list[Generation], tokens: list[int], logprobs: list[float] | None, now: float) -> list[Finished]:
+        """Append each request's new token; those that this finished."""
+        finished = []
+        for row_idx, (generation, token) in enumerate(zip(generations, tokens, strict=True)):
+            if not generation.blocks:
+                continue  # it ended one step ago, and this token is one too many
+            generation.num_computed = len(generation.tokens)
             generation.tokens.append(token)
             generation.token_times_s.append(now)
-            generation.logprobs.append(logprob)
-        return [finished for generation in sampling if (finished := self._finish(generation)) is not None]
+            if logprobs is not None:
+                generation.logprobs.append(logprobs[row_idx])
+            stopped = token in self._eos and not generation.request.params.ignore_eos
+            if stopped or generation.num_left == 0:
+                finished.append(self._finish(generation, "stop" if stopped else "length"))
+        return finished
 
     def generate(self, requests: Sequence[Request]) -> list[Finished]:
         """Run requests to their end; results in the order of the requests.
@@ -158,53 +294,44 @@ class Engine:
         """
         return self.runner.kernel_report()
 
-    def _finish(self, generation: Generation) -> Finished | None:
-        request, tokens = generation.request, tuple(generation.generated)
-        stopped = not request.params.ignore_eos and tokens[-1] in self.arch.eos_token_ids
-        if not stopped and len(tokens) < request.params.max_tokens:
-            return None
-        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+    def _finish(self, generation: Generation, reason: Literal["stop", "length"]) -> Finished:
+        request = generation.request
         self._scheduler.finish(generation)
         self._ids.remove(request.id)
         return Finished(
             id=request.id,
             prompt=request.prompt,
-            tokens=tokens,
+            tokens=tuple(generation.generated),
             reason=reason,
             arrival_s=generation.arrival_s,
             token_times_s=tuple(generation.token_times_s),
             logprobs=tuple(generation.logprobs) if request.params.logprobs else None,
         )
 
-    def _forward_batch(self, step: Step) -> ForwardBatch:
-        scheduled: tuple[Scheduled, ...] = (*step.decodes, *step.prefills)
-        block_size = self.config.block_size
+    def _prefill_batch(self, prefills: tuple[Scheduled, ...]) -> PrefillBatch:
+        block_size = self._block_size
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        logit_rows: list[int] = []
-        for each in scheduled:
+        wanted_rows: list[int] = []
+        for each in prefills:
             generation, start = each.generation, each.generation.num_computed
             span = range(start, start + each.num_tokens)
             tokens += generation.tokens[start : span.stop]
             positions += span
             slots += [generation.blocks[position // block_size] * block_size + position % block_size for position in span]
             if each.samples:
-                logit_rows.append(len(tokens) - 1)
-        query_lens = tuple(each.num_tokens for each in scheduled)
-        context_lens = tuple(each.generation.num_computed + each.num_tokens for each in scheduled)
-        num_blocks = max(len(each.generation.blocks) for each in scheduled)
-        table = [each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks)) for each in scheduled]
-        return ForwardBatch(
+                wanted_rows.append(len(tokens) - 1)
+        num_blocks = max(len(each.generation.blocks) for each in prefills)
+        table = [each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks)) for each in prefills]
+        return PrefillBatch(
             tokens_T=self._tensor(tokens),
             positions_T=self._tensor(positions),
-            slot_mapping_T=self._tensor(slots),
-            block_table_BM=self._tensor(table),
-            context_lens_B=self._tensor(context_lens),
-            query_lens=query_lens,
-            context_lens=context_lens,
-            num_decodes=len(step.decodes),
-            logit_rows_R=self._tensor(logit_rows),
+            slots_T=self._tensor(slots),
+            block_table_RB=self._tensor(table),
+            query_lens=tuple(each.num_tokens for each in prefills),
+            context_lens=tuple(each.generation.num_computed + each.num_tokens for each in prefills),
+            wanted_rows_W=self._tensor(wanted_rows),
         )
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
@@ -216,7 +343,7 @@ def _default_dtype(arch: Arch, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _size_cache(arch: Arch, config: EngineConfig, device: torch.device, *, bytes_per_token: int) -> tuple[int, int]:
+def _size_cache(arch: Arch, config: EngineConfig, device: torch.device, *, bytes_per_token: int, block_size: int) -> tuple[int, int]:
     """Model length and number of blocks, the padding block included."""
     wanted = config.max_model_len if config.max_model_len is not None else arch.max_position
     if not 0 < wanted <= arch.max_position:
@@ -224,12 +351,12 @@ def _size_cache(arch: Arch, config: EngineConfig, device: torch.device, *, bytes
     limit_bytes = config.kv_cache_bytes
     if limit_bytes is None:
         limit_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC) if device.type == "cuda" else CPU_CACHE_BYTES
-    affordable = limit_bytes // (bytes_per_token * config.block_size) - 1
-    sequence_blocks = -(-wanted // config.block_size)
+    affordable = limit_bytes // (bytes_per_token * block_size) - 1
+    sequence_blocks = -(-wanted // block_size)
     if affordable < (sequence_blocks if config.max_model_len is not None else 1):
         raise UsageError(
-            f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * config.block_size} positions of {bytes_per_token} bytes, "
+            f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * block_size} positions of {bytes_per_token} bytes, "
             f"fewer than one sequence of {wanted} tokens. Raise kv_cache_bytes or lower max_model_len."
         )
     num_blocks = min(affordable, config.max_batch_size * sequence_blocks)
-    return min(wanted, num_blocks * config.block_size), num_blocks + 1
+    return min(wanted, num_blocks * block_size), num_blocks + 1

@@ -2,58 +2,79 @@
 
 A block is `block_size` consecutive positions of one sequence. Layout of a layer: [K, num_blocks, block_size, C], so that the blocks of one
 sequence gathered along axis 1 are a dense [K, L, C], the operand of an attention product, without another copy. Block 0 belongs to
-nobody and stays zero: block tables are padded with it.
+nobody: block tables are padded with it, and rows that only fill up a batch write there. Formats are those of `kernels/paged.py`.
 """
 
 import torch
-from torch import Tensor
 
 from compress.errors import UsageError
-from compress.models.arch import Arch
+from compress.kernels.paged import DENSE_FORMATS, FP8_STATIC, FP8_TOKEN_HEAD, PADDING_BLOCK, PagedKV
+from compress.kernels.rows import FP8
+from compress.models.arch import Arch, LayerShape
 
 BLOCK_SIZES = (16, 32, 64, 128)
-PADDING_BLOCK = 0
+KV_FORMATS = (*DENSE_FORMATS.values(), FP8_TOKEN_HEAD, FP8_STATIC)
+_SCALE_BYTES = 4
 
 
-def kv_bytes_per_token(arch: Arch, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one position, all layers."""
-    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * dtype.itemsize
+def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
+    """Bytes of keys and values of one position, all layers, scales included."""
+    dtype = _storage_dtype(kv_format)
+    scale_bytes = _SCALE_BYTES if kv_format == FP8_TOKEN_HEAD else 0
+    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale_bytes) for layer in arch.layers)
+
+
+def _storage_dtype(kv_format: str) -> torch.dtype:
+    dense = {name: dtype for dtype, name in DENSE_FORMATS.items()}
+    if kv_format not in KV_FORMATS:
+        raise UsageError(f"KV cache format '{kv_format}' is not known; formats are {', '.join(KV_FORMATS)}.")
+    return dense.get(kv_format, FP8)
 
 
 class KVCache:
     """The tensors. Blocks are addressed by id, positions by slot = block id * block_size + offset.
 
+    `static_scales` are the scales (of keys, of values) of every layer, for format FP8_STATIC; 1 where none are given.
+
     Raises:
-        UsageError: a block size that attention's chunks are not multiples of.
+        UsageError: an unknown format, or a block size that attention's chunks are not multiples of.
     """
 
-    def __init__(self, arch: Arch, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        arch: Arch,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_format: str,
+        device: torch.device,
+        static_scales: list[tuple[float, float]] | None = None,
+    ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
         self.block_size = block_size
+        self.kv_format = kv_format
+        scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._layers = [
-            (
-                torch.zeros(layer.num_kv_heads, num_blocks, block_size, layer.head_dim, dtype=dtype, device=device),
-                torch.zeros(layer.num_kv_heads, num_blocks, block_size, layer.head_dim, dtype=dtype, device=device),
-            )
-            for layer in arch.layers
+            _make_pages(layer, num_blocks=num_blocks, block_size=block_size, kv_format=kv_format, device=device, static_scales=pair)
+            for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [K, num_blocks, block_size, C]."""
+    def layer(self, layer_idx: int) -> PagedKV:
         return self._layers[layer_idx]
 
-    def write_(self, layer_idx: int, slot_mapping_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
-        """Store new positions, rounded to the cache's dtype."""
-        for cache, new_TKC in zip(self._layers[layer_idx], (k_TKC, v_TKC), strict=True):
-            flat = cache.view(cache.shape[0], -1, cache.shape[3])
-            flat.index_copy_(1, slot_mapping_T, new_TKC.transpose(0, 1).to(cache.dtype))
 
-    def gather(self, layer_idx: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` positions of the sequence that holds `blocks`: keys and values, each [K, length, C]."""
-        blocks = blocks[: -(-length // self.block_size)]
-        k, v = (cache.index_select(1, blocks).flatten(1, 2)[:, :length] for cache in self._layers[layer_idx])
-        return k, v
+def _make_pages(
+    layer: LayerShape, *, num_blocks: int, block_size: int, kv_format: str, device: torch.device, static_scales: tuple[float, float]
+) -> PagedKV:
+    """Zeroed pages of one layer."""
+    shape, dtype = (layer.num_kv_heads, num_blocks, block_size), _storage_dtype(kv_format)
+    k, v = (torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device) for _ in range(2))
+    if kv_format == FP8_TOKEN_HEAD:
+        return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
+    if kv_format == FP8_STATIC:
+        return PagedKV(k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales))
+    return PagedKV(k, v)
 
 
 class BlockAllocator:

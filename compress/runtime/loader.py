@@ -2,11 +2,15 @@
 
 q, k and v (gate and up) read the same input and become one projection, so one product instead of three. Linears of different schemes
 cannot share a kernel: a projection is a row of parts, each a run of linears with one scheme (one part, unless precision is mixed).
-Every part has a kernel for decode rows, whose rows must not depend on one another, and one for prefill rows.
+Every part has a kernel for decode rows, whose rows must not depend on one another, and one for prefill rows; both read one copy of the
+weights where they agree on its layout.
+
+A decode kernel may apply the gate itself (`Projection.gated`). Where `down` quantizes its input, the gate is left to `act_mul`, which
+does both at once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.select import DENSE_SCHEMES, Kernel, Op, Problem, candidates, select
+from compress.kernels.rows import ActivationQuant, QuantizedRows
+from compress.kernels.select import DENSE_SCHEMES, Kernel, Op, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
@@ -32,7 +37,9 @@ class Target:
     max_batch_size: int
     max_step_tokens: int
 
-    def problem(self, op: Op, *, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None) -> Problem:
+    def problem(
+        self, op: Op, *, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None, activation: str | None = None
+    ) -> Problem:
         return Problem(
             op=op,
             n=n,
@@ -44,6 +51,7 @@ class Target:
             dtype=self.dtype,
             device=self.device.type,
             sm=_compute_capability(self.device),
+            activation=activation,
         )
 
 
@@ -53,7 +61,7 @@ class Placed:
 
     kernel: Kernel
     problem: Problem
-    packed: Tensor | tuple[Tensor, ...] | None = None
+    packed: Any = None
 
     def report(self, *, layer: int | None, linear: str) -> dict[str, Any]:
         problem = self.problem
@@ -74,12 +82,20 @@ class Placed:
 
 @dataclass(frozen=True)
 class Part:
-    """Linears of one scheme, stacked along O."""
+    """Linears of one scheme, stacked along O. `quant` says how they want their input, None as it is."""
 
     linears: tuple[str, ...]
     decode: Placed
     prefill: Placed
     bias_O: Tensor | None
+    quant: ActivationQuant | None
+    quantize: Callable[[Tensor, ActivationQuant], QuantizedRows]
+
+    def __call__(self, x: Tensor | QuantizedRows, phase: Phase, **epilogue: Any) -> Tensor:
+        placed = self.decode if phase == "decode" else self.prefill
+        if self.quant is not None and isinstance(x, Tensor):
+            x = self.quantize(x, self.quant)
+        return placed.kernel.fn(x, placed.packed, self.bias_O, **epilogue)
 
 
 @dataclass(frozen=True)
@@ -88,12 +104,24 @@ class Projection:
 
     parts: tuple[Part, ...]
 
-    def __call__(self, x_TI: Tensor, phase: Phase) -> Tensor:
-        outputs = []
-        for part in self.parts:
-            placed = part.decode if phase == "decode" else part.prefill
-            outputs.append(placed.kernel.fn(x_TI, placed.packed, part.bias_O))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+    def __call__(
+        self, x: Tensor | QuantizedRows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """[T, O], or [T, O / 2] where it is `gated`; `residual` is added."""
+        if len(self.parts) == 1:
+            return self.parts[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
+        y = torch.cat([part(x, phase, out_dtype=out_dtype) for part in self.parts], dim=-1)
+        return y if residual is None else residual + y
+
+    @property
+    def quant(self) -> ActivationQuant | None:
+        """How all parts want their input, if they agree; else each quantizes it for itself."""
+        return self.parts[0].quant if len(self.parts) == 1 else None
+
+    def gated(self, phase: Phase) -> bool:
+        """Whether the kernel applies the activation and multiplies."""
+        placed = self.parts[0].decode if phase == "decode" else self.parts[0].prefill
+        return placed.problem.activation is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -161,32 +189,51 @@ def load_model(source: WeightSource, target: Target) -> ModelWeights:
     )
 
 
-def place(linears: Sequence[str], weights: Weights, target: Target) -> Projection:
-    """Fuse linears over the same input, choose kernels, repack."""
+def place(linears: Sequence[str], weights: Weights, target: Target, *, activation: str | None = None) -> Projection:
+    """Fuse linears over the same input, choose kernels, repack. `activation` is applied where one part holds both and its kernel can."""
 
     def scheme_of(linear: str) -> str | None:
         weight = weights[f"{linear}.weight"]
         return weight.scheme.name if isinstance(weight, QuantizedWeight) else None
 
-    parts = [_place_part(tuple(run), scheme, weights, target) for scheme, run in groupby(linears, key=scheme_of)]
-    return Projection(tuple(parts))
+    runs = [(scheme, tuple(run)) for scheme, run in groupby(linears, key=scheme_of)]
+    activation = activation if len(runs) == 1 else None
+    return Projection(tuple(_place_part(run, scheme, weights, target, activation) for scheme, run in runs))
 
 
-def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target) -> Part:
+def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target, activation: str | None) -> Part:
     stacked = [weights[f"{linear}.weight"] for linear in linears]
     out_features, in_features = sum(weight.shape[0] for weight in stacked), stacked[0].shape[1]
-    packed: dict[Any, Tensor | tuple[Tensor, ...]] = {}
+    packed: dict[Any, Any] = {}
     placed: dict[Phase, Placed] = {}
     for phase in ("decode", "prefill"):
         problem = target.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
+        if activation is not None and phase == "decode":
+            gated = replace(problem, activation=activation)
+            problem = gated if len(refusals(gated)) < len(candidates("linear")) else problem
         kernel = select(problem)
         assert kernel.repack is not None, f"linear kernel {kernel.name} has no repack"
         if kernel.repack not in packed:
-            packed[kernel.repack] = kernel.repack(stacked, dtype=target.dtype, device=target.device)
+            packed[kernel.repack] = kernel.repack(stacked, dtype=target.dtype, device=target.device, gated=problem.activation is not None)
         placed[phase] = Placed(kernel, problem, packed[kernel.repack])
     biased = f"{linears[0]}.bias" in weights
-    bias_O = torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None
-    return Part(linears, placed["decode"], placed["prefill"], bias_O)
+    return Part(
+        linears,
+        placed["decode"],
+        placed["prefill"],
+        bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None,
+        quant=_input_quant(stacked, target),
+        quantize=select(target.problem("quantize_rows", n=in_features)).fn,
+    )
+
+
+def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) -> ActivationQuant | None:
+    """Linears over one input share its static scale; where a checkpoint states several, the largest saturates none of them."""
+    quantized = [weight for weight in stacked if isinstance(weight, QuantizedWeight) and weight.scheme.activation is not None]
+    if not quantized:
+        return None
+    scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
+    return ActivationQuant(torch.stack(scales).amax().to(target.device) if scales else None)
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:
@@ -195,12 +242,15 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
     if source.arch.qk_norm:
         q_norm, k_norm = (_vector(weights, f"attn.{name}.weight", target) for name in ("q_norm", "k_norm"))
         qk_norm = torch.cat((q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1)))
+    placed = {name: place(linears, weights, target) for name, linears in PROJECTIONS.items() if name != "gate_up"}
+    activation = source.arch.activation if placed["down"].parts[0].quant is None else None
     return LayerWeights(
         shape=shape,
         attn_norm=_vector(weights, "attn_norm.weight", target),
         qk_norm=qk_norm,
         ffn_norm=_vector(weights, "ffn_norm.weight", target),
-        **{name: place(linears, weights, target) for name, linears in PROJECTIONS.items()},
+        gate_up=place(PROJECTIONS["gate_up"], weights, target, activation=activation),
+        **placed,
     )
 
 
@@ -208,9 +258,13 @@ def _vector(weights: Weights, name: str, target: Target) -> Tensor:
     return dense(weights[name]).to(device=target.device, dtype=target.dtype)
 
 
-def _num_bytes(packed: Tensor | tuple[Tensor, ...] | None) -> int:
-    tensors = (packed,) if isinstance(packed, Tensor) else packed or ()
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _num_bytes(packed: Any) -> int:
+    """Of all tensors in a packed weight."""
+    if isinstance(packed, Tensor):
+        return packed.numel() * packed.element_size()
+    if is_dataclass(packed):
+        return sum(_num_bytes(getattr(packed, each.name)) for each in fields(packed))
+    return sum(_num_bytes(each) for each in packed) if isinstance(packed, tuple) else 0
 
 
 def _compute_capability(device: torch.device) -> int:

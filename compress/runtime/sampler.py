@@ -11,6 +11,9 @@ are float64, so that devices disagree in the 16th digit at most.
 Filters look at p = softmax(l / T) of all tokens and apply together: `top_k` keeps the k likeliest, `top_p` the smallest set of likeliest
 tokens whose probability reaches it, `min_p` those with p >= min_p * max p. The likeliest token is always kept.
 
+Parameters are tensors, and nothing asks the device for a value: a CUDA graph can hold every plan. The plan of a batch is known on the host
+and saves work. Rows of one batch may differ in everything; a row's token is the same under every plan that serves it.
+
 Shapes: R rows, V vocabulary.
 """
 
@@ -20,10 +23,66 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.choose import Draw, Filter, choose, choose_drawn
+from compress.kernels.launch import triton
 from compress.runtime.request import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+_MASS_BITS = 40
+"""Probabilities are summed as integers, truncated, the likeliest token's being 2^40: sums are exact, so a row's do not depend on how a
+device shares out rows among threads, and stay below 2^63 for vocabularies up to 2^23."""
+_GREEDY = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What some row of a batch asks for: to be drawn at a temperature, top_k or top_p, log probabilities."""
+
+    draws: bool
+    filters: bool
+    logprobs: bool
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams]) -> "SamplingPlan":
+        """The plan with the least work that serves all."""
+        drawn = [each for each in params if each.temperature > 0]
+        filters = any(each.top_k > 0 or each.top_p < 1 for each in drawn)
+        return SamplingPlan(draws=bool(drawn), filters=filters, logprobs=any(each.logprobs for each in params))
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Parameters of each row on the device: float32 temperature, top_p and min_p, int64 top_k and seeds."""
+
+    temperature_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    min_p_R: Tensor
+    seeds_R: Tensor
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], device: torch.device, *, pad_to: int = 0) -> "SamplingRows":
+        """Greedy rows fill up to `pad_to`."""
+        params = [*params, *[_GREEDY] * (pad_to - len(params))]
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(each, name) for each in params], dtype=dtype).to(device)
+
+        temperature_R, top_p_R, min_p_R = (column(name, torch.float32) for name in ("temperature", "top_p", "min_p"))
+        return SamplingRows(temperature_R, column("top_k", torch.int64), top_p_R, min_p_R, column("seed", torch.int64))
+
+    def first(self, num_rows: int) -> "SamplingRows":
+        """Views of the first rows."""
+        return SamplingRows(*(each[:num_rows] for each in self._tensors))
+
+    def copy_(self, other: "SamplingRows") -> None:
+        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+            mine.copy_(theirs)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.temperature_R, self.top_k_R, self.top_p_R, self.min_p_R, self.seeds_R
 
 
 @dataclass(frozen=True)
@@ -36,44 +95,49 @@ class Choice:
 
 def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Choice:
     """One token a row; `positions` are the absolute positions of the new tokens in their sequences."""
-    logits_RV = logits_RV.to(torch.float32)
-    tokens_R = logits_RV.argmax(dim=-1)
-    drawn = [row for row, each in enumerate(params) if each.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits_RV.device)
-        tokens_R[rows] = _draw(logits_RV[rows], [params[row] for row in drawn], [positions[row] for row in drawn])
-    if not any(each.logprobs for each in params):
+    device = logits_RV.device
+    positions_R = torch.tensor(positions, dtype=torch.int64).to(device)
+    return sample_rows(logits_RV.to(torch.float32), SamplingRows.of(params, device), positions_R, SamplingPlan.of(params))
+
+
+def sample_rows(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan) -> Choice:
+    """The same of float32 logits and of tensors on their device; `plan` must serve every row."""
+    tokens_R = _tokens(logits_RV, rows, positions_R, plan)
+    if not plan.logprobs:
         return Choice(tokens_R, None)
     return Choice(tokens_R, logits_RV.log_softmax(dim=-1).gather(1, tokens_R.unsqueeze(1)).squeeze(1))
 
 
-def _draw(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    device = logits_RV.device
-    temperature = torch.tensor([each.temperature for each in params], dtype=torch.float32, device=device)
-    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature.unsqueeze(1)  # the maximum is 0 at any temperature
-    kept_RV = _kept(scaled_RV, params)
-    seeds = torch.tensor([each.seed for each in params], dtype=torch.int64, device=device)
-    noise_RV = gumbel(seeds, torch.tensor(positions, dtype=torch.int64, device=device), logits_RV.shape[1])
-    return (scaled_RV.to(torch.float64) + noise_RV).masked_fill(~kept_RV, float("-inf")).argmax(dim=-1)
+def _tokens(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan) -> Tensor:
+    by_kernel = logits_RV.is_cuda and triton is not None
+    if not plan.draws:
+        return choose(logits_RV) if by_kernel else logits_RV.argmax(dim=-1)
+    log_min_p_R = rows.min_p_R.log()
+    if by_kernel:
+        draw = Draw(rows.temperature_R, log_min_p_R, rows.seeds_R, positions_R)
+        return choose_drawn(logits_RV, draw, Filter(rows.top_k_R, rows.top_p_R) if plan.filters else None)
+    # The maximum is 0 at any temperature. Greedy rows have 1 for it.
+    temperature_R = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
+    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R.unsqueeze(1)
+    kept_RV = scaled_RV >= log_min_p_R.unsqueeze(1)
+    if plan.filters:
+        kept_RV &= _first(scaled_RV, rows)
+    noisy_RV = scaled_RV.to(torch.float64) + gumbel(rows.seeds_R, positions_R, logits_RV.shape[1])
+    drawn_R = noisy_RV.masked_fill(~kept_RV, float("-inf")).argmax(dim=-1)
+    return torch.where(rows.temperature_R > 0, drawn_R, logits_RV.argmax(dim=-1))
 
 
-def _kept(scaled_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """bool [R, V] for logits whose maximum is 0."""
-    device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
-    min_p = torch.tensor([each.min_p for each in params], dtype=torch.float32, device=device).unsqueeze(1)
-    kept_RV = scaled_RV >= min_p.log()
-    if all(each.top_k == 0 and each.top_p == 1.0 for each in params):
-        return kept_RV
-    top_k = torch.tensor([each.top_k or vocab_size for each in params], device=device).unsqueeze(1)
-    # A rounded sum of all probabilities may fall short of 1, so that `top_p` 1 could drop the last tokens: it asks for more instead.
-    top_p = torch.tensor([each.top_p if each.top_p < 1 else 2.0 for each in params], dtype=torch.float32, device=device).unsqueeze(1)
+def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
+    """bool [R, V]: what top_k and top_p keep."""
     ordered_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    p_RV = ordered_RV.softmax(dim=-1)
-    before_RV = p_RV.cumsum(dim=-1) - p_RV
-    rank_V = torch.arange(vocab_size, device=device)
-    first_RV = (rank_V < top_k) & (before_RV < top_p)
-    first_RV[:, 0] = True
-    return kept_RV & torch.empty_like(kept_RV).scatter_(1, ids_RV, first_RV)
+    mass_RV = (ordered_RV.exp() * 2.0**_MASS_BITS).to(torch.int64)
+    total_RV = mass_RV.cumsum(dim=-1)
+    before_RV, top_p_R1 = total_RV - mass_RV, rows.top_p_R.unsqueeze(1).to(torch.float64)
+    rank_V = torch.arange(scaled_RV.shape[1], device=scaled_RV.device)
+    top_k_R1 = rows.top_k_R.unsqueeze(1)
+    first_RV = (before_RV < top_p_R1 * total_RV[:, -1:]) | (top_p_R1 >= 1)
+    first_RV &= (rank_V < top_k_R1) | (top_k_R1 == 0)
+    return torch.empty_like(first_RV).scatter_(1, ids_RV, first_RV | (rank_V == 0))
 
 
 def gumbel(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:

@@ -32,6 +32,11 @@ class Generation:
         return self.tokens[len(self.request.prompt) :]
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may still be generated."""
+        return len(self.request.prompt) + self.request.params.max_tokens - len(self.tokens)
+
+    @property
     def decoding(self) -> bool:
         return self.num_computed >= self.prefill_end
 
@@ -77,12 +82,25 @@ class Scheduler:
     def unfinished(self) -> list[Generation]:
         return [*self._running, *self._waiting]
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def add(self, generation: Generation) -> None:
         self._waiting.append(generation)
 
     def finish(self, generation: Generation) -> None:
         self._running.remove(generation)
         self._release(generation)
+
+    def extend(self, generation: Generation, num_tokens: int) -> int | None:
+        """Give a running generation the block that `num_tokens` tokens need: its id, 0 when it has it, None when no block is free."""
+        if num_tokens <= len(generation.blocks) * self._block_size:
+            return 0
+        if not self._allocator.num_free:
+            return None
+        generation.blocks += self._allocator.allocate(1)
+        return generation.blocks[-1]
 
     def schedule(self) -> Step:
         """Choose the next step and allocate its blocks."""

@@ -13,10 +13,10 @@ from compress.export import FORMATS, check_rules
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import write_checkpoint
 from compress.models.family import family_of
-from compress.quant.scheme import Scheme, scheme_named
+from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize import Quantize
+from compress.stages.quantize import Quantize, outer_bytes
 
 
 def _one_known_format(names: tuple[str, ...]) -> None:
@@ -37,11 +37,10 @@ class Export(Spec):
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize") or Quantize()
     assert isinstance(quantize, Quantize)
-    arch, scheme = facts.arch, scheme_named(quantize.scheme)
+    arch, scheme = facts.arch, quantize.model_scheme()
     check_rules(spec.formats[0], arch, scheme)
     linears = [layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears]
-    size = sum(scheme.weight_bytes(*shape) for shape in linears)
-    size += 2 * arch.vocab_size * arch.hidden_size * (1 if arch.tied_head else 2)
+    size = sum(scheme.layers.weight_bytes(*shape) for shape in linears) + outer_bytes(arch, scheme)
     consumers = FORMATS.get(spec.formats[0]).consumers(arch, scheme)
     notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
@@ -52,12 +51,12 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     artifact = open_artifact(inputs[Port.QUANTIZED].path)
     store = CanonicalStore(artifact)
     assert artifact.manifest.scheme is not None
-    scheme, name = Scheme.from_json(artifact.manifest.scheme), spec.formats[0]
+    scheme, name = ModelScheme.from_json(artifact.manifest.scheme), spec.formats[0]
     check_rules(name, store.arch, scheme)
     form = FORMATS.get(name)
     ctx.boundary(0, 1, f"writing {name}")
     head = family_of({"model_type": store.arch.family}).to_disk("head")
-    config = form.quantization_config(scheme, ignore=[head])
+    config = form.quantization_config(scheme, head=head)
     write_checkpoint(out.path, store, codec=form.codec, quantization_config=config)
     for file in inputs.source.text_files():
         shutil.copyfile(file, out.path / file.name)

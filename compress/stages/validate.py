@@ -13,7 +13,7 @@ from pydantic import Field
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context
 from compress.artifact.header import read_header
-from compress.artifact.manifest import open_artifact
+from compress.artifact.manifest import Manifest, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.card import check_at_hand, load_card
 from compress.calibrate.corpus import Document
@@ -22,6 +22,7 @@ from compress.digest import digest_json
 from compress.errors import UsageError
 from compress.export import open_weights
 from compress.models.arch import Arch
+from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages import STAGES, Estimate, Input, Inputs, PlanFacts, Port
@@ -168,13 +169,13 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     manifest = open_artifact(candidate_input.path).manifest
     quantized = inputs.ports.get(Port.QUANTIZED)
     return build_report(
-        title=f"{inputs.source.name} in {(manifest.scheme or {}).get('name', 'dense weights')}",
+        title=f"{inputs.source.name} in {_scheme_name(manifest) or 'dense weights'}",
         artifact={
             "digest": candidate_input.digest,
             "source": inputs.source.name,
             "source_revision": inputs.source.revision,
             "source_digest": inputs.source.digest,
-            "scheme": (manifest.scheme or {}).get("name"),
+            "scheme": _scheme_name(manifest),
             "format": manifest.facts.get("format"),
             "sizes": sizes,
         },
@@ -188,6 +189,10 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         calibration=_calibration(inputs, tokens, data_facts),
         environment=environment_facts(device),
     )
+
+
+def _scheme_name(manifest: Manifest) -> str | None:
+    return None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme).name
 
 
 def _engine_config(spec: Validate) -> EngineConfig:

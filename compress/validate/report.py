@@ -91,6 +91,7 @@ def render_html(report: Json) -> str:
         worst_layers=_worst_layers(report),
         kernels=_kernels(report),
         on_reference_path=_on_reference_path(report),
+        refusals=_refusals(report),
         totals=_totals(report),
     )
 
@@ -187,6 +188,16 @@ def _kernels(report: Json) -> list[Json]:
         row_of[what] = row
         layers_of.setdefault(what, []).extend([row["layer"]] if row["layer"] is not None else [])
     return [{**row, "layers": _ranges(layers_of[what])} for what, row in row_of.items()]
+
+
+def _refusals(report: Json) -> list[tuple[str, list[str]]]:
+    """Why faster kernels stood aside where the reference served: reason, and the kernels that gave it."""
+    kernels_of: dict[str, set[str]] = {}
+    for row in report.get("kernels", []):
+        if row["kernel"].startswith("reference"):
+            for kernel, reason in row["refused"].items():
+                kernels_of.setdefault(reason, set()).add(kernel)
+    return [(reason, sorted(kernels)) for reason, kernels in kernels_of.items()]
 
 
 def _on_reference_path(report: Json) -> bool:

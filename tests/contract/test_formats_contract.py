@@ -11,7 +11,7 @@ from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, ExportFormat, check_rules, codecs
 from compress.models.arch import Arch
 from compress.models.family import family_of
-from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -32,11 +32,12 @@ def arch(**changes: Any) -> Arch:
 
 
 def supported() -> list[tuple[ExportFormat, Scheme]]:
-    pairs = [(form, scheme) for _, form in FORMATS.items() for scheme in SCHEMES.values() if not form.broken_rules(arch(), scheme)]
-    smaller = [dataclasses.replace(scheme, group_size=32) for _, scheme in pairs if scheme.group_size is not None]
-    return pairs + [(form, scheme) for _, form in FORMATS.items() for scheme in smaller if not form.broken_rules(arch(), scheme)]
+    smaller = [dataclasses.replace(scheme, group_size=32) for scheme in SCHEMES.values() if scheme.group_size is not None]
+    schemes = [*SCHEMES.values(), *smaller]
+    return [(form, scheme) for _, form in FORMATS.items() for scheme in schemes if not form.broken_rules(arch(), ModelScheme(scheme))]
 
 
+EACH_HEAD = pytest.mark.parametrize("head", [None, "FP8_DYNAMIC", "W8A16"])
 EACH = pytest.mark.parametrize(("form", "scheme"), supported())
 EACH_FORMAT = pytest.mark.parametrize("name", FORMATS.names())
 
@@ -47,8 +48,9 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
     groups = scheme.num_groups(in_features)
     scale_OG = (torch.rand(out_features, groups, generator=generator) + 0.1).to(torch.bfloat16)
     zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
-    codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.int8)
-    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
+    codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.float32).to(scheme.code_dtype)
+    input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
+    return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)
 
 
 @EACH_FORMAT
@@ -65,31 +67,38 @@ def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, 
     assert set(leaves) == form.codec.leaves(scheme)
     assert all(tensor.is_contiguous() for tensor in leaves.values())
     again = form.codec.decode(leaves, scheme)
-    assert torch.equal(again.codes_OI, weight.codes_OI)
-    assert again.codes_OI.dtype == torch.int8
+    assert again.codes_OI.dtype == weight.codes_OI.dtype
+    assert torch.equal(again.codes_OI.view(torch.uint8), weight.codes_OI.view(torch.uint8))
     assert torch.equal(again.scale_OG, weight.scale_OG)
     assert again.scale_OG.dtype == weight.scale_OG.dtype
     assert (again.zero_point_OG is None) == (weight.zero_point_OG is None)
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
         assert torch.equal(again.zero_point_OG, weight.zero_point_OG)
     assert again.scheme == scheme
+    assert again.input_scale is None or (again.input_scale.dtype, again.input_scale.shape) == (torch.float32, ())
+    assert (again.input_scale, again.input_scale is None) == (weight.input_scale, weight.input_scale is None)
 
 
 @EACH
-def test_the_config_says_which_linears_have_which_scheme(form: ExportFormat, scheme: Scheme) -> None:
-    ignore = ["lm_head", "model.layers.1.self_attn.q_proj"]
-    config = json.loads(json.dumps(form.quantization_config(scheme, ignore=ignore)))
+@EACH_HEAD
+def test_the_config_says_which_linears_have_which_scheme(form: ExportFormat, scheme: Scheme, head: str | None) -> None:
+    ignore = ["model.layers.1.self_attn.q_proj"]
+    whole = ModelScheme(scheme, SCHEMES[head] if head else None)
+    config = json.loads(json.dumps(form.quantization_config(whole, head="lm_head", ignore=ignore)))
     assert config["quant_method"] == form.quant_method
     schemes = form.codec.schemes(config, LINEARS)
-    assert set(schemes) == set(LINEARS) - set(ignore)  # layer 10 is not taken for layer 1
+    assert set(schemes) == set(LINEARS) - set(ignore) - (set() if head else {"lm_head"})  # layer 10 is not taken for layer 1
+    assert schemes.pop("lm_head", None) == whole.head
     for found in schemes.values():
         assert dataclasses.replace(found, name=scheme.name) == scheme
-    assert set(form.codec.schemes(form.quantization_config(scheme, ignore=[]), LINEARS)) == set(LINEARS)
+    unignored = form.codec.schemes(form.quantization_config(whole, head="lm_head"), LINEARS)
+    assert set(unignored) == set(LINEARS) - (set() if head else {"lm_head"})
 
 
 @EACH
 def test_the_order_in_which_linears_are_ignored_does_not_show(form: ExportFormat, scheme: Scheme) -> None:
-    assert form.quantization_config(scheme, ignore=["b", "a"]) == form.quantization_config(scheme, ignore=["a", "b"])
+    configs = [form.quantization_config(ModelScheme(scheme), head="lm_head", ignore=names) for names in (["b", "a"], ["a", "b"])]
+    assert configs[0] == configs[1]
 
 
 @EACH_FORMAT
@@ -97,20 +106,30 @@ def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) 
     narrow = arch(hidden_size=192, num_attention_heads=6, num_key_value_heads=2)
     uneven = arch()
     uneven = uneven.replace(layers=(uneven.layers[0], dataclasses.replace(uneven.layers[1], intermediate_size=256)))
+    four_bits = ModelScheme(SCHEMES["W4A16_G128"])
     for broken in (narrow, uneven):
-        rules = FORMATS.get(name).broken_rules(broken, SCHEMES["W4A16_G128"])
+        rules = FORMATS.get(name).broken_rules(broken, four_bits)
         assert rules
         assert all(rule.name and rule.problem.endswith(".") for rule in rules)
         with pytest.raises(UnsupportedFormat) as refusal:
-            check_rules(name, broken, SCHEMES["W4A16_G128"])
+            check_rules(name, broken, four_bits)
         assert all(f"[{rule.name}]" in str(refusal.value) for rule in rules)
-    three_bits = Scheme("W3A16", 3, symmetric=True, group_size=None)
+    three_bits = ModelScheme(Scheme("W3A16", 3, symmetric=True, group_size=None))
     assert any(rule.name == "bits" for rule in FORMATS.get(name).broken_rules(arch(), three_bits))
+
+
+@EACH_FORMAT
+def test_a_tied_head_is_not_quantized_behind_the_embeddings_back(name: str) -> None:
+    both = ModelScheme(SCHEMES["W8A16"], head=SCHEMES["W8A16"])
+    assert not FORMATS.get(name).broken_rules(arch(tie_word_embeddings=False), both)
+    assert not FORMATS.get(name).broken_rules(arch(tie_word_embeddings=True), ModelScheme(SCHEMES["W8A16"]))
+    with pytest.raises(UnsupportedFormat, match="tied-head"):
+        check_rules(name, arch(tie_word_embeddings=True), both)
 
 
 @EACH
 def test_a_format_says_who_loads_it_and_our_own_runtime_does(form: ExportFormat, scheme: Scheme) -> None:
-    consumers = form.consumers(arch(), scheme)
+    consumers = form.consumers(arch(), ModelScheme(scheme))
     assert all(isinstance(each, Consumer) and each.name and each.note for each in consumers)
     assert any(each.name == "compress runtime" and each.loads for each in consumers)
 
@@ -119,7 +138,8 @@ def test_a_format_says_who_loads_it_and_our_own_runtime_does(form: ExportFormat,
 @pytest.mark.parametrize("damage", [{"config_groups": {}}, {"config_groups": {"a": {}, "b": {}}}])
 def test_a_config_that_says_more_than_is_read_is_refused(name: str, damage: dict[str, Any]) -> None:
     form = FORMATS.get(name)
-    if "config_groups" not in form.quantization_config(SCHEMES["W8A16"], ignore=[]):
+    said = form.quantization_config(ModelScheme(SCHEMES["W8A16"]), head="lm_head")
+    if "config_groups" not in said:
         pytest.skip("the format has no config groups")
     with pytest.raises(UnsupportedFormat):
-        form.codec.schemes({**form.quantization_config(SCHEMES["W8A16"], ignore=[]), **damage}, LINEARS)
+        form.codec.schemes({**said, **damage}, LINEARS)

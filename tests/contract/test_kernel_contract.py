@@ -13,6 +13,8 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.rows import ActivationQuant, quantize
 from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, candidates, refusals, select
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -48,7 +50,12 @@ def each_usable(cases: list[tuple[str, Kernel, str, str]]) -> Any:
     )
 
 
-LINEARS = {name: case for m_max in (8, 4096) for case in usable("linear", m_max=m_max) for name in [(case[0], case[2], case[3])]}
+LINEARS = {
+    "-".join(map(str, (case[0], *case[2:], n, k, m_max))): (*case[1:], n, k, m_max)
+    for m_max in (8, 4096)
+    for n, k in SHAPES
+    for case in usable("linear", m_max=m_max, row_invariant=m_max == 8, n=n, k=k)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,10 +72,10 @@ def randn(*shape: int, device: str, dtype: str, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=DTYPES[dtype])
 
 
-def assert_close(actual: Tensor, expected_f64: Tensor, *, depth: int, dtype: str) -> None:
-    """c eps sqrt(K) absmax, plus one rounding of the result."""
+def assert_close(actual: Tensor, expected_f64: Tensor, *, depth: int, dtype: str, factors: int = 0) -> None:
+    """c eps sqrt(K) absmax, plus one rounding of the result, plus one of each term for each of `factors` (errors of terms average out)."""
     eps = torch.finfo(DTYPES[dtype]).eps
-    accumulated = 4 * torch.finfo(torch.float32).eps * depth**0.5 * float(expected_f64.abs().max())
+    accumulated = (4 * torch.finfo(torch.float32).eps * depth**0.5 + factors * eps) * float(expected_f64.abs().max())
     assert actual.dtype == DTYPES[dtype]
     torch.testing.assert_close(
         actual.to(torch.float64), expected_f64, rtol=4 * eps, atol=accumulated + eps * float(expected_f64.abs().max())
@@ -79,15 +86,19 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
-@each_usable(list(LINEARS.values()))
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_linear_is_the_product_and_its_rows_are_independent(kernel: Kernel, device: str, dtype: str, n: int, k: int) -> None:
+@pytest.mark.parametrize(("kernel", "device", "dtype", "n", "k", "m_max"), LINEARS.values(), ids=LINEARS)
+def test_linear_is_the_product_and_decode_rows_are_independent(kernel: Kernel, device: str, dtype: str, n: int, k: int, m_max: int) -> None:
     assert kernel.repack is not None
     w_OI, bias_O = randn(n, k, device=device, dtype=dtype), randn(n, device=device, dtype=dtype, seed=1)
-    x_TI = randn(40, k, device=device, dtype=dtype, seed=2)
-    packed = kernel.repack([w_OI[:3], w_OI[3:]], dtype=DTYPES[dtype], device=torch.device(device))
+    x_TI, residual_TO = randn(40, k, device=device, dtype=dtype, seed=2), randn(40, n, device=device, dtype=dtype, seed=3)
+    packed = kernel.repack([w_OI[:3], w_OI[3:]], dtype=DTYPES[dtype], device=torch.device(device), gated=False)
     y_TO = kernel.fn(x_TI, packed, bias_O)
-    assert_close(y_TO, F.linear(x_TI.double(), w_OI.double(), bias_O.double()), depth=k, dtype=dtype)
+    expected = F.linear(x_TI.double(), w_OI.double(), bias_O.double())
+    assert_close(y_TO, expected, depth=k, dtype=dtype)
+    assert_close(kernel.fn(x_TI, packed, bias_O, residual_TO=residual_TO), expected + residual_TO.double(), depth=k, dtype=dtype)
+    assert kernel.fn(x_TI, packed, bias_O, out_dtype=torch.float32).dtype == torch.float32
+    if m_max > 8 and not kernel.name.startswith("reference"):
+        return
     for num_rows in range(1, 41):
         assert same_bits(kernel.fn(x_TI[:num_rows], packed, bias_O), y_TO[:num_rows])
     order = torch.randperm(40, generator=torch.Generator().manual_seed(3)).to(device)
@@ -101,16 +112,21 @@ def test_linear_is_the_product_and_its_rows_are_independent(kernel: Kernel, devi
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("m_max", [8, 4096])
 def test_quantized_linear_is_the_product_with_the_dequantized_weight(scheme: Any, device: str, m_max: int) -> None:
-    kernel = select(problem("linear", device, "BF16", n=193, k=256, m_max=m_max, scheme=scheme.name))
+    kernel = select(problem("linear", device, "BF16", n=192, k=256, m_max=m_max, row_invariant=m_max == 8, scheme=scheme.name))
     assert kernel.repack is not None
     parts: list[QuantizedWeight] = []
-    for seed, rows in ((0, 128), (1, 65)):
+    for seed, rows in ((0, 128), (1, 64)):
         w_OI = randn(rows, 256, device="cpu", dtype="BF16", seed=seed)
-        parts.append(round_to_nearest(w_OI, scheme, *min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)))
-    x_TI = randn(11, 256, device=device, dtype="BF16", seed=2)
-    y_TO = kernel.fn(x_TI, kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device)), None)
-    expected = x_TI.double() @ torch.cat([part.dequantize() for part in parts]).to(device).double().t()
-    assert_close(y_TO, expected, depth=256, dtype="BF16")
+        scale_OG, zero_point_OG = min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)
+        parts.append(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))
+    x = randn(11, 256, device=device, dtype="BF16", seed=2)
+    rows = quantize(x, ActivationQuant()) if scheme.activation is not None else None
+    packed = kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device), gated=False)
+    y_TO = kernel.fn(x if rows is None else rows, packed, None)
+    w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()
+    x_TI = x.double() if rows is None else rows.dequantize(torch.float32).double()
+    # Weights may be rounded to bfloat16 once, or enter as codes: an error of half a unit in each factor, averaged over K.
+    assert_close(y_TO, x_TI @ w_OI.t(), depth=256, dtype="BF16", factors=1)
 
 
 @each_usable(usable("rms_norm"))
@@ -125,18 +141,81 @@ def test_rms_norm(kernel: Kernel, device: str, dtype: str, size: int) -> None:
         assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5), y[:num_rows])
 
 
-@each_usable(usable("rope"))
-def test_rope_turns_pairs_of_dimensions(kernel: Kernel, device: str, dtype: str) -> None:
-    x_THC = randn(5, 3, 16, device=device, dtype=dtype)
-    angles = torch.rand(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device) * 6
+def scattered(kv_format: str, lengths: list[int], num_kv_heads: int, head_dim: int, block_size: int, device: str) -> tuple[PagedKV, Tensor]:
+    """Pages whose unused positions are NaN where the format has one, and tables of blocks in no order."""
+    num_blocks = [-(-length // block_size) for length in lengths]
+    order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(4)) + 1).tolist()
+    table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64)
+    for row, count in enumerate(num_blocks):
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    shape = (num_kv_heads, 1 + sum(num_blocks), block_size)
+    if kv_format in DTYPES:
+        pages = [torch.zeros(*shape, head_dim, dtype=DTYPES[kv_format], device=device) for _ in "kv"]
+        return PagedKV(*pages), table.to(device)
+    codes = [torch.zeros(*shape, head_dim, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
+    scales = [torch.zeros(shape, device=device) if kv_format == FP8_TOKEN_HEAD else torch.tensor(0.02, device=device) for _ in "kv"]
+    return PagedKV(*codes, *scales), table.to(device)
+
+
+def filled(kv: PagedKV, table: Tensor, lengths: list[int], *, dtype: str) -> PagedKV:
+    """Random keys and values at every position of the contexts."""
+    for row, length in enumerate(lengths):
+        positions = torch.arange(length, device=table.device)
+        slots = table[row, positions // kv.block_size] * kv.block_size + positions % kv.block_size
+        k, v = (randn(length, kv.k.shape[0], kv.k.shape[3], device=str(table.device), dtype=dtype, seed=10 * row + seed) for seed in (1, 2))
+        kv.write_(slots, k, v)
+    return kv
+
+
+@each_usable(usable("rope_store", n=16, k=3))
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel: Kernel, device: str, dtype: str, normed: bool) -> None:
+    qkv = randn(5, (6 + 2 + 2) * 16, device=device, dtype=dtype)
+    positions = torch.tensor([3, 0, 7, 1, 2], device=device)
+    angles = torch.rand(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device) * 6
     cos, sin = (torch.cat((f, f), -1).to(DTYPES[dtype]) for f in (angles.cos(), angles.sin()))
-    half = torch.complex(x_THC[..., :8].double(), x_THC[..., 8:].double()) * torch.complex(
-        cos[:, None, :8].double(), sin[:, None, :8].double()
-    )
-    assert_close(kernel.fn(x_THC, cos, sin), torch.cat((half.real, half.imag), -1), depth=2, dtype=dtype)
+    weight = randn(8, 16, device=device, dtype=dtype, seed=2) if normed else None
+    kv, table = scattered(dtype, [8, 20], 2, 16, 16, device)
+    slots = table[0, 0] * 16 + positions
+    q = kernel.fn(qkv, cos, sin, positions, slots, kv, num_heads=6, qk_norm=weight, eps=1e-6)
+
+    heads = qkv.view(5, 10, 16).double()
+    qk = heads[:, :8]
+    if weight is not None:
+        qk = qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    turn = torch.complex(cos[positions, None, :8].double(), sin[positions, None, :8].double())
+    turned = torch.complex(qk[..., :8], qk[..., 8:]) * turn
+    expected = torch.cat((turned.real, turned.imag), -1)
+    k, v = kv.gather(table[0], 8, DTYPES[dtype])
+    assert_close(q, expected[:, :6], depth=2, dtype=dtype, factors=3)
+    assert_close(k[:, positions].transpose(0, 1), expected[:, 6:], depth=2, dtype=dtype, factors=3)
+    assert torch.equal(v[:, positions].transpose(0, 1), qkv.view(5, 10, 16)[:, 8:])
+    for row in range(5):
+        alone = kernel.fn(
+            qkv[row : row + 1], cos, sin, positions[row : row + 1], slots[row : row + 1], kv, num_heads=6, qk_norm=weight, eps=1e-6
+        )
+        assert same_bits(alone, q[row : row + 1])
 
 
-@each_usable(usable("act_mul"))
+@pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("static", [False, True])
+def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, static: bool) -> None:
+    fn = select(problem(op, device, "BF16", n=384)).fn
+    quant = ActivationQuant(torch.tensor(0.03, device=device) if static else None)
+    x = randn(7, 768, device=device, dtype="BF16")
+    x[2] = 0
+    weight = randn(768, device=device, dtype="BF16", seed=1)
+    arguments = {"rms_norm": (x, weight, 1e-5), "act_mul": (x, "silu"), "quantize_rows": (x,)}[op]
+    plain = x if op == "quantize_rows" else fn(*arguments)
+    rows, expected = fn(*arguments, quant), quantize(plain, quant)
+    assert torch.equal(rows.scale_T, expected.scale_T)
+    assert same_bits(rows.values_TK, expected.values_TK)
+    alone = fn(*(each[3:4] if each is x else each for each in arguments), quant)
+    assert same_bits(alone.values_TK, rows.values_TK[3:4])
+
+
+@each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str) -> None:
     x = randn(9, 2 * 37, device=device, dtype=dtype)
@@ -156,7 +235,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_threads")
-@each_usable(usable("act_mul"))
+@each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(kernel: Kernel, device: str, dtype: str, name: str) -> None:
     x = randn(900, 2 * 83, device=device, dtype=dtype)
@@ -185,53 +264,70 @@ def dense_attention(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | N
     return torch.einsum("htl,hlc->thc", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
-@each_usable(usable("attention_prefill"))
-@pytest.mark.parametrize(("num_queries", "length"), [(1, 1), (37, 37), (5, 200), (1, 131)])
-@pytest.mark.parametrize("window", [None, 3, 64, 1000])
-def test_prefill_attention(kernel: Kernel, device: str, dtype: str, num_queries: int, length: int, window: int | None) -> None:
-    q = randn(num_queries, 6, 24, device=device, dtype=dtype)
-    k, v = randn(2, length, 24, device=device, dtype=dtype, seed=1), randn(2, length, 24, device=device, dtype=dtype, seed=2)
-    out = kernel.fn(q, k, v, window, 0.3)
-    assert_close(out, dense_attention(q, k, v, window, 0.3), depth=length, dtype=dtype)
-    for shift in (1, 2, 3):  # elsewhere in a ragged batch: other strides, other alignment
-        wide = [
-            randn(num_queries + 4, 9, 24, device=device, dtype=dtype),
-            *(randn(length + 4, 5, 24, device=device, dtype=dtype) for _ in "kv"),
-        ]
-        moved_q, moved_k, moved_v = (
-            base[shift : shift + each.shape[0], 1 : 1 + each.shape[1]].copy_(each)
-            for base, each in zip(wide, (q, k.transpose(0, 1), v.transpose(0, 1)), strict=True)
-        )
-        assert same_bits(kernel.fn(moved_q, moved_k.transpose(0, 1), moved_v.transpose(0, 1), window, 0.3), out)
+ATTENTION_SHAPES = [(6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)]
+KV_FORMATS = ["own", FP8_TOKEN_HEAD, FP8_STATIC]
 
 
-@each_usable(usable("attention_decode"))
+def attention_cases(op: Any) -> Any:
+    cases = {
+        f"{name}-{device}-{dtype}-{kv_format}-{heads}": (kernel, device, dtype, kv_format, heads)
+        for heads in ATTENTION_SHAPES
+        for kv_format in KV_FORMATS
+        for name, kernel, device, dtype in usable(op, n=heads[2], k=heads[0] // heads[1])
+        if kernel.refusal(problem(op, device, dtype, n=heads[2], k=heads[0] // heads[1], scheme=dtype if kv_format == "own" else kv_format))
+        is None
+    }
+    return pytest.mark.parametrize(("kernel", "device", "dtype", "kv_format", "heads"), cases.values(), ids=cases)
+
+
+@attention_cases("attention_prefill")
+@pytest.mark.parametrize("window", [None, 3, 1000])
+def test_prefill_attention_of_ragged_chunks(
+    kernel: Kernel, device: str, dtype: str, kv_format: str, heads: tuple[int, int, int], window: int | None
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    query_lens, lengths = (1, 37, 5, 1), [1, 37, 200, 131]
+    kv, table = scattered(dtype if kv_format == "own" else kv_format, lengths, num_kv_heads, head_dim, 16, device)
+    filled(kv, table, lengths, dtype=dtype)
+    q = randn(sum(query_lens), num_heads, head_dim, device=device, dtype=dtype)
+    out = kernel.fn(q, kv, table, query_lens, tuple(lengths), window=window, scale=0.3)
+    for row, chunk in enumerate(torch.split(q, query_lens)):
+        k, v = kv.gather(table[row], lengths[row], torch.float32)
+        expected = dense_attention(chunk, k, v, window, 0.3)
+        own = torch.split(out, query_lens)[row]
+        assert_close(own, expected, depth=lengths[row], dtype=dtype, factors=4 if dtype == "BF16" else 0)
+        alone = kernel.fn(chunk, kv, table[row : row + 1], (query_lens[row],), (lengths[row],), window=window, scale=0.3)
+        assert same_bits(alone, own)
+
+
+@attention_cases("attention_decode")
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("window", [None, 5, 150])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)])
 def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
-    kernel: Kernel, device: str, dtype: str, block_size: int, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+    kernel: Kernel, device: str, dtype: str, kv_format: str, heads: tuple[int, int, int], block_size: int, window: int | None
 ) -> None:
-    lengths = [1, 40, 127, 128, 129, 1500, 16, 17]
-    num_blocks = [-(-length // block_size) for length in lengths]
-    order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(4)) + 1).tolist()
-    table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64, device=device)
-    k_cache = randn(num_kv_heads, 1 + sum(num_blocks), block_size, head_dim, device=device, dtype=dtype, seed=1)
-    v_cache = randn(num_kv_heads, 1 + sum(num_blocks), block_size, head_dim, device=device, dtype=dtype, seed=2)
-    k_cache[:, 0] = v_cache[:, 0] = 0
-    for row, count in enumerate(num_blocks):
-        table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    q, context_lens = randn(len(lengths), num_heads, head_dim, device=device, dtype=dtype), torch.tensor(lengths, device=device)
-
-    out = kernel.fn(q, k_cache, v_cache, table, context_lens, window, 0.3)
-    for row, length in enumerate(lengths):
-        k, v = (cache[:, table[row]].flatten(1, 2)[:, :length] for cache in (k_cache, v_cache))
-        assert_close(out[row : row + 1], dense_attention(q[row : row + 1], k, v, window, 0.3), depth=length, dtype=dtype)
-        narrow = table[row : row + 1, : num_blocks[row]]
-        alone = kernel.fn(q[row : row + 1], k_cache, v_cache, narrow, context_lens[row : row + 1], window, 0.3)
-        assert same_bits(alone, out[row : row + 1])
+    num_heads, num_kv_heads, head_dim = heads
+    lengths = [8, 40, 127, 128, 129, 1500, 16, 17]
+    kv, table = scattered(dtype if kv_format == "own" else kv_format, lengths, num_kv_heads, head_dim, block_size, device)
+    filled(kv, table, lengths, dtype=dtype)
+    context_lens = torch.tensor(lengths, device=device)
+    facts: dict[str, Any] = {"window": window, "scale": 0.3}
+    q_all = randn(len(lengths), 8, num_heads, head_dim, device=device, dtype=dtype)
+    for q_len in (1, 3, 8):
+        q = q_all[:, -q_len:].flatten(0, 1).contiguous()
+        out = kernel.fn(q, kv, table, context_lens, q_len=q_len, **facts).unflatten(0, (-1, q_len))
+        for row, length in enumerate(lengths):
+            k, v = kv.gather(table[row], length, torch.float32)
+            expected = dense_attention(q_all[row, -q_len:], k, v, window, 0.3)
+            assert_close(out[row], expected, depth=length, dtype=dtype, factors=4 if dtype == "BF16" else 0)
+            narrow = table[row : row + 1, : -(-length // block_size)]
+            for back in range(q_len):  # as a plain decode step of that position, alone
+                own_q = q_all[row, -1 - back].unsqueeze(0).contiguous()
+                alone = kernel.fn(own_q, kv, narrow, context_lens[row : row + 1] - back, q_len=1, **facts)
+                assert same_bits(alone, out[row, -1 - back].unsqueeze(0))
     rows = torch.tensor([5, 2, 7, 0, 4], device=device)
-    assert same_bits(kernel.fn(q[rows], k_cache, v_cache, table[rows], context_lens[rows], window, 0.3), out[rows])
+    q, whole = q_all[:, 0].contiguous(), kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts)
+    assert same_bits(kernel.fn(q[rows], kv, table[rows], context_lens[rows], q_len=1, **facts), whole[rows])
 
 
 @pytest.mark.parametrize("device", DEVICES)

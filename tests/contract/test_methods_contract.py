@@ -58,10 +58,10 @@ def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(rounder: str
     rounded = method.round(w_OI, statistics(method), scheme, scale_dtype=scale_dtype)
     weight = rounded.weight
     assert weight.scheme == scheme
-    assert (weight.codes_OI.dtype, weight.codes_OI.shape) == (torch.int8, w_OI.shape)
+    assert (weight.codes_OI.dtype, weight.codes_OI.shape) == (scheme.code_dtype, w_OI.shape)
     assert (weight.scale_OG.dtype, weight.scale_OG.shape) == (scale_dtype, (sum(ROWS), scheme.num_groups(IN)))
     assert bool((weight.scale_OG > 0).all())
-    codes = weight.codes_OI.to(torch.int32)
+    codes = weight.codes_OI.to(torch.float32)
     assert scheme.min_code <= int(codes.min())
     assert int(codes.max()) <= scheme.max_code
     if scheme.symmetric:
@@ -72,7 +72,8 @@ def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(rounder: str
         assert scheme.min_code <= int(weight.zero_point_OG.min())
         assert int(weight.zero_point_OG.max()) <= scheme.max_code
     error = (weight.dequantize(torch.float32) - w_OI).square().mean() / w_OI.square().mean()
-    assert float(error) < 4.0 ** (3 - scheme.num_bits)  # steps of a Gaussian's range: about 3 bits of 4 become precision
+    # An integer's steps are shared by a Gaussian's whole range, which costs about 3 bits; e4m3 has 3 bits of mantissa at any size.
+    assert float(error) < 4.0 ** -(scheme.num_bits - 3 if scheme.type == "int" else 3)
 
 
 @EACH_ROUNDER
@@ -84,9 +85,9 @@ def test_stacking_linears_does_not_change_their_codes(rounder: str, scheme: Sche
     for rows, codes_OI, scale_OG in zip(w_OI.split(ROWS), stacked.codes_OI.split(ROWS), stacked.scale_OG.split(ROWS), strict=True):
         alone = method.round(rows, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
         assert torch.equal(alone.scale_OG, scale_OG)
-        same = (alone.codes_OI == codes_OI).all(dim=1)
-        assert same.float().mean() >= 0.6  # matrix products of another height may round a tie the other way
-        assert (alone.codes_OI != codes_OI).float().mean() < 0.01
+        differ = alone.codes_OI.view(torch.int8) != codes_OI.view(torch.int8)
+        assert differ.any(dim=1).float().mean() <= 0.4  # matrix products of another height may round a tie the other way
+        assert differ.float().mean() < 0.01
 
 
 @EACH_ROUNDER
@@ -96,7 +97,7 @@ def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(rou
     stats = statistics(method)
     first = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
     second = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
-    assert torch.equal(first.weight.codes_OI, second.weight.codes_OI)
+    assert torch.equal(first.weight.codes_OI.view(torch.int8), second.weight.codes_OI.view(torch.int8))
     assert torch.equal(first.weight.scale_OG, second.weight.scale_OG)
     assert first.facts == second.facts
     assert torch.equal(w_OI, weights())

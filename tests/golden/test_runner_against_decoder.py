@@ -11,7 +11,6 @@ from compress.models.arch import Rope
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
-from compress.runtime import engine as engine_module
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
@@ -44,19 +43,15 @@ def tolerance(expected: Tensor, source: MemorySource) -> float:
     return 8 * torch.finfo(torch.float32).eps * depth**0.5 * float(expected.abs().max())
 
 
-def served_logits(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def served_logits(engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
     """Per request: the sequence that was fed, and the logits [num_tokens, V] that its tokens were chosen from."""
     rows: dict[int, list[Tensor]] = {idx: [] for idx in range(len(prompts))}
-    sample = engine_module.sample
 
-    def recording(logits_RV: Tensor, params: Any, positions: Any) -> Any:
-        for row, each in zip(logits_RV, params, strict=True):
-            rows[each.seed].append(row.clone())
-        return sample(logits_RV, params, positions)
+    def record(requests: Any, positions: Any, logits_RV: Tensor) -> None:
+        for row, request in zip(logits_RV, requests, strict=True):
+            rows[request.params.seed].append(row.clone())
 
-    monkeypatch.setattr(engine_module, "sample", recording)
+    engine.observer = record
     params = [SamplingParams(num_tokens, seed=idx, ignore_eos=True) for idx in range(len(prompts))]
     done = engine.generate([Request(str(idx), prompt, params[idx]) for idx, prompt in enumerate(prompts)])
     return [torch.tensor(each.prompt + each.tokens[:-1]) for each in done], [torch.stack(each) for each in rows.values()]
@@ -69,11 +64,11 @@ def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("max_step_tokens", [512, 23], ids=["whole", "chunked"])
-def test_served_logits_are_the_decoders(monkeypatch: pytest.MonkeyPatch, feature: str, max_step_tokens: int) -> None:
+def test_served_logits_are_the_decoders(feature: str, max_step_tokens: int) -> None:
     source = tiny_source(**FEATURES[feature])
     decoder = build_decoder(source, dtype=torch.float32, device=CPU)
     engine = Engine(source, device=CPU, config=EngineConfig(max_step_tokens=max_step_tokens))
-    sequences, served = served_logits(monkeypatch, engine, prompts((1, 37, 130)), num_tokens=7)
+    sequences, served = served_logits(engine, prompts((1, 37, 130)), num_tokens=7)
     for sequence, logits in zip(sequences, served, strict=True):
         expected = decoder(sequence.unsqueeze(0))[0, -logits.shape[0] :]
         torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance(expected, source))

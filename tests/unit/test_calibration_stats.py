@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.calibrate.stats import NUM_SHARDS, AbsMean, MergeTree, SecondMoment, shard_bounds
+from compress.calibrate.stats import NUM_SHARDS, AbsMax, AbsMean, MergeTree, SecondMoment, shard_bounds
 
 Kind = type[SecondMoment] | type[AbsMean]
 KINDS: list[Kind] = [SecondMoment, AbsMean]
@@ -131,3 +131,18 @@ def test_shards_cut_the_samples_into_even_runs(num_samples: int) -> None:
     assert len(bounds) == min(num_samples, NUM_SHARDS)
     sizes = [end - begin for begin, end in bounds]
     assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(num_ranks: int) -> None:
+    xs, scale_D = samples(), torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.1
+    tree: MergeTree[AbsMax] = MergeTree()
+    for rank in range(num_ranks):
+        stat = AbsMax()
+        for x_TD in xs[rank::num_ranks]:
+            stat.update(x_TD)
+        tree.push(stat)
+    total = tree.root()
+    assert float(total.max()) == max(float(x_TD.abs().max()) for x_TD in xs)
+    total.rescale_(scale_D)
+    assert float(total.max()) == max(float((x_TD / scale_D).abs().max()) for x_TD in xs)

@@ -5,18 +5,20 @@ import copy
 from typing import Any
 
 import pytest
-from compressed_tensors.quantization import QuantizationConfig
+import torch
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from torch import nn
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
-from compress.quant.scheme import SCHEMES, Scheme
+from compress.quant.scheme import SCHEMES, ModelScheme, Scheme
 
 FORM = FORMATS.get("compressed-tensors")
 LINEARS = ["model.layers.0.mlp.up_proj", "lm_head"]
 
 
 def config(scheme: str = "W4A16_G128") -> dict[str, Any]:
-    return copy.deepcopy(FORM.quantization_config(SCHEMES[scheme], ignore=["lm_head"]))
+    return copy.deepcopy(FORM.quantization_config(ModelScheme(SCHEMES[scheme]), head="lm_head"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -26,11 +28,30 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     weights = group.weights
     assert (weights.num_bits, weights.symmetric, weights.group_size) == (scheme.num_bits, scheme.symmetric, scheme.group_size)
     assert weights.strategy == scheme.strategy
-    assert weights.type == "int"
+    assert weights.type == scheme.type
     assert not weights.dynamic
-    assert group.input_activations is None
     assert parsed.ignore == ["lm_head"]
-    assert parsed.format == "pack-quantized"
+    assert parsed.format == group.format == ("float-quantized" if scheme.type == "float" else "pack-quantized")
+    inputs = group.input_activations
+    assert (inputs is None) == (scheme.activation is None)
+    if inputs is not None:
+        assert (inputs.num_bits, inputs.type, inputs.symmetric) == (8, "float", True)
+        assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation == "token")
+
+
+@pytest.mark.parametrize("head", ["FP8_DYNAMIC", "W8A16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> None:
+    said = FORM.quantization_config(ModelScheme(SCHEMES[scheme], SCHEMES[head]), head="lm_head")
+    parsed = QuantizationConfig.model_validate(copy.deepcopy(said))
+    model = nn.ModuleDict({"up_proj": nn.Linear(256, 256), "lm_head": nn.Linear(256, 256)})
+    apply_quantization_config(model, parsed, show_progress=False)
+    for name, expected in (("up_proj", SCHEMES[scheme]), ("lm_head", SCHEMES[head])):
+        found = model[name].quantization_scheme
+        assert (found.weights.num_bits, found.weights.type, found.weights.strategy) == (expected.num_bits, expected.type, expected.strategy)
+        assert (found.input_activations is None) == (expected.activation is None)
+    one_form = SCHEMES[scheme].type == SCHEMES[head].type
+    assert (parsed.format == "mixed-precision") != one_form
 
 
 def test_a_scheme_that_has_no_name_here_is_read_all_the_same() -> None:
@@ -44,7 +65,8 @@ def test_a_scheme_that_has_no_name_here_is_read_all_the_same() -> None:
     [
         (("sparsity_config",), {"format": "dense"}, "sparsity_config"),
         (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
-        (("config_groups", "group_0", "targets"), ["re:.*mlp.*"], r"re:\.\*mlp"),
+        (("config_groups", "group_0", "targets"), ["LlamaAttention"], "LlamaAttention"),
+        (("config_groups", "group_0", "targets"), ["model.layers.7.mlp.up_proj"], r"layers\.7"),
         (("config_groups", "group_0", "weights", "num_bits"), 3, "3 bits"),
         (("config_groups", "group_0", "weights", "type"), "float", "type float"),
         (("config_groups", "group_0", "weights", "strategy"), "block", "strategy block"),
@@ -67,3 +89,63 @@ def test_ignore_takes_exact_names_and_regular_expressions() -> None:
     said = config("W4A16_G128") | {"ignore": ["lm_head", "re:.*down_proj"]}
     linears = ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"]
     assert list(FORM.codec.schemes(said, linears)) == ["model.layers.0.mlp.up_proj"]
+
+
+def group(scheme: str, *targets: str) -> dict[str, Any]:
+    return config(scheme)["config_groups"]["group_0"] | {"targets": list(targets)}
+
+
+def test_a_full_name_goes_before_a_pattern_and_a_pattern_before_the_class() -> None:
+    linears = ["lm_head", *(f"model.layers.{idx}.{name}" for idx in range(2) for name in ("mlp.up_proj", "self_attn.q_proj"))]
+    groups = {
+        "a": group("W4A16_G128", "Linear"),
+        "b": group("FP8_DYNAMIC", r"re:.*self_attn\..*"),
+        "c": group("W8A16", "model.layers.1.self_attn.q_proj"),
+    }
+    schemes = FORM.codec.schemes(config() | {"config_groups": groups}, linears)
+    assert {linear: scheme.name for linear, scheme in schemes.items()} == {
+        "model.layers.0.mlp.up_proj": "W4A16_G128",
+        "model.layers.0.self_attn.q_proj": "FP8_DYNAMIC",
+        "model.layers.1.mlp.up_proj": "W4A16_G128",
+        "model.layers.1.self_attn.q_proj": "W8A16",
+    }
+    without_class = FORM.codec.schemes(config() | {"config_groups": {"b": groups["b"]}}, linears)
+    assert set(without_class) == {linear for linear in linears if "self_attn" in linear}
+
+
+def test_two_groups_of_one_target_contradict_each_other() -> None:
+    with pytest.raises(UnsupportedFormat, match="two of the"):
+        FORM.codec.schemes(config() | {"config_groups": {"a": group("W8A16", "Linear"), "b": group("FP8_STATIC", "Linear")}}, LINEARS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dynamic": True}, {"symmetric": False}, {"num_bits": 4}, {"type": "int"}, {"strategy": "group", "group_size": 128, "dynamic": True}],
+)
+def test_other_activations_than_those_computed_here_are_refused(change: dict[str, Any]) -> None:
+    said = config("FP8_STATIC")
+    said["config_groups"]["group_0"]["input_activations"].update(change)
+    with pytest.raises(UnsupportedFormat, match="input activations"):
+        FORM.codec.schemes(said, LINEARS)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_for_a_whole_matrix_is_read_as_one_for_each_channel(shape: tuple[int, ...]) -> None:
+    """As checkpoints of the first FP8 tools have them, with the input scale in the model's dtype."""
+    said = config("FP8_STATIC")
+    said["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    scheme = FORM.codec.schemes(said, LINEARS)["model.layers.0.mlp.up_proj"]
+    assert scheme == SCHEMES["FP8_STATIC"]
+    codes_OI = torch.randn(6, 4).to(torch.float8_e4m3fn)
+    leaves = {"weight": codes_OI, "weight_scale": torch.full(shape, 0.25), "input_scale": torch.full(shape, 0.5, dtype=torch.bfloat16)}
+    weight = FORM.codec.decode(leaves, scheme)
+    assert torch.equal(weight.dequantize(), codes_OI.to(torch.float32) * 0.25)
+    assert weight.scale_OG.shape == (6, 1)
+    assert weight.input_scale is not None
+    assert (weight.input_scale.shape, weight.input_scale.dtype, float(weight.input_scale)) == ((), torch.float32, 0.5)
+
+
+def test_float_weights_in_another_type_than_they_claim_are_refused() -> None:
+    leaves = {"weight": torch.zeros(2, 2, dtype=torch.float8_e5m2), "weight_scale": torch.ones(2, 1)}
+    with pytest.raises(UnsupportedFormat, match="float8_e5m2"):
+        FORM.codec.decode(leaves, SCHEMES["FP8_DYNAMIC"])

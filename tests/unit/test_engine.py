@@ -1,6 +1,7 @@
 """The engine on the CPU: results do not depend on company, and requests end as they should."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.weights import MemorySource
-from compress.runtime import engine as engine_module
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
@@ -37,16 +37,16 @@ def make_requests(num_requests: int, *, max_tokens: int = 12) -> list[Request]:
 class Recorder:
     """Logits by (request seed, position of the token they chose), as the sampler got them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.rows: dict[tuple[int, int], Tensor] = {}
-        sample = engine_module.sample
 
-        def recording(logits_RV: Tensor, params: Any, positions: Any) -> Any:
-            for row, each, position in zip(logits_RV, params, positions, strict=True):
-                self.rows[each.seed, position] = row.clone()
-            return sample(logits_RV, params, positions)
+    def watch(self, engine: Engine) -> Engine:
+        engine.observer = self._record
+        return engine
 
-        monkeypatch.setattr(engine_module, "sample", recording)
+    def _record(self, requests: Any, positions: Any, logits_RV: Tensor) -> None:
+        for row, request, position in zip(logits_RV, requests, positions, strict=True):
+            self.rows[request.params.seed, position] = row.clone()
 
     def take(self) -> dict[tuple[int, int], Tensor]:
         rows, self.rows = self.rows, {}
@@ -64,9 +64,9 @@ def assert_same_bits(rows: dict[tuple[int, int], Tensor], expected: dict[tuple[i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    recorder = Recorder(monkeypatch)
-    engine = Engine(make_source(), device=CPU, config=EngineConfig(dtype=dtype))
+def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(dtype: torch.dtype) -> None:
+    recorder = Recorder()
+    engine = recorder.watch(Engine(make_source(), device=CPU, config=EngineConfig(dtype=dtype)))
     requests = make_requests(8)
     together = engine.generate(requests)
     expected = recorder.take()
@@ -78,9 +78,9 @@ def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(monkeypat
     assert_same_bits(recorder.take(), expected)
 
 
-def test_prefill_beside_decodes_changes_no_bits_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
-    engine = Engine(make_source(), device=CPU)
+def test_prefill_beside_decodes_changes_no_bits_of_either() -> None:
+    recorder = Recorder()
+    engine = recorder.watch(Engine(make_source(), device=CPU))
     requests = make_requests(8)
     together = engine.generate(requests)
     expected = recorder.take()
@@ -95,14 +95,39 @@ def test_prefill_beside_decodes_changes_no_bits_of_either(monkeypatch: pytest.Mo
     assert_same_bits(recorder.take(), expected)
 
 
-def test_a_preempted_request_continues_as_if_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
+@pytest.mark.parametrize("kv_blocks", [200, 24], ids=["roomy", "preempting"])
+def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatch, kv_blocks: int) -> None:
+    """On the CPU a launched step is done at once, which changes nothing for who reads it a step later."""
+    source = make_source()
+    (free,) = Engine(source, device=CPU).generate(make_requests(1, max_tokens=30))
+    ending = _with_arch(source, source.arch.replace(config={**source.arch.config, "eos_token_id": free.tokens[9]}))
+    config = EngineConfig(max_model_len=192, kv_cache_bytes=kv_blocks * 16 * kv_bytes_per_token(source.arch, "F32"))
+    requests = [
+        Request(each.id, each.prompt, replace(each.params, max_tokens=20 + 3 * idx, ignore_eos=False))
+        for idx, each in enumerate(make_requests(8))
+    ]
+    in_step, ahead = (Engine(ending, device=CPU, config=config) for _ in range(2))
+    expected = in_step.generate(requests)
+    monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: engine is ahead))
+    launches: list[int] = []
+    launch_next = ahead._launch_next
+    monkeypatch.setattr(ahead, "_launch_next", lambda before: launches.append(1) or launch_next(before))
+    finished = ahead.generate(requests)
+    assert launches
+    assert (ahead.num_preemptions > 0) == (kv_blocks == 24)
+    assert {each.reason for each in expected} == {"stop", "length"}
+    assert [(each.tokens, each.reason) for each in finished] == [(each.tokens, each.reason) for each in expected]
+    assert all(len(each.token_times_s) == len(each.tokens) for each in finished)
+
+
+def test_a_preempted_request_continues_as_if_undisturbed() -> None:
+    recorder = Recorder()
     source = make_source()
     requests = make_requests(8, max_tokens=40)
-    undisturbed = Engine(source, device=CPU).generate(requests)
+    undisturbed = recorder.watch(Engine(source, device=CPU)).generate(requests)
     expected = recorder.take()
-    blocks = 16 * kv_bytes_per_token(source.arch, torch.float32)
-    small = Engine(source, device=CPU, config=EngineConfig(max_model_len=192, kv_cache_bytes=20 * blocks))
+    blocks = 16 * kv_bytes_per_token(source.arch, "F32")
+    small = recorder.watch(Engine(source, device=CPU, config=EngineConfig(max_model_len=192, kv_cache_bytes=20 * blocks)))
     recomputed = small.generate(requests)
     assert small.num_preemptions > 0
 
@@ -115,12 +140,12 @@ def test_a_preempted_request_continues_as_if_undisturbed(monkeypatch: pytest.Mon
     assert tokens(recomputed) == tokens(undisturbed)
 
 
-def test_chunked_prefill_agrees_with_whole_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(monkeypatch)
+def test_chunked_prefill_agrees_with_whole_prefill() -> None:
+    recorder = Recorder()
     requests = make_requests(8)
-    whole = Engine(make_source(), device=CPU).generate(requests)
+    whole = recorder.watch(Engine(make_source(), device=CPU)).generate(requests)
     expected = recorder.take()
-    chunked = Engine(make_source(), device=CPU, config=EngineConfig(max_step_tokens=21)).generate(requests)
+    chunked = recorder.watch(Engine(make_source(), device=CPU, config=EngineConfig(max_step_tokens=21))).generate(requests)
     bound = 64 * torch.finfo(torch.float32).eps * max(float(row.abs().max()) for row in expected.values())
     assert all(float((row - expected[key]).abs().max()) < bound for key, row in recorder.take().items())
     assert tokens(chunked) == tokens(whole)
@@ -220,9 +245,7 @@ def test_sizes_that_contradict_one_another_are_refused_with_the_numbers() -> Non
     with pytest.raises(UsageError, match=r"max_model_len is 401; this model has positions 1..400"):
         Engine(source, device=CPU, config=EngineConfig(max_model_len=401))
     with pytest.raises(UsageError, match="fewer than one sequence of 300 tokens"):
-        Engine(
-            source, device=CPU, config=EngineConfig(max_model_len=300, kv_cache_bytes=200 * kv_bytes_per_token(source.arch, torch.float32))
-        )
+        Engine(source, device=CPU, config=EngineConfig(max_model_len=300, kv_cache_bytes=200 * kv_bytes_per_token(source.arch, "F32")))
     with pytest.raises(UsageError, match="max_step_tokens 4"):
         EngineConfig(max_batch_size=8, max_step_tokens=4)
     assert Engine(source, device=CPU, config=EngineConfig(kv_cache_bytes=4 * 16 * 1152)).max_model_len == 48

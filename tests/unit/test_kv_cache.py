@@ -5,7 +5,8 @@ import torch
 from tiny_decoder import tiny_arch
 
 from compress.errors import UsageError
-from compress.runtime.kv_cache import PADDING_BLOCK, BlockAllocator, KVCache, kv_bytes_per_token
+from compress.kernels.paged import PADDING_BLOCK, dequantized
+from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 
 CPU = torch.device("cpu")
 
@@ -13,7 +14,7 @@ CPU = torch.device("cpu")
 def test_positions_are_read_back_in_order_from_scattered_blocks() -> None:
     arch = tiny_arch()
     layer = arch.layers[1]
-    cache = KVCache(arch, num_blocks=9, block_size=16, dtype=torch.float32, device=CPU)
+    cache = KVCache(arch, num_blocks=9, block_size=16, kv_format="F32", device=CPU)
     tables, lengths = {"a": [7, 2, 5], "b": [1, 8]}, {"a": 41, "b": 32}
     written = {}
     for name, blocks in tables.items():
@@ -22,29 +23,50 @@ def test_positions_are_read_back_in_order_from_scattered_blocks() -> None:
         )
         slots = torch.tensor([blocks[position // 16] * 16 + position % 16 for position in range(lengths[name])])
         for rows in (slice(0, 1), slice(1, 20), slice(20, None)):  # as decodes and chunks write them
-            cache.write_(1, slots[rows], k[rows], v[rows])
+            cache.layer(1).write_(slots[rows], k[rows], v[rows])
         written[name] = (k, v)
     for name, blocks in tables.items():
         padded = torch.tensor([*blocks, PADDING_BLOCK, PADDING_BLOCK])
-        for read, expected in zip(cache.gather(1, padded, lengths[name]), written[name], strict=True):
+        for read, expected in zip(cache.layer(1).gather(padded, lengths[name], torch.float32), written[name], strict=True):
             assert torch.equal(read.transpose(0, 1), expected)
-    assert not cache.layer(1)[0][:, PADDING_BLOCK].any()
-    assert not any(tensor.any() for tensor in cache.layer(0))
+    assert not cache.layer(1).k[:, PADDING_BLOCK].any()
+    assert not cache.layer(0).k.any()
+    assert not cache.layer(0).v.any()
+
+
+@pytest.mark.parametrize(("kv_format", "bits"), [("FP8_TOKEN_HEAD", 3), ("FP8_STATIC", 3), ("BF16", 7)])
+def test_formats_round_once_to_their_grid(kv_format: str, bits: int) -> None:
+    arch = tiny_arch()
+    layer = arch.layers[0]
+    pages = KVCache(arch, num_blocks=3, block_size=16, kv_format=kv_format, device=CPU).layer(0)
+    k, v = torch.randn(2, 9, layer.num_kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(0))
+    pages.write_(torch.arange(20, 29), k, v)
+    for stored, scale, written in zip((pages.k, pages.v), (pages.k_scale, pages.v_scale), (k, v), strict=True):
+        read = dequantized(stored, scale, torch.float32).flatten(1, 2)[:, 20:29].transpose(0, 1)
+        # Half a unit of the last of `bits` mantissa bits; near zero e4m3 has steps of 2^-9 of its scale.
+        step = torch.maximum(written.abs() * 2.0 ** -(bits + 1), written.abs().amax(-1, keepdim=True).clamp_min(1.0) * 2.0**-10)
+        assert bool(((read - written).abs() <= step).all())
+        assert not torch.equal(read, written)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UsageError, match="'INT3' is not known"):
+        KVCache(tiny_arch(), num_blocks=3, block_size=16, kv_format="INT3", device=CPU)
 
 
 def test_layers_have_tensors_of_their_own_width() -> None:
     arch = tiny_arch()
     wide, *rest = arch.layers
     arch = arch.replace(layers=(wide, *(type(wide)(1, 1, 24, 48, wide.rope) for _ in rest)))
-    cache = KVCache(arch, num_blocks=3, block_size=32, dtype=torch.bfloat16, device=CPU)
-    assert [tuple(cache.layer(idx)[0].shape) for idx in range(3)] == [(2, 3, 32, 8), (1, 3, 32, 24), (1, 3, 32, 24)]
-    total = sum(tensor.numel() * tensor.element_size() for idx in range(3) for tensor in cache.layer(idx))
-    assert total == kv_bytes_per_token(arch, torch.bfloat16) * 3 * 32
+    cache = KVCache(arch, num_blocks=3, block_size=32, kv_format="BF16", device=CPU)
+    assert [tuple(cache.layer(idx).k.shape) for idx in range(3)] == [(2, 3, 32, 8), (1, 3, 32, 24), (1, 3, 32, 24)]
+    total = sum(2 * pages.k.numel() * pages.k.element_size() for pages in map(cache.layer, range(3)))
+    assert total == kv_bytes_per_token(arch, "BF16") * 3 * 32
 
 
 def test_a_block_size_that_attention_cannot_chunk_is_refused() -> None:
     with pytest.raises(UsageError, match="block_size is 24"):
-        KVCache(tiny_arch(), num_blocks=3, block_size=24, dtype=torch.float32, device=CPU)
+        KVCache(tiny_arch(), num_blocks=3, block_size=24, kv_format="F32", device=CPU)
 
 
 def test_every_block_but_the_padding_block_is_handed_out_once() -> None:

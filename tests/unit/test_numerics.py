@@ -18,6 +18,7 @@ from compress.quant.numerics import (
     output_error,
     round_to_nearest,
     search_scale,
+    static_input_scale,
 )
 from compress.quant.scheme import SCHEMES, Scheme
 
@@ -42,8 +43,16 @@ def moment(in_features: int = 384, num_tokens: int = 1000, seed: int = 1) -> Ten
 
 def library_args(scheme: Scheme) -> QuantizationArgs:
     return QuantizationArgs(
-        num_bits=scheme.num_bits, type="int", symmetric=scheme.symmetric, strategy=scheme.strategy, group_size=scheme.group_size
+        num_bits=scheme.num_bits, type=scheme.type, symmetric=scheme.symmetric, strategy=scheme.strategy, group_size=scheme.group_size
     )
+
+
+def codes_of(scheme: Scheme) -> Tensor:
+    """Every number that is a code, as float32."""
+    if scheme.type == "int":
+        return torch.arange(scheme.min_code, scheme.max_code + 1).to(torch.float32)
+    numbers = torch.arange(256).to(torch.uint8).view(scheme.code_dtype).to(torch.float32)
+    return numbers[torch.isfinite(numbers)]
 
 
 @ALL
@@ -56,10 +65,11 @@ def test_scales_codes_and_values_are_those_of_compressed_tensors(scheme: Scheme)
     assert zero_OG is None or torch.equal(zero_OG, their_zero_OG.to(torch.int8))
     ours = round_to_nearest(w_OI, scheme, scale_OG, zero_OG)
     zero = torch.zeros_like(their_zero_OG) if zero_OG is None else zero_OG
-    their_codes = quantize(w_OI, scale_OG, zero, args, dtype=torch.int8)
+    their_codes = quantize(w_OI, scale_OG, zero, args, dtype=scheme.code_dtype)
     away_from_ties = ((grouped(w_OI, scheme) / scale_OG.unsqueeze(-1)).frac().abs() - 0.5).abs() > 1e-4
-    assert away_from_ties.float().mean() > 0.99
-    assert torch.equal(grouped(ours.codes_OI, scheme)[away_from_ties], grouped(their_codes, scheme)[away_from_ties])
+    assert away_from_ties.float().mean() > (0.99 if scheme.type == "int" else 0.9)  # half of 448 codes are halves themselves
+    our_numbers, their_numbers = (grouped(codes.to(torch.float32), scheme) for codes in (ours.codes_OI, their_codes))
+    assert torch.equal(our_numbers[away_from_ties], their_numbers[away_from_ties])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         stored = dataclasses.replace(ours, scale_OG=scale_OG.to(dtype))
         assert torch.equal(stored.dequantize(), dequantize(ours.codes_OI, stored.scale_OG, zero, args))
@@ -74,7 +84,7 @@ def test_codes_are_the_nearest_for_the_stored_scale(scheme: Scheme, dtype: torch
     scale_OG, zero_OG = min_max_scale(grouped(w_OI, scheme), scheme, dtype)
     assert scale_OG.dtype == dtype
     weight = round_to_nearest(w_OI, scheme, scale_OG, zero_OG)
-    values = torch.arange(scheme.min_code, scheme.max_code + 1).to(torch.float32)
+    values = codes_of(scheme)
     offset = 0.0 if zero_OG is None else zero_OG.to(torch.float32).unsqueeze(-1)
     grid_OGNV = (values - offset).unsqueeze(-2) * scale_OG.to(torch.float32).unsqueeze(-1).unsqueeze(-1)
     best_OGN = (grid_OGNV - grouped(w_OI, scheme).unsqueeze(-1)).abs().amin(-1)
@@ -86,6 +96,39 @@ def test_the_pinned_baseline_is_absmax_over_seven_and_a_half() -> None:
     w_OGN = grouped(weights(), SYMMETRIC)
     scale_OG, _ = min_max_scale(w_OGN, SYMMETRIC, torch.float32)
     assert torch.allclose(scale_OG * 7.5, w_OGN.abs().amax(-1))
+
+
+FP8 = pytest.mark.parametrize("scheme", [each for each in SCHEMES.values() if each.type == "float"], ids=lambda each: each.name)
+
+
+@FP8
+def test_a_float_code_is_the_nearest_number_of_e4m3_and_ties_go_to_even_mantissas(scheme: Scheme) -> None:
+    numbers = codes_of(scheme).sort().values.unique()
+    middles = (numbers[:-1] + numbers[1:]) / 2  # exact: 5 bits
+    for weights_V in (numbers, middles, middles * (1 - 2**-20), middles * (1 + 2**-20)):
+        weight = round_to_nearest(weights_V.unsqueeze(0), scheme, torch.ones(1, 1), None)
+        distance = (weights_V.unsqueeze(1) - numbers).abs()
+        assert torch.equal((weight.dequantize()[0] - weights_V).abs(), distance.amin(1))
+    ties = round_to_nearest(middles.unsqueeze(0), scheme, torch.ones(1, 1), None)
+    assert bool((ties.codes_OI.view(torch.uint8) % 2 == 0).all())
+
+
+@FP8
+def test_what_lies_beyond_the_largest_float_code_saturates(scheme: Scheme) -> None:
+    w_OI = torch.tensor([[500.0, -500.0, 1e30, -1e30, 449.0, 447.0]])
+    assert round_to_nearest(w_OI, scheme, torch.ones(1, 1), None).dequantize().tolist() == [[448, -448, 448, -448, 448, 448]]
+
+
+@FP8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_static_scale_takes_the_largest_input_to_the_largest_code(scheme: Scheme, dtype: torch.dtype) -> None:
+    for absmax in (1e-2, 0.7, 3.0, 447.9, 1234.5):
+        scale = static_input_scale(torch.tensor(absmax), scheme, dtype)
+        assert (scale.dtype, scale.shape) == (torch.float32, ())
+        assert scale.to(dtype).to(torch.float32) == scale  # a consumer may keep it in the model's dtype
+        largest = round_to_nearest(torch.tensor([[absmax]]), scheme, scale.view(1, 1), None)
+        assert float(largest.codes_OI) == 448
+    assert static_input_scale(torch.tensor(0.0), scheme, dtype) == 1  # an input that is always zero divides nothing by zero
 
 
 def test_an_asymmetric_range_holds_zero_exactly_and_covers_the_group() -> None:

@@ -205,5 +205,17 @@ def test_layers_with_the_same_kernels_are_one_line() -> None:
     page = render_html(build_report(title="kernels", **parts()))
     assert page.count("reference.dequantized") == 2
     assert "<td>0–2, 5</td>" in page
-    assert "not w4.skinny: needs CUDA" in page
     assert "these times show neither the speed nor the memory" in page
+
+
+def test_refusals_are_said_once_and_only_where_the_reference_served() -> None:
+    rows = [
+        {**KERNEL, "layer": layer, "refused": {"w4.skinny": "needs CUDA", "w4.wide": "needs CUDA", "w8": "for <8 bits"}}
+        for layer in range(3)
+    ]
+    served = {**KERNEL, "layer": 3, "kernel": "w4.skinny", "refused": {"w4.quicker": "for K = 64"}}
+    page = render_html(build_report(title="kernels", **{**parts(), "kernels": [*rows, served]}))
+    assert page.count("needs CUDA") == 1
+    assert "<li>w4.skinny, w4.wide: needs CUDA</li><li>w8: for &lt;8 bits</li>" in page
+    assert "w4.quicker" not in page
+    assert "stood aside" not in render_html(build_report(title="kernels", **{**parts(), "kernels": [served]}))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.runtime.request import SamplingParams
-from compress.runtime.sampler import gumbel, sample
+from compress.runtime.sampler import SamplingPlan, SamplingRows, gumbel, sample, sample_rows
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -83,6 +83,44 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     order = [4, 0, 8, 2, 6, 1, 7, 3, 5]
     shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order]).tokens_R.tolist()
     assert shuffled == [together[row] for row in order]
+
+
+def test_a_row_has_the_same_token_under_every_plan_that_serves_it() -> None:
+    logits = torch.randn(8, 501, generator=torch.Generator().manual_seed(6)) * 3
+    params = [SamplingParams(1, temperature=0.5 * (row % 3), min_p=0.1 * (row % 2), seed=row) for row in range(8)]
+    rows, positions = SamplingRows.of(params, torch.device("cpu")), torch.arange(8)
+    least = SamplingPlan.of(params)
+    assert least == SamplingPlan(draws=True, filters=False, logprobs=False)
+    tokens = sample_rows(logits, rows, positions, least).tokens_R
+    assert torch.equal(sample_rows(logits, rows, positions, SamplingPlan(draws=True, filters=True, logprobs=True)).tokens_R, tokens)
+    greedy = [row for row in range(8) if row % 3 == 0]
+    assert torch.equal(logits.argmax(dim=-1)[greedy], tokens[greedy])
+
+
+def test_a_plan_asks_for_no_more_than_its_rows() -> None:
+    greedy, drawn = SamplingParams(1, top_k=5), SamplingParams(1, temperature=1.0, min_p=0.1)
+    assert SamplingPlan.of([]) == SamplingPlan.of([greedy]) == SamplingPlan(draws=False, filters=False, logprobs=False)
+    assert SamplingPlan.of([greedy, drawn]) == SamplingPlan(draws=True, filters=False, logprobs=False)
+    for filtered in (SamplingParams(1, temperature=1.0, top_k=2), SamplingParams(1, temperature=1.0, top_p=0.9, logprobs=True)):
+        assert SamplingPlan.of([greedy, filtered]) == SamplingPlan(draws=True, filters=True, logprobs=filtered.logprobs)
+
+
+def test_rows_written_in_place_are_padded_with_greedy_ones() -> None:
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(8))
+    params = [SamplingParams(1, temperature=1.2, top_k=9, top_p=0.9, min_p=0.01, seed=5), SamplingParams(1)]
+    rows = SamplingRows.of((), torch.device("cpu"), pad_to=4)
+    views = rows.first(3)
+    rows.copy_(SamplingRows.of(params, torch.device("cpu"), pad_to=4))
+    tokens = sample_rows(logits[:3], views, torch.tensor([7, 0, 0]), SamplingPlan.of(params)).tokens_R
+    assert torch.equal(tokens[:2], sample(logits[:2], params, [7, 0]).tokens_R)
+    assert int(tokens[2]) == int(logits[2].argmax())
+
+
+def test_top_p_counts_probability_exactly() -> None:
+    """Sixteen equal tokens: each is a sixteenth, whatever a float makes of the sum before it."""
+    uniform = torch.zeros(16)
+    for kept in range(1, 17):
+        assert set(draws(uniform, 600, top_p=kept / 16).tolist()) == set(range(kept))
 
 
 def kept_by_definition(logits_V: Tensor, *, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:

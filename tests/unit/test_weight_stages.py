@@ -19,7 +19,8 @@ from compress.export import open_checkpoint, open_weights
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import dense
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.stages import STAGES, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
@@ -207,3 +208,37 @@ def test_the_disk_estimate_of_an_export_is_what_it_writes(bench: Bench, tmp_path
     facts = PlanFacts(Checkpoint(bench.source.path).arch, "cpu", SPECS)
     tensors = sum(record.size_bytes for record in exported.manifest.files if record.path.endswith(".safetensors"))
     assert STAGES.get("export").estimate(Export(), facts).disk_bytes == pytest.approx(tensors, rel=0.2)  # norms, biases, headers
+
+
+@pytest.mark.parametrize(("scheme", "head"), [("W8A16", "FP8_DYNAMIC"), ("FP8_DYNAMIC", "FP8_DYNAMIC"), ("FP8_STATIC", "W8A16")])
+def test_a_head_in_its_own_scheme_goes_through_to_the_checkpoint(
+    scheme: str, head: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.stages.quantize.HEAD_ROWS", 7)  # the vocabulary is not one block
+    calibrated(bench, tmp_path)
+    spec = Quantize.model_validate({"scheme": scheme, "head": head, "round": {"kind": "rtn"}})
+    quantized = bench.run("quantize", spec)
+    exported = bench.run("export", Export())
+    assert exported.manifest.scheme == quantized.manifest.scheme == spec.model_scheme().to_json()
+    opened, source = open_checkpoint(exported.path), Checkpoint(bench.source.path)
+    assert {name: found.name for name, found in opened.schemes.items() if name == "head"} == {"head": head}
+    for store in (open_weights(quantized.path), opened):
+        found, original = store.outer(), source.outer()
+        coded = found.pop("head.weight")
+        assert isinstance(coded, QuantizedWeight)
+        alone = nearest_weight(dense(original.pop("head.weight")), SCHEMES[head], torch.bfloat16)
+        assert torch.equal(coded.dequantize(), alone.dequantize())
+        assert all(torch.equal(dense(found[name]), dense(value)) for name, value in original.items())
+    facts = PlanFacts(source.arch, "cpu", {**SPECS, "quantize": spec})
+    tensors = sum(record.size_bytes for record in exported.manifest.files if record.path.endswith(".safetensors"))
+    assert STAGES.get("export").estimate(Export(), facts).disk_bytes == pytest.approx(tensors, rel=0.2)
+
+
+def test_the_head_of_a_model_that_ties_it_is_not_quantized(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, model(tmp_path / "model", tie_word_embeddings=True))
+    calibrated(bench, tmp_path)
+    spec = Quantize.model_validate({"scheme": "W8A16", "head": "FP8_DYNAMIC"})
+    with pytest.raises(UnsupportedFormat, match="tied to its embedding"):
+        bench.run("quantize", spec)
+    with pytest.raises(UnsupportedFormat, match="tied to its embedding"):
+        STAGES.get("quantize").estimate(spec, PlanFacts(Checkpoint(bench.source.path).arch, "cpu", SPECS))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 from compress.models.decoder import activation
 
@@ -15,6 +16,12 @@ LANES = 32
 """Elements of the widest CPU vector, bfloat16 in 512 bits."""
 SERIAL_SIZE = 16384
 """Elements below which torch's activations run on one thread (gelu's limit; silu's is twice that)."""
+
+
+def act_mul_rows(gate_up_TF: Tensor, activation_name: str, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+    """The product, quantized where the next linear wants it so."""
+    product = act_mul(gate_up_TF, activation_name)
+    return product if quant is None else quantize(product, quant)
 
 
 def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
@@ -29,4 +36,4 @@ def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
     return (activated[0] if len(activated) == 1 else torch.cat(activated))[:, :size] * up
 
 
-register(Kernel("act_mul", "reference", min_sm=0, rank=0, supports=anything, fn=act_mul))
+register(Kernel("act_mul", "reference", min_sm=0, rank=0, supports=anything, fn=act_mul_rows))

@@ -1,4 +1,4 @@
-"""Reference decode attention over the paged cache: one query a request, keys in fixed absolute chunks.
+"""Reference decode attention over the paged cache: the last few queries of each request, keys in fixed absolute chunks.
 
     chunk j covers positions [j N, (j + 1) N)        s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
     m = max_j m_j                                    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
 
 CHUNK_SIZE = 128
@@ -27,25 +28,27 @@ _MASKED = -1e30
 
 
 def attention_decode(
-    q_RHC: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table_RB: Tensor,
-    context_lens_R: Tensor,
-    window: int | None,
-    scale: float,
+    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
 ) -> Tensor:
-    """[R, H, C]. Caches are [K, num_blocks, block_size, C]; a context includes the query's own position, already written.
+    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
-    J chunks of N positions a request; the batch of the products is K * (R * J + padding), in that order.
+    Row r * q_len + j is served as if it were alone, with the context that ends at its position: so it has the same bits for any q_len.
     """
-    (num_rows, num_heads, head_dim), (num_kv_heads, _, block_size, _) = q_RHC.shape, k_cache.shape
-    blocks_per_chunk = CHUNK_SIZE // block_size
+    if q_len > 1:
+        ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
+        block_table_RB, context_lens_R = block_table_RB.repeat_interleave(q_len, dim=0), ends.flatten()
+    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale)
+
+
+def _attend(q_RHC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, window: int | None, scale: float) -> Tensor:
+    """[R, H, C]. J chunks of N positions a row; the batch of the products is K * (R * J + padding), in that order."""
+    (num_rows, num_heads, head_dim), num_kv_heads = q_RHC.shape, kv.k.shape[0]
+    blocks_per_chunk = CHUNK_SIZE // kv.block_size
     block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
     num_chunks = block_table_RB.shape[1] // blocks_per_chunk
     padding = -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads)) if q_RHC.is_cuda else 0
     blocks = F.pad(block_table_RB.flatten(), (0, padding * blocks_per_chunk))
-    k, v = (cache.index_select(1, blocks).view(-1, CHUNK_SIZE, head_dim).to(torch.float32) for cache in (k_cache, v_cache))
+    k, v = (each.reshape(-1, CHUNK_SIZE, head_dim) for each in kv.gather(blocks, len(blocks) * kv.block_size, torch.float32))
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
     # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need no padding for it).
     q_KRGC = F.pad(q_KRGC, (0, 0, 0, -q_KRGC.shape[2] % (16 // math.gcd(head_dim, 16))))

@@ -1,19 +1,40 @@
-"""Reference prefill attention of one sequence: torch's scaled dot product, causal, over keys and values that lie dense.
+"""Reference prefill attention: torch's scaled dot product, causal, one sequence a call over its pages gathered dense.
 
 One sequence a call, on operands laid out afresh: the library's bits depend on strides and alignment, and so would a sequence's on its
 place in the ragged batch. They depend on its own chunk and context only.
+
+Shapes: T rows of all sequences, L context of one, R sequences, B blocks of a table, H heads, K kv heads, C head dimension.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
 from compress.models.attention import causal_mask
 
 
-def attention_prefill(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
-    """[T, H, C]; the T queries are the last T of the L positions."""
+def attention_prefill(
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    *,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """[T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all in the pages."""
+    chunks = torch.split(q_THC, query_lens)
+    outputs = [
+        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale)
+        for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
     num_queries, num_keys = q_THC.shape[0], k_KLC.shape[1]
     q, k, v = (each.clone(memory_format=torch.contiguous_format).unsqueeze(0) for each in (q_THC.transpose(0, 1), k_KLC, v_KLC))
     grouped = q.shape[1] != k.shape[1]

@@ -11,15 +11,18 @@ Tile heights, measured on one thread of a Xeon with AMX (float32, the linears of
 
 Weights are kept dense in the compute dtype as [I, O]: multiplying by the [O, I] form costs up to 2.3 times as much when it is in cache,
 because MKL then repacks it in every call. A quantized weight is dequantized once, at load: it saves no bytes here, and the kernel's name
-says so.
+says so. Where activations are quantized too, e4m3 codes are kept as they are in the compute dtype, exactly, and both scales are applied to
+the product in float32.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from compress.kernels.rows import QuantizedRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -30,14 +33,52 @@ ALIGNMENT = 64
 """Bytes. MKL's bits depend on the alignment of its operands; rows of odd width put tiles off a cache line."""
 
 
-def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Weights [O_j, I] stacked along O, as [I, O]; a quantized one is rounded to its scale's dtype first, as every consumer does."""
-    dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
-    return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense]).t().contiguous()
+@dataclass(frozen=True)
+class DenseWeight:
+    """w [I, O] in the compute dtype; `scale_O` float32 where w holds codes that its scale is yet to be applied to."""
+
+    w_IO: Tensor
+    scale_O: Tensor | None = None
 
 
-def linear_in_tiles(x_TI: Tensor, w_IO: Tensor, bias_O: Tensor | None, *, rows: int) -> Tensor:
+def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> DenseWeight:
+    """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every consumer does."""
+    assert not gated, "the reference applies no activation"
+    scales = [each.scale_OG for each in weights if isinstance(each, QuantizedWeight) and each.scheme.activation is not None]
+    dense = [_dense(weight).to(device=device, dtype=dtype) for weight in weights]
+    scale_O = torch.cat(scales).flatten().to(device=device, dtype=torch.float32) if scales else None
+    return DenseWeight(torch.cat(dense).t().contiguous(), scale_O)
+
+
+def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.codes_OI.to(torch.float32) if weight.scheme.activation is not None else weight.dequantize()
+
+
+def linear_in_tiles(
+    x: Tensor | QuantizedRows,
+    packed: DenseWeight,
+    bias_O: Tensor | None,
+    *,
+    rows: int,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """[T, O]; every matrix product has exactly `rows` rows, at aligned addresses."""
+    dtype = packed.w_IO.dtype
+    if isinstance(x, QuantizedRows):
+        assert packed.scale_O is not None, "quantized rows need a weight whose scale is kept apart"
+        y_TO = _product(x.values_TK.to(dtype), packed.w_IO, rows)
+        y_TO = (y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O).to(dtype)
+    else:
+        y_TO = _product(x, packed.w_IO, rows)
+    y_TO = y_TO if bias_O is None else y_TO + bias_O
+    y_TO = y_TO if residual_TO is None else residual_TO + y_TO
+    return y_TO if out_dtype is None else y_TO.to(out_dtype)
+
+
+def _product(x_TI: Tensor, w_IO: Tensor, rows: int) -> Tensor:
     num_rows = x_TI.shape[0]
     short = -num_rows % rows
     # A row slice of a wider tensor has another leading dimension, to which a library may tie its choices: tiles are always dense.
@@ -51,8 +92,7 @@ def linear_in_tiles(x_TI: Tensor, w_IO: Tensor, bias_O: Tensor | None, *, rows: 
                 tile_y.copy_(torch.mm(_aligned(tile_x), w_IO))
             else:
                 torch.mm(_aligned(tile_x), w_IO, out=tile_y)
-    y_TO = y_TO[:num_rows] if short else y_TO
-    return y_TO if bias_O is None else y_TO + bias_O
+    return y_TO[:num_rows] if short else y_TO
 
 
 def _aligned(tile: Tensor) -> Tensor:
@@ -61,6 +101,8 @@ def _aligned(tile: Tensor) -> Tensor:
 
 
 def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str | None) -> str | None:
+    if problem.activation is not None:
+        return "applies no activation"
     if problem.scheme not in (SCHEMES if quantized else DENSE_SCHEMES.values()):
         known = ", ".join(SCHEMES if quantized else DENSE_SCHEMES.values())
         return f"for {known}"

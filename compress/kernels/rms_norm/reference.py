@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
+
+
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+    """The norm, quantized where the next linear wants it so."""
+    normed = rms_norm(x, weight, eps)
+    return normed if quant is None else quantize(normed, quant)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,4 +28,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-register(Kernel("rms_norm", "reference", min_sm=0, rank=0, supports=anything, fn=rms_norm))
+register(Kernel("rms_norm", "reference", min_sm=0, rank=0, supports=anything, fn=rms_norm_rows))

@@ -1,0 +1,83 @@
+"""Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if the next linear wants it so.
+
+    silu(x) = x s(x)        gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))        s(x) = 1 / (1 + e^-x)
+    gelu(x) = x / 2 (1 + erf(x / sqrt 2))
+
+in float32; 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh. round: to the model's dtype.
+
+Quantized, one program holds a row, whose scale it needs; else a program takes `SPAN` elements of one.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
+from compress.kernels.rows import ActivationQuant, QuantizedRows
+from compress.kernels.select import Kernel, register
+
+SPAN = 1024
+
+
+@jit()
+def _gated(gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """Rounded activation(gate) * up at `offsets` of a row, where up lies SIZE behind gate."""
+    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
+    up = tl.load(gate_ptr + SIZE + offsets, mask=mask, other=0.0)
+    x = gate.to(tl.float32)
+    if ACTIVATION == "silu":
+        activated = x / (1 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        activated = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+    else:
+        activated = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return (activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@jit()
+def _act_mul(
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, SPAN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    launch_dependents(PDL)
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    y = _gated(gate_up_ptr + row * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
+    tl.store(out_ptr + row * SIZE + columns, y, mask=columns < SIZE)
+
+
+@jit()
+def _act_mul_quantize(
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait(PDL)
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    y = _gated(gate_up_ptr + row.to(tl.int64) * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
+    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+
+
+def act_mul(gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+    """[T, 2 F] -> [T, F]."""
+    num_rows, size, device = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2, gate_up_TF.device
+    gate_up_TF = gate_up_TF.contiguous()
+    if quant is None:
+        out = torch.empty(num_rows, size, dtype=gate_up_TF.dtype, device=device)
+        grid = num_rows, -(-size // SPAN)
+        _act_mul[grid](gate_up_TF, out, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4, **pdl_options(device))
+        return out
+    rows, output = row_output(num_rows, size, gate_up_TF.dtype, device, quant)
+    _act_mul_quantize[(num_rows,)](gate_up_TF, **output, ACTIVATION=activation, **row_options(size, device))
+    return rows
+
+
+register(Kernel("act_mul", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=act_mul))

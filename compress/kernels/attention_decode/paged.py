@@ -1,0 +1,315 @@
+"""Triton decode attention over the paged cache: keys in fixed absolute chunks, chunks in any program, one order of summation.
+
+    chunk j covers positions [j N, (j + 1) N)     s = q k^T scale log2(e),  m_j = max s,  l_j = sum 2^(s - m_j),  o_j = 2^(s - m_j) v
+    m = max_j m_j                                 out = sum_j 2^(m_j - m) o_j / sum_j 2^(m_j - m) l_j
+
+Two launches (split-KV decoding, arXiv 2311.01282). The first has P programs for every request and KV head, which walk the chunks
+p, p + P, ... in tiles and write each chunk's (m, l, o) in float32; all query heads of the KV head and all `q_len` queries are rows of one
+matrix product. The second adds the chunks of a row up, `MERGE_CHUNKS` at a time by a tree that is fixed over absolute chunks.
+
+A row's bits depend on its request alone: the code, the shape of the tiles and the partition of the context are the same for every number
+of requests, of programs and of queries, and a chunk or key that a row does not see adds exactly zero. No context length is known to the
+host, so one CUDA graph serves all.
+
+Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, C head dimension, G = H / K.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.e4m3 import decode_even, decode_odd, load_queries
+from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.select import Kernel, Problem, register
+
+MAX_Q_LEN = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the bits depend on (`chunk`, `tile`, `merge_chunks`, warps) and what only the time does (`stages`, `programs`)."""
+
+    chunk: int = 128
+    tile: int = 64
+    merge_chunks: int = 16
+    merge_warps: int = 1
+    num_warps: int = 4
+    stages: int = 3
+    programs: int = 1056
+
+
+CONFIG = Config()
+
+
+@jit()
+def _block_of(table_ptr: tl.tensor, start: tl.tensor, context_len: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The block of the keys [start, start + TILE), or the block of each where they lie in several."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < context_len, other=0)
+    else:
+        keys = start + tl.arange(0, TILE)
+        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context_len, other=0)
+
+
+@jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))
+def _attend_chunks(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    o_ptr: tl.tensor,
+    ml_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    head_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    max_chunks: tl.tensor,
+    q_len: tl.tensor,
+    scale: tl.tensor,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """o [R, K, J, q_len G, C] and (m, l) [R, K, J, q_len G, 2] of the chunks J of this program."""
+    launch_dependents(PDL)
+    request = tl.program_id(0) // K
+    kv_head = tl.program_id(0) % K
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    # e4m3 codes come in pairs, even dimensions in the low bytes and odd ones in the high: 16-bit loads, and two products instead of one.
+    CODES: tl.constexpr = 1 if FORMAT == 0 else 2
+    C_PAGE: tl.constexpr = C // CODES
+    columns = tl.arange(0, C_TILE // CODES)
+    real_row, real_column = rows < q_len * G, columns < C_PAGE
+    offsets = tl.arange(0, TILE)
+    within = offsets[:, None] * C_PAGE + columns[None, :]
+    row_mask = real_row[:, None] & real_column[None, :]
+    table_ptr += request.to(tl.int64) * table_stride
+    wait(PDL)
+    context_len = tl.load(lens_ptr + request).to(tl.int32)
+    if WINDOW > 0:
+        first_position = tl.maximum(context_len - q_len + 1 - WINDOW, 0)
+        first_chunk = first_position // CHUNK + tl.program_id(1)
+        block = _block_of(table_ptr, first_chunk * CHUNK, context_len, BLOCK_SIZE, TILE)
+    else:
+        first_position = 0
+        first_chunk = tl.program_id(1)  # within the table: loaded beside the length, not after it
+        block = _block_of(table_ptr, first_chunk * CHUNK, first_chunk * CHUNK + TILE, BLOCK_SIZE, TILE)
+    num_chunks = tl.cdiv(tl.maximum(tl.cdiv(context_len, CHUNK) - first_chunk, 0), tl.num_programs(1))
+    if num_chunks == 0:
+        return
+    positions = context_len - q_len + rows // G
+    token = request.to(tl.int64) * q_len + rows // G
+    q_at = q_ptr + (token * K * G + kv_head * G + rows % G)[:, None] * C + columns[None, :] * CODES
+    q, q_odd, logit_scale, p_scale, value_scale = load_queries(q_at, row_mask, scale, FORMAT)
+    if FORMAT == 2:
+        logit_scale *= tl.load(k_scale_ptr)
+        value_scale *= tl.load(v_scale_ptr)
+    k_ptr += kv_head.to(tl.int64) * head_stride
+    v_ptr += kv_head.to(tl.int64) * head_stride
+    if FORMAT == 1:
+        k_scale_ptr += kv_head.to(tl.int64) * scale_stride
+        v_scale_ptr += kv_head.to(tl.int64) * scale_stride
+    part = (request * K + kv_head).to(tl.int64) * max_chunks * (q_len * G)
+
+    TILES: tl.constexpr = CHUNK // TILE
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    o = tl.zeros([ROWS, C_TILE // CODES], tl.float32)
+    o_odd = o
+    for step in tl.range(0, num_chunks * TILES, num_stages=STAGES):
+        chunk = first_chunk + step // TILES * tl.num_programs(1)
+        start = chunk * CHUNK + step % TILES * TILE
+        keys = start + offsets
+        real_key = (keys < context_len) & (keys >= first_position)
+        mask = real_key[:, None] & real_column[None, :]
+        slot = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets)
+        # The id of the next block is loaded one step early: keys then wait for one load and not for two.
+        next_start = (first_chunk + (step + 1) // TILES * tl.num_programs(1)) * CHUNK + (step + 1) % TILES * TILE
+        block = _block_of(table_ptr, next_start, context_len, BLOCK_SIZE, TILE)
+        if BLOCK_SIZE % TILE == 0:
+            k_at, v_at = k_ptr + slot * C_PAGE + within, v_ptr + slot * C_PAGE + within
+        else:
+            k_at, v_at = k_ptr + (slot * C_PAGE)[:, None] + within, v_ptr + (slot * C_PAGE)[:, None] + within
+        if FORMAT == 0:
+            k = tl.load(k_at, mask=mask, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        else:
+            codes = tl.load(k_at, mask=mask, other=0)
+            s = tl.dot(q, tl.trans(decode_even(codes, q.dtype, INTERPRETED).to(q.dtype)), input_precision=PRECISION)
+            s = tl.dot(q_odd, tl.trans(decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype)), s, input_precision=PRECISION)
+        s *= logit_scale
+        if FORMAT == 1:
+            s *= tl.load(k_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
+        seen = keys[None, :] <= positions[:, None]
+        if WINDOW > 0:
+            seen &= keys[None, :] > positions[:, None] - WINDOW
+        s = tl.where(seen, s, float("-inf"))
+        m_next = tl.maximum(m, tl.max(s, axis=1))
+        m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
+        p = tl.exp2(s - m_finite[:, None])
+        alpha = tl.exp2(m - m_finite)
+        total = total * alpha + tl.sum(p, axis=1)
+        if FORMAT == 0:
+            v = tl.load(v_at, mask=mask, other=0.0)
+            o = tl.dot(p.to(q.dtype), v, o * alpha[:, None], input_precision=PRECISION)
+        else:
+            p *= p_scale
+            if FORMAT == 1:
+                p *= tl.load(v_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
+            codes = tl.load(v_at, mask=mask, other=0)
+            weight = p.to(q.dtype)
+            o = tl.dot(weight, decode_even(codes, q.dtype, INTERPRETED).to(q.dtype), o * alpha[:, None], input_precision=PRECISION)
+            o_odd = tl.dot(weight, decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype), o_odd * alpha[:, None], input_precision=PRECISION)
+        m = m_next
+        if step % TILES == TILES - 1:
+            row = part + chunk.to(tl.int64) * (q_len * G) + rows
+            o_at = o_ptr + row[:, None] * C + columns[None, :] * CODES
+            tl.store(o_at, o * value_scale, mask=row_mask)
+            if FORMAT != 0:
+                tl.store(o_at + 1, o_odd * value_scale, mask=row_mask)
+            tl.store(ml_ptr + row * 2, m, mask=real_row)
+            tl.store(ml_ptr + row * 2 + 1, total, mask=real_row)
+            m = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            o = tl.zeros([ROWS, C_TILE // CODES], tl.float32)
+            o_odd = o
+
+
+@jit(varying=("q_len",), unaligned=("lens_ptr",))
+def _merge_chunks(
+    o_ptr: tl.tensor,
+    ml_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    max_chunks: tl.tensor,
+    q_len: tl.tensor,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MERGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One row of one head of the output."""
+    launch_dependents(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    request, query = token // q_len, token % q_len
+    columns = tl.arange(0, C_TILE)
+    part = (request * K + head // G) * max_chunks * (q_len * G) + query * G + head % G
+    wait(PDL)
+    position = tl.load(lens_ptr + request).to(tl.int32) - q_len + query.to(tl.int32)
+    first_chunk = 0
+    if WINDOW > 0:
+        first_chunk = tl.maximum(position + 1 - WINDOW, 0) // CHUNK
+    m = float("-inf")
+    total = 0.0
+    o = tl.zeros([C_TILE], tl.float32)
+    for start in range(first_chunk // MERGE * MERGE, position // CHUNK + 1, MERGE):
+        chunks = start + tl.arange(0, MERGE)
+        real = (chunks >= first_chunk) & (chunks * CHUNK <= position)
+        at = part + chunks.to(tl.int64) * (q_len * G)
+        o_j = tl.load(o_ptr + at[:, None] * C + columns[None, :], mask=real[:, None] & (columns < C)[None, :], other=0.0)
+        m_j = tl.load(ml_ptr + at * 2, mask=real, other=float("-inf"))
+        total_j = tl.load(ml_ptr + at * 2 + 1, mask=real, other=0.0)
+        m_next = tl.maximum(m, tl.max(m_j, axis=0))
+        m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
+        weight = tl.exp2(m_j - m_finite)
+        alpha = tl.exp2(m - m_finite)
+        o = o * alpha + tl.sum(o_j * weight[:, None], axis=0)
+        total = total * alpha + tl.sum(total_j * weight, axis=0)
+        m = m_next
+    o = tl.where(total > 0, o / total, 0.0)
+    tl.store(out_ptr + (token * K * G + head) * C + columns, o.to(out_ptr.dtype.element_ty), mask=columns < C)
+
+
+def attention_decode(
+    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
+) -> Tensor:
+    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
+    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, config=CONFIG)
+
+
+def attend(
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    *,
+    q_len: int,
+    window: int | None,
+    scale: float,
+    config: Config,
+) -> Tensor:
+    """`attention_decode` in a given configuration."""
+    (num_kv_heads, _, block_size, head_dim), (num_rows, num_heads, _) = kv.k.shape, q_THC.shape
+    num_requests, group = num_rows // q_len, num_heads // num_kv_heads
+    assert num_rows == num_requests * q_len <= MAX_Q_LEN * num_requests
+    assert q_THC.is_contiguous()
+    assert kv.k[0].is_contiguous()
+    assert kv.k.stride() == kv.v.stride()
+    assert block_table_RB.stride(1) == 1
+    max_chunks = triton.cdiv(block_table_RB.shape[1] * block_size, config.chunk)
+    k, v = (each.view(torch.int16) if kv.k_scale is not None else each for each in (kv.k, kv.v))
+    pairs = num_requests * num_kv_heads
+    parts = pairs * max_chunks * q_len * group
+    o = torch.empty(parts, head_dim, dtype=torch.float32, device=q_THC.device)
+    ml = torch.empty(parts, 2, dtype=torch.float32, device=q_THC.device)
+    rows = 16 if q_len * group <= 16 else 32
+    shared = {"K": num_kv_heads, "G": group, "C": head_dim, "C_TILE": triton.next_power_of_2(head_dim), "CHUNK": config.chunk}
+    shared |= {"WINDOW": window or 0, **pdl_options(q_THC.device)}
+    _attend_chunks[(pairs, min(max_chunks, triton.cdiv(config.programs, pairs)), triton.cdiv(q_len * group, rows))](
+        q_THC,
+        k,
+        v,
+        kv.k_scale,
+        kv.v_scale,
+        block_table_RB,
+        context_lens_R,
+        o,
+        ml,
+        block_table_RB.stride(0),
+        k.stride(0),
+        kv.k_scale.stride(0) if kv.format == FP8_TOKEN_HEAD and kv.k_scale is not None else 0,
+        max_chunks,
+        q_len,
+        scale,
+        ROWS=rows,
+        TILE=config.tile,
+        BLOCK_SIZE=block_size,
+        FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
+        INTERPRETED=interpreted(),
+        STAGES=config.stages,
+        num_warps=config.num_warps,
+        PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32",
+        **shared,
+    )
+    out_THC = torch.empty_like(q_THC)
+    _merge_chunks[(num_rows, num_heads)](
+        o, ml, context_lens_R, out_THC, max_chunks, q_len, MERGE=config.merge_chunks, num_warps=config.merge_warps, **shared
+    )
+    return out_THC
+
+
+def supports(problem: Problem) -> str | None:
+    return triton_refusal(problem)
+
+
+register(Kernel("attention_decode", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_decode))

@@ -1,0 +1,94 @@
+"""What every Triton kernel shares: an import that may fail, and programmatic dependent launch (PDL).
+
+A file of a Triton kernel takes `triton`, `tl` and `jit` from here, so that it imports, and is listed with its refusal, on a machine
+without triton; its `supports` begins with `triton_refusal`.
+
+PDL (CUDA programming guide, "programmatic dependent launch and synchronization"): a kernel may be scheduled while the one before it still
+runs. Every kernel calls `launch_dependents(PDL)` first, and `wait(PDL)` before it touches anything that another kernel writes or reads:
+only constants (weights) may be read earlier. Every program of every kernel waits, so that the end of a kernel implies the end of all
+before it. `pdl_options` gives the launch attribute and the constexpr `PDL` together:
+
+    @jit()
+    def _kernel(x_ptr: tl.tensor, PDL: tl.constexpr) -> None:
+        launch_dependents(PDL)
+        wait(PDL)
+        ...
+
+    _kernel[grid](x, **pdl_options(x.device))
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from compress.kernels.select import Problem
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # the names that are read when a kernel's file is imported
+    triton = None
+    tl = SimpleNamespace(constexpr=object, tensor=object)
+
+__all__ = ["interpreted", "jit", "launch_dependents", "pdl_enabled", "pdl_options", "tl", "triton", "triton_refusal", "wait"]
+
+PDL_SM = 90
+FP8_SM = 89
+"""Compute capability times ten from which Triton has e4m3."""
+
+
+def jit(*, varying: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`; the function itself where there is no triton.
+
+    Triton compiles a kernel anew for integers that are 1 or multiples of 16 and for pointers on 16 bytes. `varying` names the integers
+    and `unaligned` the pointers of one element a lane that change from call to call, which must not.
+    """
+    if triton is None:
+        return lambda function: function
+    return triton.jit(do_not_specialize=list(varying), do_not_specialize_on_alignment=list(unaligned))
+
+
+def interpreted() -> bool:
+    """Whether kernels run in triton's interpreter, on the CPU; decided when triton is first imported (TRITON_INTERPRET)."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def triton_refusal(problem: Problem) -> str | None:
+    """Why no Triton kernel can serve a problem, or None."""
+    if triton is None:
+        return "triton is not installed"
+    if not problem.device.startswith("cuda") and not interpreted():
+        return f"Triton kernels run on CUDA devices and this one is {problem.device}"
+    if problem.scheme.startswith("FP8") and not interpreted() and problem.sm < FP8_SM:
+        return f"Triton knows e4m3 from sm_{FP8_SM} on and this device is sm_{problem.sm}"
+    return None
+
+
+def pdl_enabled(device: torch.device) -> bool:
+    """Whether kernels on this device are launched as programmatic dependents."""
+    if device.type != "cuda" or interpreted():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= PDL_SM
+
+
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Keyword arguments of a Triton launch: `PDL` for the kernel, and the launch attribute where it applies."""
+    return {"PDL": True, "launch_pdl": True} if pdl_enabled(device) else {"PDL": False}
+
+
+@jit()
+def launch_dependents(PDL: tl.constexpr) -> None:
+    """Let the next kernel start; nothing where PDL is off."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@jit()
+def wait(PDL: tl.constexpr) -> None:
+    """Until every kernel before this one is done and its writes are visible; nothing where PDL is off."""
+    if PDL:
+        gdc_wait()

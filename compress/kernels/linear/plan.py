@@ -1,0 +1,183 @@
+"""How a linear of few rows is split over a GPU: which block of `stream.cu` owns which rows of the weight and which part of K.
+
+The parts of K, and with them the order of every sum, follow from N, K and the number of multiprocessors alone. The number of rows M
+chooses only what cannot change a bit: how the parts are dealt to warps and blocks, how many token tiles an instruction takes, where x
+stays, and how deep the ring of weights is.
+
+On an H200 a block that leaves half of the shared memory free lets a block of the next kernel start beside it and fetch its first weights
+during the tail of this one; that is worth 2-4 us a kernel. It also means that a multiprocessor without a block takes two of the next
+kernel and is late, so row tiles are dealt to as many blocks as there are places, however few tiles each then has.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.errors import EnvironmentUnfit
+from compress.kernels.nvrtc import Launch
+
+Format = Literal["dense16", "w4", "w4_asym", "fp8"]
+FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8")
+WARPS, TILE_ROWS = 16, 16
+MAX_STAGES = 8
+TOKEN_TILES = (1, 2, 4, 8)
+"""Token tiles of 8 that one block serves; more rows take several blocks."""
+RESIDENT_TOKENS = 16
+TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
+"""Of one row tile in one stage."""
+_PAIRED_BYTES = 113 * 1024
+"""Of shared memory for a block that leaves room for another on Hopper."""
+_ALIGNMENT, _STATIC_BYTES = 1024, 64
+_IN_FLIGHT_BYTES = {"dense16": 64 * 1024, "fp8": 64 * 1024, "w4": 28 * 1024, "w4_asym": 28 * 1024}
+"""Weight bytes that one block keeps under way, at least: 29 KB saturate the memory of an H200 where arithmetic does not delay loads."""
+_SHORT_K = 2048
+"""Columns of a part up to which a kernel is so short that starting early is worth more than keeping x."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What of a device a plan depends on."""
+
+    sm: int
+    num_sms: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight of n rows (gate over up when gated) and k columns."""
+
+    format: Format
+    n: int
+    k: int
+    gated: bool
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of 16 rows; of a gated linear, of 8 gate rows over their 8 up rows."""
+        return -(-(self.n // 2) // 8) if self.gated else -(-self.n // TILE_ROWS)
+
+    @property
+    def stage_k(self) -> int:
+        """Columns in one stage."""
+        return 64 if self.format == "dense16" else 128
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the parts of K are dealt: `parts` to the warps of a block, over `segments` blocks."""
+
+    parts: int
+    segments: int
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Row tiles dealt to `row_blocks` blocks as evenly as can be, none with more than `tiles`."""
+
+    tiles: int
+    row_blocks: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`resident`: all of x that a block needs stays in its shared memory. `arriving_bytes` of it receive sums from the cluster."""
+
+    token_tiles: int
+    tiles: int
+    split: Split
+    wgmma: bool
+    resident: bool
+    stages: int
+    arriving_bytes: int
+    launch: Launch
+
+
+def num_parts_of(shape: Shape, num_sms: int) -> int:
+    """Parts of K, each summed on its own: as many as spread the row tiles over the device, with warps enough to hide latency."""
+
+    def cost(num_parts: int) -> float:
+        cover = covering(shape.num_tiles, Split(num_parts, 1), num_sms)
+        waves = -(-cover.row_blocks // num_sms)
+        work = waves * cover.tiles * num_parts * -(-shape.k // 128 // num_parts)
+        return work * (1 + 0.02 * num_parts) * (1 + 0.3 * max(0, 12 - cover.tiles * num_parts) / 12)
+
+    return min((parts for parts in (1, 2, 4, 8) if parts == 1 or parts <= shape.k // 128), key=cost)
+
+
+def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -> Cover:
+    """Clusters of more than two blocks lie within one group of multiprocessors, and miss those that are left over in each."""
+    places = num_sms // split.segments if split.segments <= 2 else max(1, (num_sms - num_sms // 7) // split.segments)
+    fewest = -(-num_tiles // (WARPS // split.parts))
+    row_blocks = min(num_tiles, -(-fewest // places) * places)
+    tiles = -(-num_tiles // row_blocks)
+    if tiles % multiple:
+        tiles += multiple - tiles % multiple
+        row_blocks = -(-num_tiles // tiles)
+    return Cover(tiles, row_blocks)
+
+
+@functools.cache
+def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
+    """The best of `plans`.
+
+    Raises:
+        EnvironmentUnfit: a block of the device holds too little shared memory for two stages of 8 tokens.
+    """
+    for found in plans(shape, num_rows, gpu):
+        return found
+    raise EnvironmentUnfit(
+        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the {gpu.shared_bytes} bytes of shared memory that "
+        "a block has on this device."
+    )
+
+
+def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -> Iterator[Plan]:
+    """Every way that fits, best first. `wgmma` None: where it is faster."""
+    num_parts = num_parts_of(shape, gpu.num_sms)
+    paired, everything = min(gpu.shared_bytes, _PAIRED_BYTES), gpu.shared_bytes
+    short = [(paired, False), (everything, True)]
+    few = [(paired, True), *(short if shape.k // num_parts <= _SHORT_K else reversed(short)), (everything, False)]
+    enough = next((tiles for tiles in TOKEN_TILES if num_rows <= 8 * tiles), TOKEN_TILES[-1])
+    for token_tiles in sorted((tiles for tiles in TOKEN_TILES if tiles <= enough), reverse=True):
+        by_wgmma = gpu.sm == 90 and 8 * token_tiles > RESIDENT_TOKENS if wgmma is None else wgmma
+        ways = few if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else [(everything, False)]
+        for choice in ((1, 2), (4, 8)):  # segments
+            for limit, resident in ways:
+                for split in (Split(num_parts // segments, segments) for segments in choice if num_parts % segments == 0):
+                    found = _fit(shape, num_rows, gpu, token_tiles=token_tiles, split=split, wgmma=by_wgmma, limit=limit, resident=resident)
+                    if found is not None:
+                        yield found
+
+
+def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, limit: int, resident: bool) -> Plan | None:
+    """None where `limit` bytes of shared memory hold too few stages to keep memory busy, or tiles take too many warps."""
+    cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
+    clustered = gpu.sm >= 90 and split.segments > 1
+    warps, tokens, num_parts = cover.tiles * split.parts, 8 * token_tiles, split.parts * split.segments
+    real_tokens, num_token_blocks = min(num_rows, tokens), -(-num_rows // tokens)
+    iterations = -(-(shape.k // shape.stage_k) // num_parts)
+    # As stream.cu lays it out: arriving sums | x | raw e4m3 x | weights; at the end sums lie over x and weights.
+    own_rows = -(-cover.tiles * TILE_ROWS // split.segments)
+    arriving = -(-num_parts * real_tokens * own_rows * 4 // _ALIGNMENT) * _ALIGNMENT if clustered else 0
+    x_stage = split.parts * shape.stage_k * 2 * (real_tokens if resident else tokens)
+    staged_fp8 = shape.format == "fp8" and not resident
+    once = x_stage * iterations if resident else 2 * x_stage if staged_fp8 else 0
+    each = warps * TILE_BYTES[shape.format] + (0 if resident else x_stage // 2 if staged_fp8 else x_stage)
+    stages = min((limit - _STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
+    busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= _IN_FLIGHT_BYTES[shape.format]
+    if warps > WARPS or stages < 2 or ((resident or limit < gpu.shared_bytes) and not busy):
+        return None
+    sums = split.parts * tokens * (cover.tiles * TILE_ROWS + 4) * 4
+    shared_bytes = _ALIGNMENT + arriving + max(once + stages * each, sums)
+    if shared_bytes > limit - _STATIC_BYTES:
+        return None
+    launch = Launch(
+        grid=(cover.row_blocks * split.segments, num_token_blocks),
+        threads=warps * 32,
+        shared_bytes=shared_bytes,
+        cluster=split.segments if clustered else 1,
+        overlap=gpu.sm >= 90,
+    )
+    return Plan(token_tiles, cover.tiles, split, wgmma, resident, stages, arriving, launch)

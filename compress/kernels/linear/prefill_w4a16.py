@@ -1,0 +1,161 @@
+"""W4A16 linear of many rows: the weight is dequantized piece by piece into a scratch that stays in L2, and multiplied from there by cuBLAS.
+
+    y[:, p] = x W[p]^T,   W[p] = round((codes - zero_point) scale) of the output rows p of one piece
+
+Past about a hundred rows arithmetic is the roof, and cuBLAS is closer to it (780 TFLOP/s on an H200) than a kernel that dequantizes in its
+inner loop. So a weight is written out once for all rows. A llama-3.1-8b gate_up (28672 x 4096) over 2,048 rows takes 670 us in bfloat16,
+770 us if all of it is dequantized first, and 710 us in pieces that L2 holds: the scratch is overwritten before it reaches memory. A short
+product is not worth dividing (512 rows: 239 us whole, 251 us in pieces).
+
+The packed blocks are those of `w4a16.py`. A gated weight holds gate and up rows in turns: a piece is then two matrices, one of each.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.linear.prefill_dense16 import library_refusal
+from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
+from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack
+from compress.kernels.select import Kernel, Problem, register
+
+SCRATCH_BYTES = 60_000_000
+"""What an H200 keeps in L2 (7168 rows of 4096: 708 us, 8192 rows: 767 us)."""
+MIN_PIECE_ROWS = 4096
+"""Fewer do not fill the GPU: a 4096 x 14336 weight takes 352 us whole and 372 us in halves that L2 would hold."""
+MIN_ROWS_FOR_PIECES = 1024
+GROUPS_PER_PROGRAM = 4
+
+
+@jit(varying=("first_tile", "num_groups", "half_rows"))
+def _dequantize(
+    words_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    first_tile: tl.tensor,
+    num_groups: tl.tensor,
+    half_rows: tl.tensor,
+    GROUPS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    ZERO: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """`GROUPS` blocks of 16 rows x 128 columns side by side. 128 + code + ZERO (+ offset) is the number; offsets follow the 16 scales."""
+    launch_dependents(PDL)
+    tile, rows = tl.program_id(0), tl.arange(0, 16)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    blocks = ((first_tile + tile) * num_groups + groups).to(tl.int64) * BLOCK_WORDS
+    mask = groups < num_groups
+    words = tl.load(words_ptr + blocks[:, None] + tl.arange(0, 256)[None, :], mask=mask[:, None], other=0)
+    scale_at = scales_ptr + blocks[None, :] * 2 + (512 + rows % 8 * 2 + rows // 8)[:, None]
+    scale = tl.load(scale_at, mask=mask[None, :], other=0.0)
+    zero = ZERO
+    if BLOCK_WORDS > 264:
+        zero = (tl.load(scale_at + 16, mask=mask[None, :], other=0.0).to(tl.float32) + ZERO)[:, :, None]
+    # Join adds a last axis of two. Nibbles of a word, from low to high: row + 8, column + 8, column + 1.
+    even = tl.join(tl.join(_number(words, 0), _number(words, 16)), tl.join(_number(words, 8), _number(words, 24)))
+    odd = tl.join(tl.join(_number(words, 4), _number(words, 20)), tl.join(_number(words, 12), _number(words, 28)))
+    numbers = tl.reshape(tl.join(even, odd), [GROUPS, 2, 8, 4, 4, 2, 2, 2])  # group, half, row, t, step, column + 1, column + 8, row + 8
+    numbers = tl.reshape(tl.permute(numbers, [7, 2, 0, 1, 4, 6, 3, 5]), [16, GROUPS, 128])
+    value = (numbers.to(tl.bfloat16, bitcast=True).to(tl.float32) + zero) * scale.to(tl.float32)[:, :, None]
+    wait(PDL)
+    out_rows = (rows // 8 * half_rows + tile * 8 + rows % 8) if GATED else tile * 16 + rows
+    at = (out_rows.to(tl.int64) * num_groups)[:, None] + groups[None, :]
+    tl.store(out_ptr + at[:, :, None] * 128 + tl.arange(0, 128)[None, None, :], value.to(scale.dtype), mask=mask[None, :, None])
+
+
+@jit()
+def _number(words: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """The bits of the bfloat16 128 + code."""
+    return ((words >> SHIFT) & 0xF | 0x4300).to(tl.uint16)
+
+
+def linear(
+    x_TI: Tensor,
+    packed: PackedW4,
+    bias_O: Tensor | None,
+    *,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, O], gate before up."""
+    num_rows = x_TI.shape[0]
+    if num_rows < MIN_ROWS_FOR_PIECES or piece_tiles(packed) == packed.blocks.shape[0]:
+        w_OI = dequantize(packed, 0, packed.blocks.shape[0]).flatten(0, 1)
+        return multiply_dense(x_TI, w_OI, bias_O, residual_TO=residual_TO, out_dtype=out_dtype)
+    halves = 2 if packed.gated else 1
+    out_dtype = x_TI.dtype if out_dtype is None else out_dtype
+    y_THP = torch.empty(num_rows, halves, packed.n // halves, dtype=out_dtype, device=x_TI.device)
+    for start, w_HPK in pieces(packed):
+        _multiply(x_TI, w_HPK, y_THP[:, :, start : start + w_HPK.shape[1]].transpose(0, 1))
+    y_TO = y_THP.view(num_rows, packed.n)
+    y_TO = y_TO if bias_O is None else y_TO.add_(bias_O)
+    return y_TO if residual_TO is None else y_TO.add_(residual_TO)
+
+
+def _multiply(x_TI: Tensor, w_HPK: Tensor, out_HTP: Tensor) -> None:
+    dtype = {} if out_HTP.dtype == x_TI.dtype else {"out_dtype": out_HTP.dtype}
+    if w_HPK.shape[0] == 1:
+        torch.mm(x_TI, w_HPK[0].t(), out=out_HTP[0], **dtype)
+    else:
+        torch.bmm(x_TI.expand(w_HPK.shape[0], -1, -1), w_HPK.transpose(1, 2), out=out_HTP, **dtype)
+
+
+def piece_tiles(packed: PackedW4) -> int:
+    """Row tiles of one piece; pieces are of about one size."""
+    most = max(SCRATCH_BYTES // (2 * packed.k), MIN_PIECE_ROWS) // TILE
+    num_tiles = packed.blocks.shape[0]
+    return -(-num_tiles // -(-num_tiles // most))
+
+
+def pieces(packed: PackedW4) -> Iterator[tuple[int, Tensor]]:
+    """First row of a piece (of a gated weight: within either half) and its weight as `dequantize` gives it. Pieces share memory: one is
+    over when the next is asked for.
+    """
+    num_tiles, step = packed.blocks.shape[0], piece_tiles(packed)
+    tile_rows = TILE // 2 if packed.gated else TILE
+    scratch = None
+    for first_tile in range(0, num_tiles, step):
+        w_HPK = dequantize(packed, first_tile, min(step, num_tiles - first_tile), scratch)
+        scratch = w_HPK if scratch is None else scratch
+        yield first_tile * tile_rows, w_HPK
+
+
+def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tensor | None = None) -> Tensor:
+    """Rows of these tiles: [1, P, K], or gate and up rows of a gated weight, [2, P, K]; in `scratch` if it is given, of no fewer rows."""
+    halves = 2 if packed.gated else 1
+    tile_rows, half_size = TILE // halves, packed.n // halves
+    if scratch is None:
+        scratch = torch.empty(halves, num_tiles * tile_rows, packed.k, dtype=packed.dtype, device=packed.blocks.device)
+    num_groups, block_bytes = packed.blocks.shape[1:]
+    _dequantize[num_tiles, -(-num_groups // GROUPS_PER_PROGRAM)](
+        packed.blocks.view(torch.int32),
+        packed.blocks.view(packed.dtype),
+        scratch,
+        first_tile,
+        num_groups,
+        scratch.stride(0) // packed.k,
+        GROUPS=GROUPS_PER_PROGRAM,
+        BLOCK_WORDS=block_bytes // 4,
+        ZERO=-136.0 if packed.symmetric else OFFSETS[packed.dtype] - 128.0,
+        GATED=packed.gated,
+        num_warps=4,
+        **pdl_options(scratch.device),
+    )
+    return scratch[:, : min(num_tiles * tile_rows, half_size - first_tile * tile_rows)]
+
+
+def refusal(problem: Problem) -> str | None:
+    if problem.scheme not in ("W4A16_G128", "W4A16_G128_ASYM"):
+        return "for W4A16_G128 and W4A16_G128_ASYM"
+    if problem.dtype not in OFFSETS:
+        return f"computes in 16 bits, not in {problem.dtype}"
+    if problem.k % GROUP:
+        return f"K = {problem.k} is not a multiple of {GROUP}"
+    return library_refusal(problem) or triton_refusal(problem)
+
+
+register(Kernel("linear", "w4a16.dequantize", min_sm=80, rank=10, supports=refusal, fn=linear, repack=repack))

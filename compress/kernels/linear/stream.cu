@@ -1,0 +1,541 @@
+// y = x W^T for few rows x (decode and verification, M = 1..128): weights stream once from memory through tensor cores.
+//
+// Orientation: W is the A operand of the matrix instruction (16 output rows x 16 of K), tokens are its n8 columns, accumulators are float32.
+// A block owns `tiles` row tiles of 16 over one segment of K. Its warps are (row tile) x (part of the segment); x of a stage lies once per
+// part in shared memory, every warp's weights in the warp's own slice; both arrive by cp.async, `stages` deep.
+//
+// The sum of an output has one shape, whatever M, and every instruction used here agrees bit for bit: within a part k ascends (in W4 each
+// group of 128 sums from zero on exact integers, then is scaled in float32); a segment is ((part 0 + part 1) + ...); the output is
+// ((segment 0 + segment 1) + ...). Segments meet in the shared memory of a cluster from sm_90 on, in global memory before.
+//
+// Macros: FORMAT 0 = 16 bit, 1 = int4 symmetric, 2 = int4 with zero points, 3 = e4m3 weights and activations; F16 0 = bfloat16,
+// 1 = float16 (the model's dtype); NT = token tiles of 8; ACT 0 = plain, 1 = silu, 2 = gelu, 3 = gelu by tanh (gated: a tile is 8 gate rows
+// over the 8 matching up rows); OUT32 = float32 output; WGMMA = wgmma instead of mma.sync.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+#if __CUDA_ARCH__ >= 900 && !defined(PORTABLE)
+#define HOPPER 1
+#else
+#define HOPPER 0
+#endif
+#define W4 (FORMAT == 1 || FORMAT == 2)
+#define FP8 (FORMAT == 3)
+#define MMA_F16 (F16 || FP8)
+
+constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
+constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
+constexpr int TOKENS = NT * 8;
+constexpr int RAW_BYTES = FP8 && !RESIDENT ? TOKENS * 128 : 0;  // x as e4m3, before it becomes float16
+constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
+constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
+constexpr int AHEAD = STAGES - 1;
+
+struct Args {
+    const char* w;
+    const char* x;
+    const float* w_scale;
+    const float* x_scale;
+    const u16* bias;
+    const u16* residual;
+    void* y;
+    float* partials;
+    u32* arrivals;
+    int num_tokens, n, k, num_tiles, tiles, parts, segments, arriving_bytes;
+};
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_word(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(load_word(at)); }
+__device__ __forceinline__ void store_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+__device__ __forceinline__ float widen(u16 bits) {
+#if F16
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+    return v;
+#else
+    return __uint_as_float((u32)bits << 16);
+#endif
+}
+__device__ __forceinline__ u16 narrow(float v) {
+    u16 bits;
+#if F16
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+#endif
+    return bits;
+}
+__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
+
+#if MMA_F16
+#define MMA_TYPES "f16.f16"
+#else
+#define MMA_TYPES "bf16.bf16"
+#endif
+
+// d = a b + c for one row tile and one token tile
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+#if WGMMA
+#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+// d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
+__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int accumulate) {
+#if NT == 2
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
+                 : D4(0), D4(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 4
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+                 " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+                 : D4(0), D4(1), D4(2), D4(3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 8
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#endif
+}
+__device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte swizzle, 8 tokens every 1024 bytes
+    return (u64)((subtile & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+#endif
+
+// Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.
+__device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
+    u32 even = v << 8;
+    return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
+}
+
+#if W4
+#if WGMMA
+#define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
+#else
+#define IN_ORDER asm
+#endif
+// Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
+__device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, u32 high_zero) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        u32 v, zero = j & 1 ? high_zero : low_zero;  // registers 1 and 3 hold row g + 8
+#if F16
+        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
+        IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(zero));
+#else
+        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
+        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x3F803F80), "r"(zero));
+#endif
+    }
+}
+#endif
+
+__device__ __forceinline__ float activated(float v) {
+#if ACT == 1
+    return v / (1.0f + expf(-v));
+#elif ACT == 2
+    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
+#else
+    return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear(const __grid_constant__ Args args) {
+#if HOPPER
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    extern __shared__ char shared_memory[];
+    const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int part = warp / args.tiles, tile_slot = warp - part * args.tiles, num_warps = args.tiles * args.parts;
+    const int segment = blockIdx.x % args.segments, row_block = blockIdx.x / args.segments;
+    const int num_row_blocks = gridDim.x / args.segments, tile_start = (int)((long long)row_block * args.num_tiles / num_row_blocks);
+    const int tile_stop = (int)((long long)(row_block + 1) * args.num_tiles / num_row_blocks), tile = tile_start + tile_slot;
+    const int token_start = blockIdx.y * TOKENS, num_tokens = min(args.num_tokens - token_start, TOKENS);
+    const int num_groups = args.k / K_STAGE, num_parts = args.segments * args.parts;
+    const int first = (segment * args.parts + part) * num_groups / num_parts;
+    const int count = (segment * args.parts + part + 1) * num_groups / num_parts - first;
+    const int iterations = (num_groups + num_parts - 1) / num_parts;
+
+    // Shared memory: sums arriving from the cluster | x (resident: all of it, else STAGES, e4m3: 2 and STAGES raw), by part | weights, by warp.
+    const int rows = args.tiles * 16, num_outputs = ACT ? rows / 2 : rows;
+    const int x_rows = RESIDENT ? num_tokens : TOKENS, subtile_bytes = x_rows * 128, x_bytes = SUBTILES * subtile_bytes;
+    const int x_slots = RESIDENT ? iterations : FP8 ? 2 : STAGES;
+    const u32 x_part = shared + args.arriving_bytes + part * x_slots * x_bytes;
+    const u32 raw_part = shared + args.arriving_bytes + args.parts * x_slots * x_bytes + part * STAGES * RAW_BYTES;
+    const u32 a_warp = shared + args.arriving_bytes + args.parts * (x_slots * x_bytes + STAGES * RAW_BYTES) + warp * (STAGES * A_BYTES);
+
+#if HOPPER
+    __shared__ u64 arrived_bytes;
+    const u32 arrived = (u32)__cvta_generic_to_shared(&arrived_bytes);
+    const int output_start = segment * num_outputs / args.segments;
+    const int num_own = (segment + 1) * num_outputs / args.segments - output_start;
+    if (args.segments > 1) {
+        if (threadIdx.x == 0) {
+            asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived) : "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                         ::"r"(arrived), "r"(num_parts * num_tokens * num_own * (ACT ? 2 : 1) * 4) : "memory");
+        }
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+#endif
+
+    // Weights: `w_next` walks along K, one stage a step.
+    const int row_bytes = FP8 ? args.k : args.k * 2;
+    int to_load = tile < tile_stop ? count : 0;
+#if W4
+    const int real_tile = min(tile, args.num_tiles - 1);
+    const char* w_next = args.w + ((long long)real_tile * num_groups + first) * A_BYTES + lane * 16;
+    const u32 a_lane = lane * 16, a_fill = a_warp + lane * 16;
+#else
+    const int real_tile = min(tile, args.num_tiles - 1);
+    const char* w_next = args.w + (long long)(real_tile * (ACT ? 8 : 16) + (lane >> 3)) * row_bytes + (long long)first * 128 + (lane & 7) * 16;
+    const long long row_quad = 4 * row_bytes, row_half = ACT ? (long long)(args.n / 2) * row_bytes : 8 * row_bytes;
+    const u32 a_lane = (((lane >> 3) & 1) * 8 + (lane & 7)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    const u32 a_fill = a_warp + (lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4);
+#endif
+    auto load_weights = [&](u32 slot_bytes) {
+        const u32 to = a_fill + slot_bytes;
+        const bool there = to_load > 0;
+#if RESIDENT
+        if (there)
+#endif
+        {
+#if W4
+            copy16_or_zero(to, w_next, there);
+            copy16_or_zero(to + 512, w_next + 512, there);
+            if (lane < SCALE_BYTES / 16) copy16_or_zero(to + 1024, w_next + 1024, there);
+            w_next += there ? A_BYTES : 0;
+#else
+            copy16_or_zero(to, w_next, there);
+            copy16_or_zero((to + 512) ^ 64, w_next + row_quad, there);
+            copy16_or_zero(to + 1024, w_next + row_half, there);
+            copy16_or_zero((to + 1536) ^ 64, w_next + row_half + row_quad, there);
+            w_next += there ? 128 : 0;
+#endif
+        }
+        --to_load;
+        if (RESIDENT) commit();
+    };
+
+    const int part_threads = args.tiles * 32, part_thread = threadIdx.x - part * part_threads;
+    const char* x_first = args.x + (long long)token_start * row_bytes + (long long)first * (FP8 ? 128 : K_STAGE * 2);
+    auto swizzled = [&](int token, int chunk) { return token * 128 + (((chunk & 7) ^ (token & 7)) << 4); };
+    auto store_as_f16 = [&](u32 tile_at, int token, int chunk, uint4 v) {  // sixteen e4m3, in the order that e4m3_to_f16 gives W
+        const uint2 p = e4m3_to_f16(v.x), q = e4m3_to_f16(v.y), r = e4m3_to_f16(v.z), s = e4m3_to_f16(v.w);
+        const u32 at = tile_at + (chunk >> 2) * subtile_bytes;
+        store_shared(at + swizzled(token, 2 * chunk), make_uint4(p.x, q.x, r.x, s.x));
+        store_shared(at + swizzled(token, 2 * chunk + 1), make_uint4(p.y, q.y, r.y, s.y));
+    };
+
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+        load_weights(i * A_BYTES);
+    }
+#if HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
+#if RESIDENT
+    {  // a thread moves chunks `part_threads` apart, row by row
+        const int row_chunks = count * (FP8 ? 8 : SUBTILES * 8);
+        int token = part_thread / row_chunks, chunk = part_thread - token * row_chunks;
+        auto advance = [&] {
+            for (chunk += part_threads; chunk >= row_chunks; chunk -= row_chunks) ++token;
+        };
+        auto from = [&] { return x_first + (long long)token * row_bytes + chunk * 16; };
+#if FP8
+        constexpr int BATCH = 4;
+        while (token < num_tokens) {
+            uint4 v[BATCH];
+            int tokens[BATCH], chunks[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) {
+                tokens[j] = token, chunks[j] = chunk;
+                if (token < num_tokens) v[j] = *(const uint4*)from();
+                advance();
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j)
+                if (tokens[j] < num_tokens) store_as_f16(x_part, tokens[j], chunks[j], v[j]);
+        }
+#else
+        for (; token < num_tokens; advance()) copy16(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk), from());
+        commit();
+        wait_pending<0>();
+#endif
+        __syncthreads();
+    }
+#else
+    constexpr int CHUNKS = FP8 ? 8 : SUBTILES * 8;  // of one token in one stage; a thread moves the same ones in every stage
+    const int x_chunk = part_thread % CHUNKS, x_token = part_thread / CHUNKS, x_stride = part_threads / CHUNKS;
+    const char* x_next = x_first + (long long)x_token * row_bytes + x_chunk * 16;
+    int x_left = count;
+    auto load_x = [&](int slot) {
+        const u32 to = FP8 ? raw_part + slot * RAW_BYTES : x_part + slot * x_bytes + (x_chunk >> 3) * subtile_bytes;
+        const bool there = x_left > 0;
+        const char* from = x_next;
+        for (int token = x_token; token < num_tokens; token += x_stride, from += (long long)x_stride * row_bytes)
+            copy16_or_zero(to + swizzled(token, x_chunk), from, there);
+        x_next += there ? CHUNKS * 16 : 0;
+        --x_left;
+        commit();
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load_x(i);
+#endif
+
+    float total[NT][4] = {};
+    // Row address of this lane in an x subtile (k16 step s is at `^ (s << 5)`): two steps of one token tile, or one step of two.
+    const int matrix = lane >> 3, matrix_row = lane & 7;
+    const u32 x_lane = NT == 1 ? (matrix_row < x_rows ? matrix_row : 0) * 128 + ((matrix ^ (matrix_row < x_rows ? matrix_row : 0)) << 4)
+                               : (matrix_row + (matrix >> 1) * 8 < x_rows ? (matrix >> 1) * 8 + matrix_row : matrix_row) * 128 +
+                                     (((matrix & 1) ^ matrix_row) << 4);
+    u32 x_tile = x_part;
+    int slot = 0, fill = AHEAD;
+#if RESIDENT
+    for (int i = 0; i < count; ++i, x_tile += x_bytes) {
+        wait_pending<AHEAD - 1>();
+        __syncwarp();
+        load_weights(fill * A_BYTES);
+        {
+#else
+    for (int i = 0; i < iterations; ++i) {
+        wait_pending<AHEAD - 1>();
+#if FP8
+        x_tile = x_part + (i & 1) * x_bytes;
+        for (int token = x_token; token < num_tokens; token += x_stride)
+            store_as_f16(x_tile, token, x_chunk, load_shared(raw_part + slot * RAW_BYTES + swizzled(token, x_chunk)));
+#else
+        x_tile = x_part + slot * x_bytes;
+#endif
+#if WGMMA
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+        __syncthreads();
+        load_weights(fill * A_BYTES);
+        load_x(fill);
+        {
+#endif
+            const u32 a_tile = a_warp + slot * A_BYTES;
+#if W4
+            float sums[NT][4];
+            const u32 scales = load_word(a_tile + 1024 + (lane >> 2) * 4);
+#if FORMAT == 2
+            const u32 zeros = load_word(a_tile + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
+            const u32 low_zero = __byte_perm(zeros, 0, 0x1010), high_zero = __byte_perm(zeros, 0, 0x3232);
+#else
+            const u32 low_zero = F16 ? 0xE408E408 : 0xC308C308, high_zero = low_zero;  // -1032, -136
+#endif
+            uint4 words;
+#else
+            float(&sums)[NT][4] = total;
+#endif
+#if WGMMA
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+#pragma unroll
+            for (int pair = 0; pair < K_STAGE / 32; ++pair) {  // two k16 steps
+                u32 a[2][4];
+#if W4
+                if (pair % 2 == 0) words = load_shared(a_tile + (pair / 2) * 512 + a_lane);
+                dequantize(a[0], pair & 1 ? words.z : words.x, low_zero, high_zero);
+                dequantize(a[1], pair & 1 ? words.w : words.y, low_zero, high_zero);
+#elif FP8
+                u32 r[4];
+                load_matrices(r, a_tile + (a_lane ^ (pair << 5)));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {  // r: rows g and g + 8 of the first step, then of the second
+                    const uint2 v = e4m3_to_f16(r[j]);
+                    a[j >> 1][j & 1] = v.x, a[j >> 1][2 + (j & 1)] = v.y;
+                }
+#else
+                load_matrices(a[0], a_tile + (a_lane ^ (pair << 6)));
+                load_matrices(a[1], a_tile + (a_lane ^ (pair << 6) ^ 32));
+#endif
+                const u32 x_sub = x_tile + (pair >> 1) * subtile_bytes;
+                const int step = (pair & 1) * 2;  // within the subtile
+#if WGMMA
+                wgmma(sums, a[0], descriptor(x_sub) + step * 2, !W4 || pair > 0);
+                wgmma(sums, a[1], descriptor(x_sub) + step * 2 + 2, 1);
+                // One pair stays under way while the next is dequantized.
+                asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+#else
+                const float none[4] = {};
+#if NT == 1
+                u32 b[4];
+                load_matrices(b, x_sub + (x_lane ^ (step << 5)));
+                if (W4 && pair == 0) mma(sums[0], a[0], b[0], b[1], none);
+                else mma(sums[0], a[0], b[0], b[1], sums[0]);
+                mma(sums[0], a[1], b[2], b[3], sums[0]);
+#else
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int j = 0; j < NT; j += 2) {
+                        u32 b[4];
+                        load_matrices(b, x_sub + j * 1024 + (x_lane ^ ((step + h) << 5)));
+                        if (W4 && pair == 0 && h == 0) {
+                            mma(sums[j], a[h], b[0], b[1], none);
+                            mma(sums[j + 1], a[h], b[2], b[3], none);
+                        } else {
+                            mma(sums[j], a[h], b[0], b[1], sums[j]);
+                            mma(sums[j + 1], a[h], b[2], b[3], sums[j + 1]);
+                        }
+                    }
+#endif
+#endif
+            }
+#if WGMMA
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#endif
+#if W4
+            const float low = widen(scales & 0xFFFF), high = widen(scales >> 16);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+                total[j][0] = fmaf(low, sums[j][0], total[j][0]), total[j][1] = fmaf(low, sums[j][1], total[j][1]);
+                total[j][2] = fmaf(high, sums[j][2], total[j][2]), total[j][3] = fmaf(high, sums[j][3], total[j][3]);
+            }
+#endif
+        }
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        fill = fill + 1 == STAGES ? 0 : fill + 1;
+    }
+
+    // Sums go to shared memory as [part][token][row]; a pitch of 4 (mod 8) words keeps the stores free of bank conflicts.
+    wait_pending<0>();
+    __syncthreads();
+    const int pitch = rows + 4;
+    const u32 sums = shared + args.arriving_bytes;
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            store_float(sums + 4 * ((part * TOKENS + j * 8 + (lane & 3) * 2 + (c & 1)) * pitch + tile_slot * 16 + (c >> 1) * 8 + (lane >> 2)),
+                        total[j][c]);
+    __syncthreads();
+    auto leaf = [&](int p, int token, int row) { return load_float(sums + 4 * ((p * TOKENS + token) * pitch + row)); };
+    const int token_step = blockDim.x / rows, my_row = threadIdx.x % rows, my_token = threadIdx.x / rows;  // blockDim = rows * 2 * parts
+
+#if HOPPER
+    if (args.segments > 1) {  // every block owns some outputs, and receives its sums as [part of K][token][own row]
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        const int output = ACT ? (my_row >> 4) * 8 + (my_row & 7) : my_row;
+        const int owner = ((output + 1) * args.segments - 1) / num_outputs;
+        const int start = owner * num_outputs / args.segments, own = (owner + 1) * num_outputs / args.segments - start;
+        const int own_rows = ACT ? 2 * own : own, at = output - start + (ACT && (my_row & 8) ? own : 0);
+        u32 to, barrier;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared + 4 * (segment * args.parts * num_tokens * own_rows + at)), "r"(owner));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(arrived), "r"(owner));
+        for (int token = my_token; token < num_tokens; token += token_step)
+            for (int p = 0; p < args.parts; ++p)
+                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                             ::"r"(to + 4 * (p * num_tokens + token) * own_rows), "r"(__float_as_uint(leaf(p, token, my_row))), "r"(barrier)
+                             : "memory");
+    }
+#else
+    const int output_start = 0, num_own = num_outputs;
+    float* stored = args.partials + ((long long)blockIdx.y * num_row_blocks + row_block) * num_parts * TOKENS * rows;
+    if (args.segments > 1) {  // the last block of a row block to arrive adds what all of them stored, in order
+        for (int token = my_token; token < num_tokens; token += token_step)
+            for (int p = 0; p < args.parts; ++p) stored[((segment * args.parts + p) * TOKENS + token) * rows + my_row] = leaf(p, token, my_row);
+        __threadfence();
+        __syncthreads();
+        __shared__ u32 arrived;
+        if (threadIdx.x == 0) arrived = atomicAdd(args.arrivals + blockIdx.y * num_row_blocks + row_block, 1u);
+        __syncthreads();
+        if (arrived + 1 != args.segments) return;
+        __threadfence();
+    }
+#endif
+    const int own_step = blockDim.x / num_own, own = threadIdx.x % num_own, slot_output = output_start + own;
+    const int channel = tile_start * (ACT ? 8 : 16) + slot_output, out_stride = ACT ? args.n / 2 : args.n;
+    int token = threadIdx.x / num_own;
+    const int channel_stop = min(tile_stop * (ACT ? 8 : 16), out_stride);
+    const bool mine = token < own_step && channel < channel_stop;
+    float bias[2] = {}, scale[2] = {};
+#pragma unroll
+    for (int half = 0; half < (ACT ? 2 : 1); ++half) {
+        if (args.bias && mine) bias[half] = widen(args.bias[channel + half * out_stride]);
+        if (FP8 && mine) scale[half] = 65536.0f * args.w_scale[channel + half * out_stride];
+    }
+#if HOPPER
+    if (args.segments > 1) {
+        u32 done = 0;
+        while (!done)
+            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
+                         : "=r"(done) : "r"(arrived) : "memory");
+    }
+#endif
+    if (!mine) return;
+    for (; token < num_tokens; token += own_step) {
+        const long long at = (long long)(token_start + token) * out_stride + channel;
+        const float residual = args.residual ? widen(args.residual[at]) : 0.0f;
+        const float token_scale = FP8 ? args.x_scale[token_start + token] : 0.0f;
+        auto value = [&](int half) {
+            float v;
+            const int row = ACT ? (slot_output >> 3) * 16 + half * 8 + (slot_output & 7) : slot_output;
+            if (args.segments == 1) {
+                v = leaf(0, token, row);
+                for (int p = 1; p < args.parts; ++p) v += leaf(p, token, row);
+            } else {
+#if HOPPER
+                const int own_rows = ACT ? 2 * num_own : num_own;
+                const u32 from = shared + 4 * (token * own_rows + own + half * num_own);
+                v = load_float(from);
+                for (int p = 1; p < num_parts; ++p) v += load_float(from + 4 * p * num_tokens * own_rows);
+#else
+                v = __ldcg(stored + token * rows + row);
+                for (int p = 1; p < num_parts; ++p) v += __ldcg(stored + (p * TOKENS + token) * rows + row);
+#endif
+            }
+            if (FP8) v = v * scale[half] * token_scale;
+            return args.bias ? v + bias[half] : v;
+        };
+#if ACT
+        const float gate = rounded(value(0)), up = rounded(value(1));
+        const float v = rounded(activated(gate)) * up;
+#else
+        const float v = value(0);
+#endif
+#if OUT32
+        ((float*)args.y)[at] = v + residual;
+#else
+        const u16 bits = narrow(v);
+        ((u16*)args.y)[at] = args.residual ? narrow(widen(bits) + residual) : bits;
+#endif
+    }
+}

@@ -1,0 +1,131 @@
+"""Decode linear of int4 weights in groups of 128 (W4A16): codes stay four bits until they meet the tensor cores.
+
+Packed layout: one block for each tile of 16 rows and group of 128 columns, groups of a tile in a row: 1024 bytes of codes, 16 scales, and
+for an asymmetric scheme 16 offsets. A 32-bit word is the eight codes that one thread feeds to one m16n8k16 instruction: register j (rows
+g, g + 8, g, g + 8 and columns 2 t, 2 t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8;
+the bits 0x4300 | code are the bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly (in float16 0x6400 and 1032).
+Words of steps 0..3 of a lane are neighbours, then words of steps 4..7. Scales and offsets lie as pairs (row g, row g + 8). A tile of a
+gated linear holds 8 gate rows over the matching 8 up rows.
+
+The product is exact on integers within a group; the group's sum is scaled in float32. So weights are not rounded to bfloat16 first, as
+the reference (and every consumer that dequantizes) does: the difference is within that rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.linear.plan import Shape
+from compress.kernels.linear.stream import Streamed, kernels, stream
+from compress.kernels.select import anything, register
+from compress.quant.scheme import QuantizedWeight
+
+GROUP, TILE = 128, 16
+CODE_BYTES, VECTOR_BYTES = 1024, 32
+"""Of a block: its codes, and one 16-bit number for each of its rows."""
+OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
+"""What the bit trick adds to a code."""
+
+
+@dataclass(frozen=True)
+class PackedW4:
+    """Blocks uint8 [tiles, groups, 1056 or 1088 bytes] of n rows (padded to whole tiles) and k columns."""
+
+    blocks: Tensor
+    n: int
+    k: int
+    dtype: torch.dtype
+    symmetric: bool
+    gated: bool
+
+    @property
+    def streamed(self) -> Streamed:
+        return Streamed("w4" if self.symmetric else "w4_asym", self.blocks, self.n, self.k)
+
+
+def tile_rows(n: int, *, gated: bool) -> Tensor:
+    """Which row lies at [tile, 0..15]; n and above are padding."""
+    tiles = Shape("w4", n, GROUP, gated).num_tiles
+    if not gated:
+        return torch.arange(tiles * TILE).view(tiles, TILE)
+    gate = torch.arange(tiles * 8).view(tiles, 8)
+    gate = torch.where(gate < n // 2, gate, n)
+    return torch.cat((gate, torch.where(gate < n, gate + n // 2, n)), dim=1)
+
+
+def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedW4:
+    """Stack along O and bring to blocks; scales are rounded to the compute dtype, which is the stored one unless a model is converted."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert len(quantized) == len(weights), "a dense weight among W4 weights"
+    symmetric = quantized[0].scheme.symmetric
+    codes_OI = torch.cat([weight.codes_OI.to(device) for weight in quantized])
+    scale_OG = torch.cat([weight.scale_OG.to(device) for weight in quantized]).to(dtype)
+    zeros = [weight.zero_point_OG for weight in quantized]
+    zero_OG = None if symmetric else torch.cat([zero.to(device) for zero in zeros if zero is not None])
+    n, k = codes_OI.shape
+    rows = tile_rows(n, gated=gated).to(device)
+    tiles, groups = rows.shape[0], k // GROUP
+    real = rows.flatten().clamp(max=n - 1)
+    parts = [_code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)), _row_pairs(scale_OG[real].view(tiles, TILE, groups))]
+    if zero_OG is not None:
+        offsets = -(OFFSETS[dtype] + 8 + zero_OG[real].to(torch.float32)).to(dtype)
+        parts.append(_row_pairs(offsets.view(tiles, TILE, groups)))
+    return PackedW4(torch.cat(parts, dim=-1), n, k, dtype, symmetric, gated)
+
+
+def _code_bytes(codes: Tensor) -> Tensor:
+    """Codes [tiles, 16, groups, 128] -> bytes [tiles, groups, 1024]."""
+    tiles, _, groups, _ = codes.shape
+    # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
+    split = (codes.to(torch.int64) + 8).view(tiles, 2, 8, groups, 2, 4, 2, 4, 2)
+    ordered = split.permute(0, 3, 4, 2, 7, 5, 8, 6, 1)  # tile, group, half, g, t, step, odd, high_column, high_row
+    nibbles = ordered.reshape(tiles, groups, 2, 32, 4, 8)
+    shifts = 4 * torch.arange(8, device=codes.device)  # nibble 4 odd + 2 high_column + high_row
+    words = (nibbles << shifts).sum(dim=-1)
+    signed = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return signed.view(torch.uint8).view(tiles, groups, CODE_BYTES)
+
+
+def _row_pairs(values: Tensor) -> Tensor:
+    """16-bit numbers [tiles, 16, groups] -> bytes [tiles, groups, 32], row g beside row g + 8."""
+    tiles, _, groups = values.shape
+    pairs = values.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
+    return pairs.view(torch.uint8).view(tiles, groups, VECTOR_BYTES)
+
+
+def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of `repack`."""
+    tiles, groups, _ = packed.blocks.shape
+    words = packed.blocks[..., :CODE_BYTES].contiguous().view(torch.int32).view(tiles, groups, 2, 8, 4, 4, 1)
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)
+    nibbles = ((words >> shifts) & 15).view(tiles, groups, 2, 8, 4, 4, 2, 2, 2)
+    codes = (nibbles - 8).to(torch.int8).permute(0, 8, 3, 1, 2, 5, 7, 4, 6).reshape(tiles * TILE, packed.k)
+
+    def vector(start: int) -> Tensor:
+        pairs = packed.blocks[..., start : start + VECTOR_BYTES].contiguous().view(packed.dtype).view(tiles, groups, 8, 2)
+        return pairs.permute(0, 3, 2, 1).reshape(tiles * TILE, groups)
+
+    rows = tile_rows(packed.n, gated=packed.gated).flatten().to(codes.device)
+    order = torch.argsort(rows, stable=True)[: packed.n]
+    zero = None
+    if not packed.symmetric:
+        zero = (-vector(CODE_BYTES + VECTOR_BYTES).to(torch.float32) - OFFSETS[packed.dtype] - 8).to(torch.int8)[order]
+    return codes[order], vector(CODE_BYTES)[order], zero
+
+
+def linear(
+    x_TI: Tensor,
+    packed: PackedW4,
+    bias_O: Tensor | None,
+    *,
+    activation: str | None,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return stream(x_TI, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+
+
+for _kernel in kernels("w4a16", schemes=("W4A16_G128", "W4A16_G128_ASYM"), fn=linear, repack=repack, refusal=anything):
+    register(_kernel)

@@ -1,0 +1,223 @@
+"""CUDA C++ without a toolkit at the user's: NVRTC compiles a source to machine code, the driver loads and launches it.
+
+libnvrtc comes with torch's CUDA build (the package nvidia-cuda-nvrtc); the driver is libcuda. Sources include no headers. Compiled code is
+kept in the user's cache directory under the digest of (source, options, compiler version), behind its own digest, so that a torn or
+altered file is compiled again. Launches go to torch's current stream and can be captured into a CUDA graph once the kernel is loaded.
+
+From compute capability 9.0 every launch may overlap the kernel before it (programmatic dependent launch): the kernel itself waits with
+`griddepcontrol.wait` before it touches anything another kernel writes or reads.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compress.artifact.atomic import write_atomic
+from compress.errors import EnvironmentUnfit
+
+NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_DIGEST_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kernel to compile: text, the name of its `extern "C"` entry, and macros `(name, value)`."""
+
+    text: str
+    entry: str
+    macros: tuple[tuple[str, int], ...] = ()
+
+    def options(self, sm: int) -> tuple[str, ...]:
+        architecture = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
+        defines = (f"-D{name}={value}" for name, value in self.macros)
+        return (f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "--restrict", *defines)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Shape of a launch. `cluster` consecutive blocks along x share a cluster (1: no cluster)."""
+
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    cluster: int = 1
+    overlap: bool = False
+
+
+@functools.cache
+def find_nvrtc() -> ctypes.CDLL | None:
+    """The compiler library: as the loader finds it (torch has loaded it already), or in the package beside torch."""
+    for name in NVRTC_NAMES:
+        found = _open(name)
+        if found is not None:
+            return found
+    package = importlib.util.find_spec("nvidia")
+    for root in package.submodule_search_locations or () if package else ():
+        for name in NVRTC_NAMES:
+            for path in sorted(Path(root).glob(f"*/lib/{name}")):
+                for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # the compiler opens it by name: it must be loaded already
+                    _open(str(builtins))
+                found = _open(str(path))
+                if found is not None:
+                    return found
+    return None
+
+
+def compile_cubin(source: Source, sm: int) -> bytes:
+    """Machine code for a compute capability, from the cache or the compiler.
+
+    Raises:
+        EnvironmentUnfit: there is no libnvrtc, or it refuses the source; the message holds its log.
+    """
+    nvrtc = find_nvrtc()
+    if nvrtc is None:
+        raise EnvironmentUnfit(
+            "own CUDA kernels need libnvrtc, which was found neither by the loader nor in the package nvidia-cuda-nvrtc. Install torch's "
+            "CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
+        )
+    options = source.options(sm)
+    facts = "\0".join((source.text, source.entry, *options, str(_version(nvrtc))))
+    path = cache_directory() / f"{hashlib.sha256(facts.encode()).hexdigest()}.cubin"
+    cubin = _read_cached(path)
+    if cubin is None:
+        cubin = _compile(nvrtc, source, options)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, hashlib.sha256(cubin).digest() + cubin)
+        except OSError:  # a home that cannot be written costs compile time at every start, and nothing else
+            return cubin
+    return cubin
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "cubin"
+
+
+class Function:
+    """A loaded kernel of one device, taking one struct by value."""
+
+    def __init__(self, source: Source, *, device: torch.device, shared_bytes: int, sm: int) -> None:
+        self._driver = _driver()
+        self._entry = source.entry
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        image = compile_cubin(source, sm)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()
+            self._check("cuModuleLoadData", self._driver.cuModuleLoadData(ctypes.byref(self._module), image))
+            entry = source.entry.encode()
+            self._check("cuModuleGetFunction", self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, entry))
+            set_attribute = self._driver.cuFuncSetAttribute
+            self._check("cuFuncSetAttribute", set_attribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+
+    def __call__(self, launch: Launch, arguments: ctypes.Structure, *, device: torch.device) -> None:
+        """Launch on torch's current stream of `device`.
+
+        Raises:
+            EnvironmentUnfit: the driver refuses the launch.
+        """
+        attributes = (_Attribute * 2)()
+        count = 0
+        if launch.cluster > 1:
+            attributes[count].id, attributes[count].value.cluster = _CLUSTER_DIMENSION, (launch.cluster, 1, 1)
+            count += 1
+        if launch.overlap:
+            attributes[count].id, attributes[count].value.flag = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+            count += 1
+        stream = torch.cuda.current_stream(device).cuda_stream
+        config = _Config(*launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count)
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        with torch.cuda.device(device):
+            self._check(
+                "cuLaunchKernelEx", self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, ctypes.byref(pointer), None)
+            )
+
+    def _check(self, call: str, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            reason = (text.value or b"unknown error").decode()
+            raise EnvironmentUnfit(
+                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA version must match, "
+                "and an earlier error of the device makes every later call fail."
+            )
+
+
+class _AttributeValue(ctypes.Union):
+    _fields_ = [("pad", ctypes.c_char * 64), ("cluster", ctypes.c_uint * 3), ("flag", ctypes.c_int)]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", _AttributeValue)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig: grid x y z, block x y z, dynamic shared memory, stream, attributes and their number."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+def _open(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    found = _open("libcuda.so.1")
+    if found is None:
+        raise EnvironmentUnfit("own CUDA kernels need the NVIDIA driver (libcuda.so.1), and the loader does not find it.")
+    return found
+
+
+def _version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _read_cached(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    cubin = content[_DIGEST_SIZE:]
+    return cubin if hashlib.sha256(cubin).digest() == content[:_DIGEST_SIZE] else None
+
+
+def _compile(nvrtc: ctypes.CDLL, source: Source, options: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), f"{source.entry}.cu".encode(), 0, None, None)
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        if status:
+            log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise EnvironmentUnfit(f"NVRTC {_version(nvrtc)} refused the kernel '{source.entry}' with {' '.join(options)}:\n{log}")
+        return _text(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    """The compiler's log or machine code."""
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    return buffer.raw

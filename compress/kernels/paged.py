@@ -1,0 +1,92 @@
+"""Keys and values of one layer as kernels see them: pages of a fixed number of positions, in one of several formats.
+
+    BF16, F16, F32    k and v as they are
+    FP8_TOKEN_HEAD    e4m3 codes and one float32 scale for each position and head, found when the position is written
+    FP8_STATIC        e4m3 codes and one float32 scale for all keys of the layer, and one for all values, given
+
+Slot = block id * block_size + offset. Block 0 pads block tables and belongs to no sequence.
+Shapes: K kv heads, N blocks, S positions of a block, C head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.rows import FP8, FP8_MAX, dynamic_scale
+
+PADDING_BLOCK = 0
+DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
+FP8_STATIC = "FP8_STATIC"
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """One layer's pages: k and v [K, N, S, C]; scales float32 [K, N, S] (per token and head), scalars (static), or None."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def format(self) -> str:
+        if self.k_scale is None:
+            return DENSE_FORMATS[self.k.dtype]
+        return FP8_TOKEN_HEAD if self.k_scale.dim() else FP8_STATIC
+
+    def empty_like(self, num_blocks: int, block_size: int) -> "PagedKV":
+        """Zeroed pages of the same width and format; static scales are shared."""
+        shape = (self.k.shape[0], num_blocks, block_size)
+        k, v = (torch.zeros(*shape, pages.shape[3], dtype=pages.dtype, device=pages.device) for pages in (self.k, self.v))
+        if self.format == FP8_TOKEN_HEAD:
+            return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2)))
+        return PagedKV(k, v, self.k_scale, self.v_scale)
+
+    def write_(self, slots_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
+        """Store positions, rounded to the format: the definition that kernels are held to."""
+        for pages, scale, new_TKC in ((self.k, self.k_scale, k_TKC), (self.v, self.v_scale, v_TKC)):
+            new_KTC = new_TKC.transpose(0, 1)
+            if scale is not None:
+                new_f32 = new_KTC.to(torch.float32)
+                if scale.dim():
+                    scale_KT = dynamic_scale(new_f32)
+                    scale.view(scale.shape[0], -1).index_copy_(1, slots_T, scale_KT)
+                else:
+                    scale_KT = scale
+                new_KTC = (new_f32 / scale_KT.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            flat = pages.view(pages.shape[0], -1, pages.shape[3])
+            if flat.dtype == FP8:  # index_copy_ knows no 8-bit floats; their bytes it does
+                flat, new_KTC = flat.view(torch.uint8), new_KTC.view(torch.uint8)
+            flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
+
+    def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The first `length` positions of the sequence that holds `blocks_B`: keys and values, each [K, length, C] in `dtype`."""
+        blocks_B = blocks_B[: -(-length // self.block_size)]
+        k, v = (
+            dequantized(_select(pages, blocks_B), _scales_of(scale, blocks_B), dtype).flatten(1, 2)[:, :length]
+            for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
+        return k, v
+
+
+def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Pages in `dtype`; the product with the scale is taken in float32."""
+    if scale is None:
+        return pages_KNSC.to(dtype)
+    return (pages_KNSC.to(torch.float32) * (scale.unsqueeze(-1) if scale.dim() else scale)).to(dtype)
+
+
+def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:
+    if pages_KNSC.dtype == FP8:
+        return pages_KNSC.view(torch.uint8).index_select(1, blocks_B).view(FP8)
+    return pages_KNSC.index_select(1, blocks_B)
+
+
+def _scales_of(scale: Tensor | None, blocks_B: Tensor) -> Tensor | None:
+    return scale.index_select(1, blocks_B) if scale is not None and scale.dim() else scale

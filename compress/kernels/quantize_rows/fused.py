@@ -1,0 +1,145 @@
+"""Rows to the e4m3 grid in one pass, and the end of every row kernel: its result is stored as it is, or quantized on the way out.
+
+    scale = max(absmax(x) / 448, tiny),  value = round_to_e4m3(x / scale)        `kernels/rows.py`; both quotients rounded as in IEEE 754
+
+One program holds one whole row in registers, and its shape follows from the size of a row alone: a row's bits depend on nothing but the
+row. Rounding to e4m3 (half to even) is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes.
+
+Shapes: T rows, K features.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.rows import FP8, ActivationQuant, QuantizedRows
+from compress.kernels.select import Kernel, Problem, register
+
+MAX_ROW_SIZE = 65536
+"""What a program of 1024 threads keeps in registers."""
+E4M3_SM = 89
+
+
+def row_refusal(problem: Problem) -> str | None:
+    """Why a kernel that holds a row of `problem.n` elements in one program cannot serve a problem, or None."""
+    if refusal := triton_refusal(problem):
+        return refusal
+    return f"holds a row in registers, at most {MAX_ROW_SIZE} elements" if problem.n > MAX_ROW_SIZE else None
+
+
+@functools.cache
+def row_options(size: int, device: torch.device) -> dict[str, Any]:
+    """Launch options of a program that holds a row: 16 elements a thread, one warp to 32."""
+    block = 1 << max(size - 1, 1).bit_length()
+    return {"SIZE": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 32), **pdl_options(device)}
+
+
+def row_output(
+    num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
+) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
+    """Fresh rows [T, K], and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic, 2 static."""
+    if quant is None:
+        out = torch.empty(num_rows, size, dtype=dtype, device=device)
+        return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
+    values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
+    scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
+    static = scale_T if quant.static_scale is None else quant.static_scale
+    arguments = {"out_ptr": values, "scale_ptr": scale_T, "static_ptr": static, "QUANT": 1 if static is scale_T else 2}
+    return QuantizedRows(values.view(FP8), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
+
+
+@functools.cache
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the device has the instruction."""
+    if device.type != "cuda" or interpreted():
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= E4M3_SM
+
+
+@jit()
+def store_row(
+    y: tl.tensor,
+    row: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+) -> None:
+    """Row y [BLOCK], already rounded to the model's dtype, zero beyond SIZE."""
+    columns = tl.arange(0, BLOCK)
+    out_ptr += row.to(tl.int64) * SIZE + columns
+    if QUANT == 0:
+        tl.store(out_ptr, y, mask=columns < SIZE)
+    else:
+        y = y.to(tl.float32)
+        if QUANT == 1:
+            scale = _larger(tl.div_rn(tl.reduce(tl.abs(y), 0, _larger), 448.0), 1 / (1 << 40))  # FP8_MAX, TINY_SCALE
+        else:
+            scale = tl.load(static_ptr)
+        tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
+        tl.store(scale_ptr + row, scale)
+
+
+@jit()
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """NaN if either is: a broken row must not look sound."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit()
+def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
+    """Codes of x / scale as bytes, x and scale in float32; beyond 448 they saturate."""
+    if CONVERTS:
+        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the correctly rounded quotient, in a
+        # fifth of the time of a general division. Where the residual underflows, the quotient is far below the grid. 449 is 448 on it.
+        x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
+        inverse = tl.div_rn(1.0, scale)
+        quotient = x * inverse
+        quotient = tl.where(x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient))  # the sum would lose the sign of -0
+        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    x = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Drop 20 of 23 bits of mantissa, ties to even, and move the exponent's bias from 127 to 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2^-6 the grid is multiples of 2^-9, which is what the last bit of numbers from 2^14 on is worth.
+    subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+    code = tl.where(size < 0x3C800000, subnormal, normal)  # 2^-6
+    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+
+
+@jit()
+def _quantize_rows(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait(PDL)
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+
+
+def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:
+    """Values and scales of each row."""
+    num_rows, size = x_TK.shape
+    out, output = row_output(num_rows, size, x_TK.dtype, x_TK.device, quant)
+    _quantize_rows[(num_rows,)](x_TK.contiguous(), **output, **row_options(size, x_TK.device))
+    return out
+
+
+register(Kernel("quantize_rows", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=quantize_rows))

@@ -1,0 +1,6 @@
+"""Reference quantization of rows to the e4m3 grid: the definition itself, in `kernels/rows.py`."""
+
+from compress.kernels.rows import quantize
+from compress.kernels.select import Kernel, anything, register
+
+register(Kernel("quantize_rows", "reference", min_sm=0, rank=0, supports=anything, fn=quantize))

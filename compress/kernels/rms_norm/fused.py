@@ -1,0 +1,54 @@
+"""RMSNorm (arXiv 1910.07467) of one row a program, quantized on the way out where the next linear wants it so.
+
+    y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to x's dtype, as the reference
+
+The weight is constant, so it is read before the wait for the kernel ahead.
+"""
+
+from torch import Tensor
+
+from compress.kernels.launch import jit, launch_dependents, tl, wait
+from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
+from compress.kernels.rows import ActivationQuant, QuantizedRows
+from compress.kernels.select import Kernel, register
+
+
+@jit()
+def _rms_norm(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
+    WEIGHT_ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    wait(PDL)
+    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    x_f32 = x.to(tl.float32)
+    normed = (x_f32 * tl.rsqrt(tl.sum(x_f32 * x_f32, axis=0) / SIZE + eps)).to(x.dtype)
+    y = (normed.to(tl.float32) * weight).to(x.dtype)
+    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+    """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [all other axes, last axis]."""
+    size = x.shape[-1]
+    assert weight.shape == x.shape[x.dim() - weight.dim() :], f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
+    assert weight.dtype == x.dtype, f"weight is {weight.dtype}, rows are {x.dtype}"
+    num_rows = x.numel() // size
+    out, output = row_output(num_rows, size, x.dtype, x.device, quant)
+    weight_rows = weight.numel() // size
+    _rms_norm[(num_rows,)](x.contiguous(), weight.contiguous(), eps, WEIGHT_ROWS=weight_rows, **output, **row_options(size, x.device))
+    return out.view(x.shape) if isinstance(out, Tensor) else out
+
+
+register(Kernel("rms_norm", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=rms_norm))

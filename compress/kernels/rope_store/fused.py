@@ -1,0 +1,189 @@
+"""Triton: from the fused projection to rotated queries and a written cache, in one launch.
+
+    q, k, v = split(qkv);   q, k = rope(norm(q, k));   cache[slot] = format(k, v)
+
+A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head is held as its two halves, the
+partners of the rotation (`models/rope.py`), so that threads exchange nothing but a sum of squares and a largest magnitude. Intermediates
+are rounded to the model's dtype where the reference rounds them. A head's result depends on that head alone.
+
+Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.e4m3 import encode_e4m3
+from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.rows import FP8_MAX, TINY_SCALE
+from compress.kernels.select import Kernel, Problem, register
+
+TILE_SIZE = 1024
+"""Elements of a program: two warps, 16 bytes of each half in a thread. The same for every T, and so the bits are."""
+NUM_WARPS = 2
+
+
+@jit()
+def _store(
+    pages_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    heads: tl.tensor,
+    slot: tl.tensor,
+    head_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    columns: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    TINY_SCALE: tl.constexpr,
+) -> None:
+    """Halves [h, C / 2] of the given heads to one slot of the pages: `PagedKV.write_`."""
+    at = pages_ptr + heads * head_stride + slot * C + columns
+    if FORMAT != 0:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        if FORMAT == 1:
+            absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
+            scale = tl.maximum(tl.div_rn(absmax, FP8_MAX + tl.zeros_like(absmax)), TINY_SCALE)
+            tl.store(scale_ptr + heads * scale_stride + slot, scale, mask=tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0)
+        else:
+            scale = tl.load(scale_ptr) + tl.zeros_like(first)
+        first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -FP8_MAX), FP8_MAX)
+        second = tl.minimum(tl.maximum(tl.div_rn(second, scale + tl.zeros_like(second)), -FP8_MAX), FP8_MAX)
+        tl.store(at, encode_e4m3(first), mask=mask)
+        tl.store(at + C // 2, encode_e4m3(second), mask=mask)
+    else:
+        tl.store(at, first.to(pages_ptr.dtype.element_ty), mask=mask)
+        tl.store(at + C // 2, second.to(pages_ptr.dtype.element_ty), mask=mask)
+
+
+@jit(unaligned=("positions_ptr", "slots_ptr"))
+def _rope_store(
+    qkv_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    eps: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    TINY_SCALE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    columns = tl.arange(0, HALF)[None, :]
+    mask = (heads < H + 2 * K) & (columns < C // 2)
+    rotated = mask & (heads < H + K)
+    dtype = q_ptr.dtype.element_ty
+    wait(PDL)
+    at = qkv_ptr + row * row_stride + heads * C + columns
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + C // 2, mask=mask, other=0.0)
+    position, slot = tl.load(positions_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
+    angles = position * C + columns
+    half = columns < C // 2
+    cos_first, cos_second = tl.load(cos_ptr + angles, mask=half, other=0.0), tl.load(cos_ptr + angles + C // 2, mask=half, other=0.0)
+    sin_first, sin_second = tl.load(sin_ptr + angles, mask=half, other=0.0), tl.load(sin_ptr + angles + C // 2, mask=half, other=0.0)
+
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if norm_ptr is not None:
+        root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
+        weight_at = norm_ptr + heads * C + columns
+        weight_first = tl.load(weight_at, mask=rotated, other=0.0).to(tl.float32)
+        weight_second = tl.load(weight_at + C // 2, mask=rotated, other=0.0).to(tl.float32)
+        x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
+        y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
+    turned_first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (y * sin_first.to(tl.float32)).to(dtype).to(tl.float32)
+    turned_second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (x * sin_second.to(tl.float32)).to(dtype).to(tl.float32)
+    first, second = tl.where(rotated, turned_first.to(dtype), first), tl.where(rotated, turned_second.to(dtype), second)
+
+    is_q = mask & (heads < H)
+    q_at = q_ptr + (row * H + heads) * C + columns
+    tl.store(q_at, first, mask=is_q)
+    tl.store(q_at + C // 2, second, mask=is_q)
+    is_k, is_v = rotated & (heads >= H), mask & (heads >= H + K)
+    if (tl.program_id(1) + 1) * HEADS > H:
+        k_heads, v_heads = (heads - H).to(tl.int64), (heads - H - K).to(tl.int64)
+        _store(k_ptr, k_scale_ptr, k_heads, slot, head_stride, scale_stride, first, second, columns, is_k, C, FORMAT, FP8_MAX, TINY_SCALE)
+        _store(v_ptr, v_scale_ptr, v_heads, slot, head_stride, scale_stride, first, second, columns, is_v, C, FORMAT, FP8_MAX, TINY_SCALE)
+
+
+def rope_store(
+    qkv_TF: Tensor,
+    cos_PC: Tensor,
+    sin_PC: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    kv: PagedKV,
+    *,
+    num_heads: int,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """q [T, H, C]; keys and values of the T rows are in the cache afterwards. `qk_norm` [H + K, C] is a weight for each q and k head."""
+    (num_kv_heads, _, _, head_dim), num_rows = kv.k.shape, qkv_TF.shape[0]
+    assert qkv_TF.stride(1) == 1
+    assert kv.k[0].is_contiguous()
+    assert kv.k.stride() == kv.v.stride()
+    assert qk_norm is None or qk_norm.is_contiguous()
+    pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
+    q_THC = torch.empty(num_rows, num_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
+    half = triton.next_power_of_2(head_dim // 2)
+    heads = max(1, TILE_SIZE // (2 * half))
+    _rope_store[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+        qkv_TF,
+        cos_PC,
+        sin_PC,
+        positions_T,
+        slots_T,
+        qk_norm,
+        q_THC,
+        pages[0],
+        pages[1],
+        kv.k_scale,
+        kv.v_scale,
+        qkv_TF.stride(0),
+        kv.k.stride(0),
+        kv.k_scale.stride(0) if kv.format == FP8_TOKEN_HEAD and kv.k_scale is not None else 0,
+        eps,
+        H=num_heads,
+        K=num_kv_heads,
+        C=head_dim,
+        HALF=half,
+        HEADS=heads,
+        FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
+        FP8_MAX=FP8_MAX,
+        TINY_SCALE=TINY_SCALE,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away
+        **pdl_options(qkv_TF.device),
+    )
+    return q_THC
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.n % 2:
+        return f"a head of {problem.n} dimensions has no halves to rotate"
+    return triton_refusal(problem)
+
+
+register(Kernel("rope_store", "triton.fused", min_sm=80, rank=10, supports=supports, fn=rope_store))

@@ -1,0 +1,106 @@
+"""Random weights of a model's shape, made on the device one layer at a time: what a benchmark needs when only shapes and schemes matter.
+
+Dense weights are normal with the deviation 1 / sqrt(I), so that a product keeps the size of its input and 80 layers stay finite; norms are
+one, biases small. Codes are drawn directly, never rounded from a dense copy: integers uniform over their range, e4m3 codes normal with
+their largest value at 3.5 deviations, both with scales that give the weight the same deviation, up to 25 % more or less from group to
+group. A layer is the same whenever it is asked for.
+
+Shapes: O out, I in, G groups along I.
+"""
+
+import torch
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.weights import parameter_names
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+SCALE_SPREAD = 0.25
+INPUT_ABSMAX = 8.0
+"""What a static activation scale is made for; rows behind a norm reach about 5."""
+_BIAS_STD = 0.02
+_OUTER = -1
+"""The index that seeds the weights outside layers."""
+
+
+class RandomSource:
+    """A `WeightSource` of an arch alone. Linears have `scheme` (None: dense), the head `head_scheme`.
+
+    Raises:
+        UsageError: a quantized head was asked for and the model's head is its embedding.
+    """
+
+    def __init__(
+        self,
+        arch: Arch,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+        head_scheme: Scheme | None = None,
+        seed: int = 0,
+    ) -> None:
+        if head_scheme is not None and arch.tied_head:
+            raise UsageError(f"a head in {head_scheme.name} was asked for, but this model's head is its embedding, which stays dense.")
+        self._arch = arch
+        self._device = device
+        self._dtype = dtype
+        self._scheme = scheme
+        self._head_scheme = head_scheme
+        self._seed = seed
+        self._outer_shapes, self._layer_shapes = parameter_names(arch)
+
+    @property
+    def arch(self) -> Arch:
+        return self._arch
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        generator = self._generator(_OUTER)
+        return {
+            name: self._parameter(shape, self._head_scheme if name == "head.weight" else None, name, generator)
+            for name, shape in self._outer_shapes.items()
+        }
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        generator, shapes = self._generator(layer_idx), self._layer_shapes[layer_idx]
+        return {name: self._parameter(shape, self._scheme, name, generator) for name, shape in shapes.items()}
+
+    def _parameter(self, shape: tuple[int, ...], scheme: Scheme | None, name: str, generator: torch.Generator) -> Tensor | QuantizedWeight:
+        if len(shape) == 2:
+            return random_weight((shape[0], shape[1]), scheme, dtype=self._dtype, generator=generator)
+        vector = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return vector.normal_(0.0, _BIAS_STD, generator=generator) if name.endswith("bias") else vector.fill_(1.0)
+
+    def _generator(self, layer_idx: int) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed((self._seed << 20) + layer_idx - _OUTER)
+
+
+def random_weight(
+    shape: tuple[int, int], scheme: Scheme | None, *, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor | QuantizedWeight:
+    """One weight [O, I] on the generator's device; `dtype` is that of a dense weight or of the scales."""
+    device, (out_features, in_features) = generator.device, shape
+    std = in_features**-0.5
+    if scheme is None:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
+    if scheme.type == "float":
+        code_std = scheme.max_code / 3.5
+        codes_OI = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, code_std, generator=generator)
+        codes_OI = codes_OI.clamp_(scheme.min_code, scheme.max_code).to(scheme.code_dtype)
+    else:
+        code_std = ((4**scheme.num_bits - 1) / 12) ** 0.5  # of a uniform draw from 2^b neighbouring integers
+        codes_OI = torch.randint(scheme.min_code, scheme.max_code + 1, shape, dtype=scheme.code_dtype, device=device, generator=generator)
+    groups = (out_features, scheme.num_groups(in_features))
+    spread_OG = torch.empty(groups, dtype=torch.float32, device=device).uniform_(1 - SCALE_SPREAD, 1 + SCALE_SPREAD, generator=generator)
+    zero_point_OG = None
+    if not scheme.symmetric:
+        quarter = scheme.max_code // 4 + 1
+        zero_point_OG = torch.randint(-quarter, quarter, groups, dtype=torch.int8, device=device, generator=generator)
+    return QuantizedWeight(
+        scheme,
+        codes_OI,
+        (spread_OG * (std / code_std)).to(dtype),
+        zero_point_OG,
+        torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device) if scheme.activation == "tensor" else None,
+    )

@@ -1,0 +1,278 @@
+"""How fast the bundled runtime serves a model's shape, scheme by scheme, against the floor that its bytes set.
+
+    python scripts/bench_runtime.py --out benchmarks/h200/runtime.json
+    python scripts/bench_runtime.py --schemes W4A16_G128 --batch-sizes 1 --baseline
+
+Weights are random and made on the device, once a scheme: speed depends on shapes and formats, not on values. `A+B` is scheme A with a head
+in scheme B. Every batch size, context and the time to first token of one long prompt use the same engine, as a server would. Latency is
+`validate/latency.py`'s: token-true times, prompts fresh for every request, warm-up not counted. In the rows:
+
+    floor_ms       bytes of a decode step / read bandwidth measured in this run; floor_frac = floor / median TPOT
+    curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear, then 4.16 TB/s
+    ttft_floor_ms  arithmetic or bytes of the prefill, whichever is longer, at rates measured in this run (FP8 schemes: FP8 arithmetic)
+    step_ms_p50    a steady decode step, all prompts done; TPOT of a batch also holds the prefills of requests that came with it
+    host_us_p50    the host's own time in a steady decode step: the step without its waiting for the device
+
+A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the device was idle. `--baseline`
+runs `transformers` on the same shape, eager and with a static cache, which it compiles on CUDA.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_setup import H200_LAUNCH_BYTES_PER_S, H200_LAUNCH_S, is_h200, markdown, model_dtype, pick_device, read_arch, write_results
+from kernel_bench.timer import time_launches
+from result_file import decode_kernels
+from step_profile import drain, fill, profile_steps, queue, time_steps
+
+from compress.models.arch import Arch
+from compress.models.random_source import RandomSource
+from compress.quant.scheme import SCHEMES, scheme_named
+from compress.runtime.engine import Engine, EngineConfig
+from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_rate, roofline
+
+DENSE = "dense"
+DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
+LINEARS_OF_A_LAYER = 4
+_MS = ("ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99")
+
+
+class Bench:
+    """The conditions of a run and what it has measured so far."""
+
+    def __init__(self, args: argparse.Namespace, name: str, arch: Arch, device: torch.device) -> None:
+        self.args, self.name, self.arch, self.device = args, name, arch, device
+        self.dtype = model_dtype(device)
+        small = device.type == "cpu"
+        self.bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if small else None)
+        self.matmul_rate = measure_matmul_rate(device, self.dtype, size=256 if small else None)
+        self.fp8_rate = _fp8_rate(device) if not small and torch.cuda.get_device_capability(device) >= (8, 9) else None
+        self.rows: list[dict[str, Any]] = []
+        self.profiles: list[dict[str, Any]] = []
+
+    def serve(self, scheme: str) -> None:
+        """All rows of one scheme, by one engine."""
+        args, started_s = self.args, time.perf_counter()
+        linears, _, head = scheme.partition("+")
+        source = RandomSource(
+            self.arch,
+            device=self.device,
+            dtype=self.dtype,
+            scheme=None if linears == DENSE else scheme_named(linears),
+            head_scheme=scheme_named(head) if head else None,
+        )
+        longest = max(args.prompt_tokens, *args.contexts, args.ttft_tokens) + args.output_tokens
+        config = EngineConfig(
+            dtype=self.dtype, max_batch_size=max(args.batch_sizes), max_model_len=longest, kv_format=args.kv_format, max_step_tokens=2048
+        )
+        engine = Engine(source, device=self.device, config=config)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        print(f"{scheme}: made and loaded in {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
+        for prompt_tokens in dict.fromkeys((args.prompt_tokens, *args.contexts)):
+            for row in self._latency(engine, args.batch_sizes, prompt_tokens, args.output_tokens):
+                batch = {"batch_size": row.batch_size, "prompt_tokens": prompt_tokens}
+                fill(engine, batch["batch_size"], prompt_tokens, args.output_tokens)
+                steady = time_steps(engine, steps=args.output_tokens // 2)
+                drain(engine)
+                self.rows.append(self._row(engine, scheme, row) | steady)
+                if prompt_tokens == args.prompt_tokens:
+                    fill(engine, row.batch_size, prompt_tokens, args.output_tokens)
+                    profile = profile_steps(engine, steps=min(8, args.output_tokens // 2))
+                    self.profiles.append({"scheme": scheme, "phase": "decode", **batch, **profile})
+                    drain(engine)
+        for row in self._latency(engine, [1], args.ttft_tokens, 2):
+            self.rows.append(self._row(engine, scheme, row) | {"ttft_floor_ms": self._ttft_floor(engine, scheme, row)})
+        queue(engine, 1, args.ttft_tokens, 2)
+        profile = profile_steps(engine, steps=-(-args.ttft_tokens // config.max_step_tokens))
+        self.profiles.append({"scheme": scheme, "phase": "prefill", "batch_size": 1, "prompt_tokens": args.ttft_tokens, **profile})
+        drain(engine)
+
+    def _latency(self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int) -> list[LatencyRow]:
+        return measure_latency(
+            engine,
+            batch_sizes=batch_sizes,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            repeats=self.args.repeats,
+            warmups=1,
+            vocab_size=self.arch.vocab_size,
+            seed=0,
+            bandwidth_bytes_per_s=self.bandwidth,
+        )
+
+    def _row(self, engine: Engine, scheme: str, row: LatencyRow) -> dict[str, Any]:
+        measured = row.as_json()
+        launches = LINEARS_OF_A_LAYER * self.arch.num_layers + 1
+        curve_ms = (launches * H200_LAUNCH_S + row.step_bytes / H200_LAUNCH_BYTES_PER_S) * 1e3
+        return {
+            "tool": "compress",
+            "shape": self.name,
+            "scheme": _shown(scheme, self.dtype),
+            "kv": engine.kv_format.lower(),
+            "tp": 1,
+            **{name: measured[name] for name in ("batch_size", "prompt_tokens", "output_tokens", "repeats")},
+            **{each: measured[each] for name in _MS for each in (name, f"{name}_lower", f"{name}_upper")},
+            **{name: measured[name] for name in ("itl_ms_p99", "output_tokens_per_s", "step_bytes", "floor_ms", "floor_frac")},
+            "curve_ms": curve_ms if is_h200(self.device) else None,
+            "kernels": decode_kernels({"kernels": engine.kernel_report()}),
+        }
+
+    def _ttft_floor(self, engine: Engine, scheme: str, row: LatencyRow) -> float:
+        """The first token's floor; the head is counted at the same rate, one row of it."""
+        arch, linears = self.arch, SCHEMES.get(scheme.partition("+")[0])
+        quantizes = linears is not None and linears.activation is not None
+        work = Work(
+            weight_bytes=engine.weight_bytes,
+            kv_bytes_per_token=engine.kv_bytes_per_token,
+            flops_per_token=2 * arch.num_linear_params,
+            head_flops=2 * arch.vocab_size * arch.hidden_size,
+            attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
+        )
+        prefill, _ = roofline(
+            work,
+            batch_size=1,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            ttft_ms=row.ttft_ms_p50.value,
+            tpot_ms=row.tpot_ms_p50.value,
+            bandwidth_bytes_per_s=self.bandwidth,
+            flops_per_s=self.fp8_rate if quantizes and self.fp8_rate is not None else self.matmul_rate,
+        )
+        return prefill.floor_ms
+
+
+def transformers_rows(bench: Bench) -> Iterator[dict[str, Any]]:
+    """`generate` as it comes, at the smallest batch: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
+    import transformers
+
+    args, config = bench.args, dict(bench.arch.config)
+    model_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    with torch.device(bench.device):
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=bench.dtype).eval()
+    batch_size = min(args.batch_sizes)
+    prompts = torch.randint(bench.arch.vocab_size, (batch_size, args.prompt_tokens), device=bench.device)
+    for kind, options in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
+
+        def seconds(num_tokens: int, options: dict[str, Any]) -> float:
+            begin = time.perf_counter()
+            lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+            model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **lengths, **options)
+            if bench.device.type == "cuda":
+                torch.cuda.synchronize(bench.device)
+            return time.perf_counter() - begin
+
+        for num_tokens in (1, args.output_tokens):
+            seconds(num_tokens, options)
+        first_s = statistics.median(seconds(1, options) for _ in range(args.repeats))
+        whole_s = statistics.median(seconds(args.output_tokens, options) for _ in range(args.repeats))
+        yield {
+            "tool": f"transformers {transformers.__version__} {kind}",
+            "shape": bench.name,
+            "scheme": _shown(DENSE, bench.dtype),
+            "tp": 1,
+            "batch_size": batch_size,
+            "prompt_tokens": args.prompt_tokens,
+            "output_tokens": args.output_tokens,
+            "repeats": args.repeats,
+            "ttft_ms_p50": first_s * 1e3,
+            "tpot_ms_p50": (whole_s - first_s) / (args.output_tokens - 1) * 1e3,
+        }
+
+
+def _shown(scheme: str, dtype: torch.dtype) -> str:
+    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+    return scheme.replace(DENSE, names[dtype])
+
+
+def _fp8_rate(device: torch.device, *, size: int = 8192) -> float:
+    """FLOPs a second of torch's own FP8 product with a scale a row."""
+    left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.ones(size, 1, dtype=torch.float32, device=device)
+    call = partial(torch._scaled_mm, left, right.t(), scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+    return 2 * size**3 / time_launches([call] * 2, device, replays=5, in_graph=False, sustained=True).us * 1e6
+
+
+def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -> str:
+    """Latency, then where the time of a step went."""
+    header = ["scheme", "batch", "prompt", "TTFT ms", "TPOT ms", "p95", "p99", "step ms", "floor", "floor / TPOT", "curve", "host us"]
+    body = [
+        [
+            row["scheme"] if row["tool"] == "compress" else row["tool"],
+            str(row["batch_size"]),
+            str(row["prompt_tokens"]),
+            f"{row['ttft_ms_p50']:.2f}" + (f" (floor {row['ttft_floor_ms']:.1f})" if "ttft_floor_ms" in row else ""),
+            *(_number(row.get(name)) for name in ("tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99", "step_ms_p50", "floor_ms")),
+            f"{row['floor_frac']:.0%}" if "floor_frac" in row else "",
+            _number(row.get("curve_ms")),
+            f"{row['host_us_p50']:.0f}" if "host_us_p50" in row else "",
+        ]
+        for row in rows
+    ]
+    blocks = [markdown(header, body)]
+    for each in profiles:
+        lines = [
+            [kernel["name"], f"{kernel['count']:.1f}", f"{kernel['us']:.1f}", f"{kernel['share']:.1%}"] for kernel in each["kernels"][:12]
+        ]
+        what = f"{each['scheme']}, {each['phase']} of batch {each['batch_size']}, prompt {each['prompt_tokens']}"
+        title = f"{what}: step {each['wall_us']:.0f} us, device idle {each['idle_us']:.0f} us"
+        blocks.append(f"{title}\n{markdown(['kernel', 'a step', 'us', 'share'], lines)}")
+    return "\n\n".join(blocks)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json")
+    parser.add_argument("--schemes", nargs="+", default=list(DEFAULT_SCHEMES), help=f"'{DENSE}' is the dtype of the model; A+B: head in B")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--contexts", nargs="*", type=int, default=[], help="further prompt lengths to measure")
+    parser.add_argument("--ttft-tokens", type=int, default=2048, help="prompt of the time-to-first-token row, batch 1")
+    parser.add_argument("--kv-format", default=None, help="of the cache; the model's dtype by default")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--baseline", action="store_true", help="also run transformers on the same shape")
+    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser.add_argument("--out", type=Path, default=None, help="write the result file here")
+    parser.add_argument("--show", type=Path, default=None, help="print the tables of a result file and measure nothing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if args.show is not None:
+        document = json.loads(args.show.read_text(encoding="utf-8"))
+        print(tables(document["rows"], document.get("profiles", [])))
+        return
+    name, arch = read_arch(args.model)
+    bench = Bench(args, name, arch, pick_device())
+    try:
+        for scheme in args.schemes:
+            bench.serve(scheme)
+            gc.collect()
+            torch.cuda.empty_cache()
+        if args.baseline:
+            bench.rows += transformers_rows(bench)
+    finally:  # what was measured before a failure is kept
+        if args.out is not None:
+            rates = {"bandwidth_bytes_per_s": bench.bandwidth, "matmul_flops_per_s": bench.matmul_rate, "fp8_flops_per_s": bench.fp8_rate}
+            write_results(args.out, bench.rows, device=bench.device, commit=args.commit, facts={**rates, "profiles": bench.profiles})
+        print(tables(bench.rows, bench.profiles))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What the speed benchmarks share: the shape a name stands for, and the file that results are kept in.
+
+A result file says what its numbers depend on: device, driver, clocks, versions, commit, date, command, and the rates measured in the same
+run. Rows are flat.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.models.known import known_config, known_models
+from compress.validate.roofline import environment_facts
+
+SCHEMA = 1
+H200_LAUNCH_S, H200_LAUNCH_BYTES_PER_S = 2.8e-6, 4.16e12
+"""What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512 MB a launch."""
+
+
+def read_arch(name: str) -> tuple[str, Arch]:
+    """A short name and the shape, of a model that ships or of a `config.json`."""
+    path = Path(name)
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else known_config(name)
+    if config is None:
+        raise UsageError(f"no shape named '{name}'; known are {', '.join(known_models())}, or give the path of a config.json.")
+    return (path.parent.name if path.is_file() else name), family_of(config).read_config(config)
+
+
+def pick_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_h200(device: torch.device) -> bool:
+    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+
+
+def model_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def write_results(path: Path, rows: Sequence[dict[str, Any]], *, device: torch.device, commit: str | None, facts: dict[str, Any]) -> None:
+    """`facts` are measured rates and conditions that hold for all rows."""
+    environment = environment_facts(device)
+    head = ["git", "rev-parse", "--verify", "HEAD"]
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton_version()}
+    document = {
+        "schema": SCHEMA,
+        "device": environment["device"],
+        "driver": environment.get("driver"),
+        "clocks": {name: value for name, value in environment.items() if name.startswith("clock_")},
+        "versions": versions,
+        "commit": commit or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+        **facts,
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

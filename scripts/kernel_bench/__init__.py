@@ -1,0 +1,1 @@
+"""The parts of `bench_kernels.py`: cases of every op, and the timer."""
