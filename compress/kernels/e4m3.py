@@ -79,6 +79,12 @@ def decode_odd(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr)
 
 
 @jit()
+def e4m3_values(codes: tl.tensor) -> tl.tensor:
+    """float32 values of uint8 codes."""
+    return _widened(codes.to(tl.int16), tl.bfloat16).to(tl.float32) * 1329227995784915872903807060280344576.0  # 2^120
+
+
+@jit()
 def _widened(codes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """int16 codes in bfloat16 times 2^-120, or in float16 times 2^-8, one element at a time."""
     SHIFT: tl.constexpr = 7 if DTYPE is tl.float16 else 4

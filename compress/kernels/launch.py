@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compress.kernels.select import Problem
 
@@ -29,11 +30,23 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # the names that are read when a kernel's file is imported
     triton = None
     tl = SimpleNamespace(constexpr=object, tensor=object)
 
-__all__ = ["interpreted", "jit", "launch_dependents", "pdl_enabled", "pdl_options", "tl", "triton", "triton_refusal", "wait"]
+__all__ = [
+    "interpreted",
+    "jit",
+    "launch_dependents",
+    "pdl_enabled",
+    "pdl_options",
+    "tensor_descriptor",
+    "tl",
+    "triton",
+    "triton_refusal",
+    "wait",
+]
 
 PDL_SM = 90
 FP8_SM = 89
@@ -56,15 +69,20 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def triton_refusal(problem: Problem) -> str | None:
-    """Why no Triton kernel can serve a problem, or None."""
+def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
+    """Why no Triton kernel can serve a problem, or None; `native_fp8` for one that needs Triton's own e4m3 where the scheme is FP8."""
     if triton is None:
         return "triton is not installed"
     if not problem.device.startswith("cuda") and not interpreted():
         return f"Triton kernels run on CUDA devices and this one is {problem.device}"
-    if problem.scheme.startswith("FP8") and not interpreted() and problem.sm < FP8_SM:
+    if native_fp8 and problem.scheme.startswith("FP8") and not interpreted() and problem.sm < FP8_SM:
         return f"Triton knows e4m3 from sm_{FP8_SM} on and this device is sm_{problem.sm}"
     return None
+
+
+def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
+    """What a kernel loads boxes [rows, columns] of a contiguous matrix through (Hopper's tensor copy engine, sm_90)."""
+    return TensorDescriptor.from_tensor(matrix, box)
 
 
 def pdl_enabled(device: torch.device) -> bool:

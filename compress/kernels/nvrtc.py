@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
 from compress.errors import EnvironmentUnfit
@@ -26,6 +27,9 @@ NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _DIGEST_SIZE = 32
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_UINT16, _MAP_SWIZZLE_128B, _MAP_PROMOTE_128B = 1, 3, 2
+"""Of cuTensorMapEncodeTiled."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,28 @@ def compile_cubin(source: Source, sm: int) -> bytes:
 
 def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "cubin"
+
+
+def tile_map(rows: Tensor, tile: tuple[int, int]) -> bytes:
+    """How the copy engine of sm_90 reads tiles (rows, columns) of 16-bit rows: a CUtensorMap. A tile's row is 128 bytes, its 16-byte chunks
+    permuted by the row's number (mod 8); what lies past the end is zero.
+
+    Raises:
+        EnvironmentUnfit: the driver refuses it.
+    """
+    assert rows.element_size() == 2
+    buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    at = -(-ctypes.addressof(buffer) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    sizes, strides = (ctypes.c_uint64 * 2)(rows.shape[1], rows.shape[0]), (ctypes.c_uint64 * 1)(rows.stride(0) * 2)
+    box, steps = (ctypes.c_uint32 * 2)(tile[1], tile[0]), (ctypes.c_uint32 * 2)(1, 1)
+    address = ctypes.c_void_p(rows.data_ptr())
+    encode = _driver().cuTensorMapEncodeTiled
+    status = encode(ctypes.c_void_p(at), _MAP_UINT16, 2, address, sizes, strides, box, steps, 0, _MAP_SWIZZLE_128B, _MAP_PROMOTE_128B, 0)
+    if status:
+        raise EnvironmentUnfit(
+            f"the driver cannot describe tiles {tile} of a tensor {tuple(rows.shape)} to the copy engine (error {status})."
+        )
+    return ctypes.string_at(at, _MAP_BYTES)
 
 
 class Function:

@@ -25,6 +25,7 @@ from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 
 Phase = Literal["decode", "prefill"]
+FEW_ROWS = 128
 PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
 
 
@@ -37,6 +38,11 @@ class Target:
     max_batch_size: int
     max_step_tokens: int
 
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows up to which decode kernels serve: a full batch, and on CUDA short prompts too, whose time is the bytes of the weights."""
+        return max(self.max_batch_size, FEW_ROWS if self.device.type == "cuda" else 1)
+
     def problem(
         self, op: Op, *, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None, activation: str | None = None
     ) -> Problem:
@@ -45,7 +51,7 @@ class Target:
             n=n,
             k=k,
             m_min=1,
-            m_max=self.max_batch_size if phase == "decode" else self.max_step_tokens,
+            m_max=self.max_decode_rows if phase == "decode" else self.max_step_tokens,
             row_invariant=phase == "decode",
             scheme=scheme if scheme is not None else DENSE_SCHEMES[self.dtype],
             dtype=self.dtype,

@@ -5,8 +5,9 @@
                 x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
     logits = head(norm(x))
 
-Decode rows and prefill rows are two passes with their own kernels: the bits of a decode row depend on its request alone (see
-`kernels/select.py`, `row_invariant`), whatever is prefilled beside it. Rows whose logits are wanted pass the head in its decode kernel.
+Decode rows and prefill rows are two passes, with their own kernels where a prompt has more than a few rows: the bits of a decode row
+depend on its request alone (see `kernels/select.py`, `row_invariant`), whatever is prefilled beside it. Rows whose logits are wanted pass
+the head in its decode kernel.
 
 Shapes: T rows (tokens of all sequences, one after the other), D hidden, H heads, C head dimension, B blocks of the longest sequence,
 R sequences, W rows wanted, V vocabulary.
@@ -125,7 +126,9 @@ class ModelRunner:
     def _hidden(
         self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, pages: Callable[[int], PagedKV], attend: Attend, phase: Phase
     ) -> Tensor:
-        """[T, D] after the last layer, before the final norm."""
+        """[T, D] after the last layer, before the final norm. Few rows of a prompt go through the linears as decode rows do."""
+        few = self._weights.target.device.type == "cuda" and len(tokens_T) <= self._weights.target.max_decode_rows
+        phase = "decode" if few else phase
         x_TD = F.embedding(tokens_T, self._weights.embed_VD)
         for layer_idx, layer in enumerate(self._weights.layers):
             x_TD = self._layer(layer, x_TD, positions_T, slots_T, pages(layer_idx), attend, phase)

@@ -87,8 +87,9 @@ if INTERPRETED:
         return torch.einsum("kgql,klc->qkgc", s.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def assert_close(actual: Tensor, expected: Tensor) -> None:
-        """Queries, weights and results are rounded to the dtype once, all else to float32: a few of its steps in all."""
-        assert float((actual.double() - expected).norm() / expected.norm()) < 4 * torch.finfo(actual.dtype).eps
+        """One rounding of weights and result to the dtype; a long logit's float32 rounding is some steps of its weight."""
+        tolerance = torch.finfo(actual.dtype).eps + 32 * torch.finfo(torch.float32).eps
+        assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 
     CASES = [(64, 16, 4, None), (80, 64, 4, None), (128, 32, 7, None), (64, 64, 2, 50), (96, 128, 1, 200)]
     each_case = pytest.mark.parametrize(("head_dim", "block_size", "group", "window"), CASES)

@@ -95,7 +95,7 @@ def test_prefill_beside_decodes_changes_no_bits_of_either() -> None:
     assert_same_bits(recorder.take(), expected)
 
 
-@pytest.mark.parametrize("kv_blocks", [200, 24], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("kv_blocks", [200, 17], ids=["roomy", "preempting"])
 def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatch, kv_blocks: int) -> None:
     """On the CPU a launched step is done at once, which changes nothing for who reads it a step later."""
     source = make_source()
@@ -114,7 +114,7 @@ def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "_launch_next", lambda before: launches.append(1) or launch_next(before))
     finished = ahead.generate(requests)
     assert launches
-    assert (ahead.num_preemptions > 0) == (kv_blocks == 24)
+    assert (ahead.num_preemptions > 0) == (kv_blocks == 17)
     assert {each.reason for each in expected} == {"stop", "length"}
     assert [(each.tokens, each.reason) for each in finished] == [(each.tokens, each.reason) for each in expected]
     assert all(len(each.token_times_s) == len(each.tokens) for each in finished)

@@ -94,9 +94,7 @@ if INTERPRETED:
         q = rope_store(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, together, num_heads=8, qk_norm=qk_norm, eps=1e-5)
         for row in range(NUM_ROWS):
             part = slice(row, row + 1)
-            each = rope_store(
-                qkv_TF[part], cos_PC, sin_PC, positions_T[part], slots_T[part], alone, num_heads=8, qk_norm=qk_norm, eps=1e-5
-            )
+            each = rope_store(qkv_TF[part], cos_PC, sin_PC, positions_T[part], slots_T[part], alone, num_heads=8, qk_norm=qk_norm, eps=1e-5)
             assert torch.equal(each, q[part])
         assert torch.equal(bits(alone.k), bits(together.k))
 

@@ -24,6 +24,43 @@ def test_in_the_interpreter() -> None:
     assert " passed" in child.stdout
 
 
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("sm", [80, 90])
+def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
+    """Without a GPU: the assembler comes with triton. A kernel that spilled would be slower than its data."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from compress.kernels import choose
+    from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.quantize_rows import fused
+
+    pdl = sm >= 90
+    drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
+    cases = [
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {"SIZE": 14336, "BLOCK": 16384, "QUANT": 1, "CONVERTS": sm >= 89}, 32),
+        (choose._filter, ["*fp32", "*i64", "*fp32", *drawn, "*i64"], {"VOCAB": 128256, "SPAN": 4096, "SPANS": 126, "BLOCK": 128}, 32),
+        (
+            prefill_w4a16._dequantize,
+            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
+            {"GROUPS": 4, "BLOCK_WORDS": 272, "ZERO": 0.0, "GATED": True},
+            4,
+        ),
+    ]
+    for kernel, types, constants, num_warps in cases:
+        constants = {**constants, "PDL": pdl}
+        names = [name for name in kernel.arg_names if name not in constants]
+        signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, types, strict=True))
+        aligned = {(idx,): [["tt.divisibility", 16]] for idx, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+        options = {"num_warps": num_warps, "launch_pdl": pdl}
+        compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", sm, 32), options=options)
+        ptx = compiled.asm["ptx"]
+        assert ("griddepcontrol.wait" in ptx) == pdl
+        assert "ld.global.v4.b32" in ptx
+        assert "st.local" not in ptx
+
+
 if INTERPRETED:
     from torch import Tensor
 

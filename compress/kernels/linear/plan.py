@@ -23,14 +23,21 @@ WARPS, TILE_ROWS = 16, 16
 MAX_STAGES = 8
 TOKEN_TILES = (1, 2, 4, 8)
 """Token tiles of 8 that one block serves; more rows take several blocks."""
-RESIDENT_TOKENS = 16
+PAIRED_TOKENS, RESIDENT_TOKENS = 8, 16
+"""Tokens up to which blocks of every format share a multiprocessor with the next kernel's, and up to which x may stay in shared memory.
+A block that shares, right after one that does not, is taken twice by the first multiprocessors to be free: mixing both kinds cost a fifth
+of a layer's time at 16 tokens. There W4 shares in every linear, with x in stages where it is wide, and the other formats in none."""
 TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
 """Of one row tile in one stage."""
 _PAIRED_BYTES = 113 * 1024
 """Of shared memory for a block that leaves room for another on Hopper."""
-_ALIGNMENT, _STATIC_BYTES = 1024, 64
-_IN_FLIGHT_BYTES = {"dense16": 64 * 1024, "fp8": 64 * 1024, "w4": 28 * 1024, "w4_asym": 28 * 1024}
-"""Weight bytes that one block keeps under way, at least: 29 KB saturate the memory of an H200 where arithmetic does not delay loads."""
+STATIC_BYTES = 256
+"""Of shared memory that the kernel declares for barriers, and to spare."""
+_ALIGNMENT = 1024
+_IN_FLIGHT_BYTES = 28 * 1024
+"""Weight bytes that one block keeps under way, at least: 29 KB saturate the memory of an H200."""
+_PAIRED_IN_FLIGHT_BYTES = {"dense16": 64 * 1024, "fp8": 64 * 1024, "w4": 28 * 1024, "w4_asym": 28 * 1024}
+"""The same in half of the shared memory: with less, formats that memory alone bounds gain more from a deeper ring than from a neighbour."""
 _SHORT_K = 2048
 """Columns of a part up to which a kernel is so short that starting early is worth more than keeping x."""
 
@@ -107,8 +114,9 @@ def num_parts_of(shape: Shape, num_sms: int) -> int:
 
 
 def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -> Cover:
-    """Clusters of more than two blocks lie within one group of multiprocessors, and miss those that are left over in each."""
-    places = num_sms // split.segments if split.segments <= 2 else max(1, (num_sms - num_sms // 7) // split.segments)
+    """Clusters of more than two blocks lie within one group of multiprocessors and miss the rest of it: on an H200 30 of four or 15 of
+    eight run at a time, on 120 of its 132."""
+    places = num_sms // split.segments if split.segments <= 2 else max(1, (num_sms - num_sms // 11) // split.segments)
     fewest = -(-num_tiles // (WARPS // split.parts))
     row_blocks = min(num_tiles, -(-fewest // places) * places)
     tiles = -(-num_tiles // row_blocks)
@@ -137,14 +145,21 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -
     """Every way that fits, best first. `wgmma` None: where it is faster."""
     num_parts = num_parts_of(shape, gpu.num_sms)
     paired, everything = min(gpu.shared_bytes, _PAIRED_BYTES), gpu.shared_bytes
-    short = [(paired, False), (everything, True)]
-    few = [(paired, True), *(short if shape.k // num_parts <= _SHORT_K else reversed(short)), (everything, False)]
+    ways = {"stages": (everything, False), "resident": (everything, True), "paired": (paired, True), "paired stages": (paired, False)}
+    if num_rows <= PAIRED_TOKENS and shape.k // num_parts > _SHORT_K:
+        order = ["paired", "resident", "paired stages", "stages"]
+    elif num_rows <= PAIRED_TOKENS or shape.format in ("w4", "w4_asym"):
+        order = ["paired", "paired stages", "resident", "stages"]
+    else:
+        order = ["resident", "stages"]
     enough = next((tiles for tiles in TOKEN_TILES if num_rows <= 8 * tiles), TOKEN_TILES[-1])
     for token_tiles in sorted((tiles for tiles in TOKEN_TILES if tiles <= enough), reverse=True):
         by_wgmma = gpu.sm == 90 and 8 * token_tiles > RESIDENT_TOKENS if wgmma is None else wgmma
-        ways = few if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else [(everything, False)]
+        if by_wgmma and token_tiles == 1:
+            continue
+        names = order if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else ["stages"]
         for choice in ((1, 2), (4, 8)):  # segments
-            for limit, resident in ways:
+            for limit, resident in (ways[name] for name in names):
                 for split in (Split(num_parts // segments, segments) for segments in choice if num_parts % segments == 0):
                     found = _fit(shape, num_rows, gpu, token_tiles=token_tiles, split=split, wgmma=by_wgmma, limit=limit, resident=resident)
                     if found is not None:
@@ -158,20 +173,21 @@ def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Spli
     warps, tokens, num_parts = cover.tiles * split.parts, 8 * token_tiles, split.parts * split.segments
     real_tokens, num_token_blocks = min(num_rows, tokens), -(-num_rows // tokens)
     iterations = -(-(shape.k // shape.stage_k) // num_parts)
-    # As stream.cu lays it out: arriving sums | x | raw e4m3 x | weights; at the end sums lie over x and weights.
+    # As stream.cu lays it out: arriving sums | x | weights; at the end sums lie over x and weights.
     own_rows = -(-cover.tiles * TILE_ROWS // split.segments)
-    arriving = -(-num_parts * real_tokens * own_rows * 4 // _ALIGNMENT) * _ALIGNMENT if clustered else 0
+    arriving = -(-split.segments * real_tokens * own_rows * 4 // _ALIGNMENT) * _ALIGNMENT if clustered else 0
     x_stage = split.parts * shape.stage_k * 2 * (real_tokens if resident else tokens)
     staged_fp8 = shape.format == "fp8" and not resident
     once = x_stage * iterations if resident else 2 * x_stage if staged_fp8 else 0
-    each = warps * TILE_BYTES[shape.format] + (0 if resident else x_stage // 2 if staged_fp8 else x_stage)
-    stages = min((limit - _STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
-    busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= _IN_FLIGHT_BYTES[shape.format]
-    if warps > WARPS or stages < 2 or ((resident or limit < gpu.shared_bytes) and not busy):
+    each = warps * TILE_BYTES[shape.format] + (0 if resident or staged_fp8 else x_stage)
+    stages = min((limit - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
+    in_flight = _PAIRED_IN_FLIGHT_BYTES[shape.format] if limit < gpu.shared_bytes else _IN_FLIGHT_BYTES
+    busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= in_flight
+    if warps > WARPS or stages < 2 or (staged_fp8 and cover.tiles * 16 < tokens) or ((resident or limit < gpu.shared_bytes) and not busy):
         return None
     sums = split.parts * tokens * (cover.tiles * TILE_ROWS + 4) * 4
     shared_bytes = _ALIGNMENT + arriving + max(once + stages * each, sums)
-    if shared_bytes > limit - _STATIC_BYTES:
+    if shared_bytes > limit - STATIC_BYTES:
         return None
     launch = Launch(
         grid=(cover.row_blocks * split.segments, num_token_blocks),

@@ -4,9 +4,10 @@
 // A block owns `tiles` row tiles of 16 over one segment of K. Its warps are (row tile) x (part of the segment); x of a stage lies once per
 // part in shared memory, every warp's weights in the warp's own slice; both arrive by cp.async, `stages` deep.
 //
-// The sum of an output has one shape, whatever M, and every instruction used here agrees bit for bit: within a part k ascends (in W4 each
-// group of 128 sums from zero on exact integers, then is scaled in float32); a segment is ((part 0 + part 1) + ...); the output is
-// ((segment 0 + segment 1) + ...). Segments meet in the shared memory of a cluster from sm_90 on, in global memory before.
+// The sum of an output has one shape, whatever M, and every instruction used here agrees bit for bit (mma.sync and wgmma do, on an H200,
+// in bfloat16 and float16): K is cut into 1, 2, 4 or 8 parts, within a part k ascends (in W4 each group of 128 sums from zero on exact
+// integers, then is scaled in float32), and parts meet in a balanced tree. A block holds a subtree, a segment, and sums it by itself;
+// segments meet in the shared memory of a cluster from sm_90 on, in global memory before.
 //
 // Macros: FORMAT 0 = 16 bit, 1 = int4 symmetric, 2 = int4 with zero points, 3 = e4m3 weights and activations; F16 0 = bfloat16,
 // 1 = float16 (the model's dtype); NT = token tiles of 8; ACT 0 = plain, 1 = silu, 2 = gelu, 3 = gelu by tanh (gated: a tile is 8 gate rows
@@ -24,16 +25,17 @@ typedef unsigned long long u64;
 #define W4 (FORMAT == 1 || FORMAT == 2)
 #define FP8 (FORMAT == 3)
 #define MMA_F16 (F16 || FP8)
+#define TMA (WGMMA && !FP8)  // x by the copy engine: a proxy fence, which x by cp.async needs before wgmma, waits for all weights under way
 
 constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
 constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
 constexpr int TOKENS = NT * 8;
-constexpr int RAW_BYTES = FP8 && !RESIDENT ? TOKENS * 128 : 0;  // x as e4m3, before it becomes float16
 constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
 constexpr int AHEAD = STAGES - 1;
 
-struct Args {
+struct alignas(64) Args {
+    char x_map[128];
     const char* w;
     const char* x;
     const float* w_scale;
@@ -47,10 +49,10 @@ struct Args {
 };
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
@@ -75,6 +77,15 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+
+#if HOPPER
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+}
+#endif
 
 __device__ __forceinline__ float widen(u16 bits) {
 #if F16
@@ -163,6 +174,15 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, 
 }
 #endif
 
+// term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
+// No term is -0 (sums start at +0), so that padding by 0 changes nothing.
+template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
 __device__ __forceinline__ float activated(float v) {
 #if ACT == 1
     return v / (1.0f + expf(-v));
@@ -190,13 +210,12 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     const int count = (segment * args.parts + part + 1) * num_groups / num_parts - first;
     const int iterations = (num_groups + num_parts - 1) / num_parts;
 
-    // Shared memory: sums arriving from the cluster | x (resident: all of it, else STAGES, e4m3: 2 and STAGES raw), by part | weights, by warp.
+    // Shared memory: sums arriving from the cluster | x (resident: all of it; else STAGES, or 2 if e4m3), by part | weights, by warp.
     const int rows = args.tiles * 16, num_outputs = ACT ? rows / 2 : rows;
     const int x_rows = RESIDENT ? num_tokens : TOKENS, subtile_bytes = x_rows * 128, x_bytes = SUBTILES * subtile_bytes;
     const int x_slots = RESIDENT ? iterations : FP8 ? 2 : STAGES;
     const u32 x_part = shared + args.arriving_bytes + part * x_slots * x_bytes;
-    const u32 raw_part = shared + args.arriving_bytes + args.parts * x_slots * x_bytes + part * STAGES * RAW_BYTES;
-    const u32 a_warp = shared + args.arriving_bytes + args.parts * (x_slots * x_bytes + STAGES * RAW_BYTES) + warp * (STAGES * A_BYTES);
+    const u32 a_warp = shared + args.arriving_bytes + args.parts * x_slots * x_bytes + warp * (STAGES * A_BYTES);
 
 #if HOPPER
     __shared__ u64 arrived_bytes;
@@ -207,9 +226,21 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
         if (threadIdx.x == 0) {
             asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived) : "memory");
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                         ::"r"(arrived), "r"(num_parts * num_tokens * num_own * (ACT ? 2 : 1) * 4) : "memory");
+                         ::"r"(arrived), "r"(args.segments * num_tokens * num_own * (ACT ? 2 : 1) * 4) : "memory");
         }
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+#endif
+
+#if TMA
+    __shared__ u64 x_arrived[STAGES], x_free[STAGES];
+    const u32 x_arrived_at = (u32)__cvta_generic_to_shared(x_arrived), x_free_at = (u32)__cvta_generic_to_shared(x_free);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(x_arrived_at + 8 * i) : "memory");
+            asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(x_free_at + 8 * i), "r"(num_warps) : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 #endif
 
@@ -248,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
 #endif
         }
         --to_load;
-        if (RESIDENT) commit();
+        if (RESIDENT || FP8 || TMA) commit();
     };
 
     const int part_threads = args.tiles * 32, part_thread = threadIdx.x - part * part_threads;
@@ -304,8 +335,39 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     const int x_chunk = part_thread % CHUNKS, x_token = part_thread / CHUNKS, x_stride = part_threads / CHUNKS;
     const char* x_next = x_first + (long long)x_token * row_bytes + x_chunk * 16;
     int x_left = count;
+#if TMA
+    const bool uneven = iterations * num_parts != num_groups;
+    auto load_x = [&](int i, int slot) {  // columns past the end of a part come from past the end of x, and are zero
+        if (threadIdx.x != 0) return;
+        const u32 barrier = x_arrived_at + 8 * slot;
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(args.parts * x_bytes) : "memory");
+        for (int p = 0; p < args.parts; ++p) {
+            int start = (segment * args.parts + p) * iterations, stop = start + iterations;
+            if (uneven) start = (segment * args.parts + p) * num_groups / num_parts, stop = (segment * args.parts + p + 1) * num_groups / num_parts;
+            const int column = start + i < stop ? (start + i) * K_STAGE : args.k;
+            for (int sub = 0; sub < SUBTILES; ++sub)
+                asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                             ::"r"(x_part + (p * x_slots + slot) * x_bytes + sub * subtile_bytes), "l"(args.x_map), "r"(column + 64 * sub),
+                             "r"(token_start), "r"(barrier) : "memory");
+        }
+    };
+    __syncthreads();
+    constexpr int X_AHEAD = STAGES > 2 ? STAGES - 2 : 1;  // one less than would fit, so that warps need not keep step
+    for (int i = 0; i < X_AHEAD && i < iterations; ++i) load_x(i, i);
+#elif FP8
+    constexpr int X_BATCH = NT > 2 ? 4 : 2 * NT;  // the plan gives a part threads enough
+    uint4 x_raw[X_BATCH];
+    auto load_x = [&](int) {  // into registers; the next iteration stores it as float16
+#pragma unroll
+        for (int j = 0; j < X_BATCH; ++j)
+            if (x_left > 0 && x_token + j * x_stride < num_tokens) x_raw[j] = *(const uint4*)(x_next + (long long)j * x_stride * row_bytes);
+        x_next += CHUNKS * 16;
+        --x_left;
+    };
+    load_x(0);
+#else
     auto load_x = [&](int slot) {
-        const u32 to = FP8 ? raw_part + slot * RAW_BYTES : x_part + slot * x_bytes + (x_chunk >> 3) * subtile_bytes;
+        const u32 to = x_part + slot * x_bytes + (x_chunk >> 3) * subtile_bytes;
         const bool there = x_left > 0;
         const char* from = x_next;
         for (int token = x_token; token < num_tokens; token += x_stride, from += (long long)x_stride * row_bytes)
@@ -317,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load_x(i);
 #endif
+#endif
 
     float total[NT][4] = {};
     // Row address of this lane in an x subtile (k16 step s is at `^ (s << 5)`): two steps of one token tile, or one step of two.
@@ -326,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
                                      (((matrix & 1) ^ matrix_row) << 4);
     u32 x_tile = x_part;
     int slot = 0, fill = AHEAD;
+    u32 x_phase = 0;
 #if RESIDENT
     for (int i = 0; i < count; ++i, x_tile += x_bytes) {
         wait_pending<AHEAD - 1>();
@@ -334,20 +398,37 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
         {
 #else
     for (int i = 0; i < iterations; ++i) {
-        wait_pending<AHEAD - 1>();
 #if FP8
         x_tile = x_part + (i & 1) * x_bytes;
-        for (int token = x_token; token < num_tokens; token += x_stride)
-            store_as_f16(x_tile, token, x_chunk, load_shared(raw_part + slot * RAW_BYTES + swizzled(token, x_chunk)));
+#pragma unroll
+        for (int j = 0; j < X_BATCH; ++j)
+            if (x_token + j * x_stride < num_tokens) {
+                if (i >= count) x_raw[j] = make_uint4(0, 0, 0, 0);
+                store_as_f16(x_tile, x_token + j * x_stride, x_chunk, x_raw[j]);
+            }
 #else
         x_tile = x_part + slot * x_bytes;
 #endif
+        wait_pending<AHEAD - 1>();
+#if TMA
+        __syncwarp();
+        load_weights(fill * A_BYTES);
+        if (threadIdx.x == 0 && i + X_AHEAD < iterations) {
+            const int use = (i + X_AHEAD) / STAGES, to = i + X_AHEAD - use * STAGES;
+            if (use > 0) wait_barrier(x_free_at + 8 * to, (use - 1) & 1);
+            load_x(i + X_AHEAD, to);
+        }
+        wait_barrier(x_arrived_at + 8 * slot, x_phase);
+        __syncwarp();
+        x_phase ^= slot + 1 == STAGES;
+#else
 #if WGMMA
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
         __syncthreads();
         load_weights(fill * A_BYTES);
         load_x(fill);
+#endif
         {
 #endif
             const u32 a_tile = a_warp + slot * A_BYTES;
@@ -363,9 +444,6 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
             uint4 words;
 #else
             float(&sums)[NT][4] = total;
-#endif
-#if WGMMA
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 #pragma unroll
             for (int pair = 0; pair < K_STAGE / 32; ++pair) {  // two k16 steps
@@ -389,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
                 const u32 x_sub = x_tile + (pair >> 1) * subtile_bytes;
                 const int step = (pair & 1) * 2;  // within the subtile
 #if WGMMA
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                 wgmma(sums, a[0], descriptor(x_sub) + step * 2, !W4 || pair > 0);
                 wgmma(sums, a[1], descriptor(x_sub) + step * 2 + 2, 1);
                 // One pair stays under way while the next is dequantized.
@@ -422,6 +501,9 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
 #if WGMMA
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #endif
+#if TMA
+            if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(x_free_at + 8 * slot) : "memory");
+#endif
 #if W4
             const float low = widen(scales & 0xFFFF), high = widen(scales >> 16);
 #pragma unroll
@@ -447,31 +529,31 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
             store_float(sums + 4 * ((part * TOKENS + j * 8 + (lane & 3) * 2 + (c & 1)) * pitch + tile_slot * 16 + (c >> 1) * 8 + (lane >> 2)),
                         total[j][c]);
     __syncthreads();
-    auto leaf = [&](int p, int token, int row) { return load_float(sums + 4 * ((p * TOKENS + token) * pitch + row)); };
+    auto part_sum = [&](int token, int row) {
+        return tree_sum(args.parts, [&](int p) { return load_float(sums + 4 * ((p * TOKENS + token) * pitch + row)); });
+    };
     const int token_step = blockDim.x / rows, my_row = threadIdx.x % rows, my_token = threadIdx.x / rows;  // blockDim = rows * 2 * parts
 
 #if HOPPER
-    if (args.segments > 1) {  // every block owns some outputs, and receives its sums as [part of K][token][own row]
+    if (args.segments > 1) {  // every block owns some outputs, and receives its sums as [segment][token][own row]
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
         const int output = ACT ? (my_row >> 4) * 8 + (my_row & 7) : my_row;
         const int owner = ((output + 1) * args.segments - 1) / num_outputs;
         const int start = owner * num_outputs / args.segments, own = (owner + 1) * num_outputs / args.segments - start;
         const int own_rows = ACT ? 2 * own : own, at = output - start + (ACT && (my_row & 8) ? own : 0);
         u32 to, barrier;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared + 4 * (segment * args.parts * num_tokens * own_rows + at)), "r"(owner));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared + 4 * (segment * num_tokens * own_rows + at)), "r"(owner));
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(arrived), "r"(owner));
         for (int token = my_token; token < num_tokens; token += token_step)
-            for (int p = 0; p < args.parts; ++p)
-                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-                             ::"r"(to + 4 * (p * num_tokens + token) * own_rows), "r"(__float_as_uint(leaf(p, token, my_row))), "r"(barrier)
-                             : "memory");
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+                         ::"r"(to + 4 * token * own_rows), "r"(__float_as_uint(part_sum(token, my_row))), "r"(barrier) : "memory");
     }
 #else
     const int output_start = 0, num_own = num_outputs;
-    float* stored = args.partials + ((long long)blockIdx.y * num_row_blocks + row_block) * num_parts * TOKENS * rows;
+    float* stored = args.partials + ((long long)blockIdx.y * num_row_blocks + row_block) * args.segments * TOKENS * rows;
     if (args.segments > 1) {  // the last block of a row block to arrive adds what all of them stored, in order
         for (int token = my_token; token < num_tokens; token += token_step)
-            for (int p = 0; p < args.parts; ++p) stored[((segment * args.parts + p) * TOKENS + token) * rows + my_row] = leaf(p, token, my_row);
+            stored[(segment * TOKENS + token) * rows + my_row] = part_sum(token, my_row);
         __threadfence();
         __syncthreads();
         __shared__ u32 arrived;
@@ -494,10 +576,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     }
 #if HOPPER
     if (args.segments > 1) {
-        u32 done = 0;
-        while (!done)
-            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-                         : "=r"(done) : "r"(arrived) : "memory");
+        wait_barrier(arrived, 0);
     }
 #endif
     if (!mine) return;
@@ -509,17 +588,14 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
             float v;
             const int row = ACT ? (slot_output >> 3) * 16 + half * 8 + (slot_output & 7) : slot_output;
             if (args.segments == 1) {
-                v = leaf(0, token, row);
-                for (int p = 1; p < args.parts; ++p) v += leaf(p, token, row);
+                v = part_sum(token, row);
             } else {
 #if HOPPER
                 const int own_rows = ACT ? 2 * num_own : num_own;
                 const u32 from = shared + 4 * (token * own_rows + own + half * num_own);
-                v = load_float(from);
-                for (int p = 1; p < num_parts; ++p) v += load_float(from + 4 * p * num_tokens * own_rows);
+                v = tree_sum(args.segments, [&](int s) { return load_float(from + 4 * s * num_tokens * own_rows); });
 #else
-                v = __ldcg(stored + token * rows + row);
-                for (int p = 1; p < num_parts; ++p) v += __ldcg(stored + (p * TOKENS + token) * rows + row);
+                v = tree_sum(args.segments, [&](int s) { return __ldcg(stored + (s * TOKENS + token) * rows + row); });
 #endif
             }
             if (FP8) v = v * scale[half] * token_scale;

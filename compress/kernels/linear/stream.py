@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.linear.plan import FORMATS, TILE_ROWS, Format, Gpu, Plan, Shape, plan
-from compress.kernels.nvrtc import Function, Source
+from compress.kernels.linear.plan import FORMATS, STATIC_BYTES, TILE_ROWS, Format, Gpu, Plan, Shape, plan
+from compress.kernels.nvrtc import Function, Source, tile_map
 from compress.kernels.rows import QuantizedRows
 from compress.kernels.select import Kernel, Problem, Repack
 
@@ -63,10 +63,14 @@ class Variant:
         return Source(_text(), "stream_linear", tuple(macros.items()))
 
 
+_TileMap = ctypes.c_ubyte * 128
+
+
 class _Arguments(ctypes.Structure):
     """`Args` of stream.cu."""
 
     _fields_ = [
+        ("x_map", _TileMap),
         *((name, ctypes.c_void_p) for name in ("w", "x", "w_scale", "x_scale", "bias", "residual", "y", "partials", "arrivals")),
         *((name, ctypes.c_int) for name in ("num_tokens", "n", "k", "num_tiles", "tiles", "parts", "segments", "arriving_bytes")),
     ]
@@ -102,7 +106,9 @@ def stream(
     x_scale_T = x.scale_T if isinstance(x, QuantizedRows) else None
     tensors = (weight.data, x_TI, weight.scale_O, x_scale_T, bias_O, residual_TO, y_TO, partials, arrivals)
     split = chosen.split
+    copied = chosen.wgmma and weight.format != "fp8"
     arguments = _Arguments(
+        _TileMap.from_buffer_copy(tile_map(x_TI, (8 * chosen.token_tiles, 64))) if copied else _TileMap(),
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, weight.n, weight.k, shape.num_tiles, chosen.tiles, split.parts, split.segments, chosen.arriving_bytes),
     )
@@ -121,7 +127,7 @@ def variant_of(chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str |
 def function(variant: Variant, device: torch.device) -> Function:
     """The variant, compiled and loaded: once for a device."""
     gpu = gpu_of(device)
-    return Function(variant.source, device=device, shared_bytes=gpu.shared_bytes - 64, sm=gpu.sm)
+    return Function(variant.source, device=device, shared_bytes=gpu.shared_bytes - STATIC_BYTES, sm=gpu.sm)
 
 
 @functools.cache
@@ -147,7 +153,7 @@ def _meeting_place(chosen: Plan, device: torch.device) -> tuple[Tensor | None, T
     if chosen.split.segments == 1:
         return None, None
     blocks = chosen.launch.grid[0] * chosen.launch.grid[1]
-    block_size = chosen.split.parts * 8 * chosen.token_tiles * chosen.tiles * TILE_ROWS
+    block_size = 8 * chosen.token_tiles * chosen.tiles * TILE_ROWS
     sums = torch.empty(blocks * block_size, dtype=torch.float32, device=device)
     return sums, torch.zeros(blocks // chosen.split.segments, dtype=torch.int32, device=device)
 

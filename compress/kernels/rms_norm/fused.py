@@ -12,6 +12,9 @@ from compress.kernels.quantize_rows.fused import row_options, row_output, row_re
 from compress.kernels.rows import ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, register
 
+ALIGNMENT = 16
+"""Bytes. Triton gives rows off them another layout, and with it another order of summation."""
+
 
 @jit()
 def _rms_norm(
@@ -47,6 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | Non
     num_rows = x.numel() // size
     out, output = row_output(num_rows, size, x.dtype, x.device, quant)
     weight_rows = weight.numel() // size
+    x = x.contiguous()
+    x = x.clone() if x.data_ptr() % ALIGNMENT else x
     _rms_norm[(num_rows,)](x.contiguous(), weight.contiguous(), eps, WEIGHT_ROWS=weight_rows, **output, **row_options(size, x.device))
     return out.view(x.shape) if isinstance(out, Tensor) else out
 

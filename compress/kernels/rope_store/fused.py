@@ -29,6 +29,7 @@ def _store(
     scale_ptr: tl.tensor,
     heads: tl.tensor,
     slot: tl.tensor,
+    static_scale: tl.tensor,
     head_stride: tl.tensor,
     scale_stride: tl.tensor,
     first: tl.tensor,
@@ -49,7 +50,7 @@ def _store(
             scale = tl.maximum(tl.div_rn(absmax, FP8_MAX + tl.zeros_like(absmax)), TINY_SCALE)
             tl.store(scale_ptr + heads * scale_stride + slot, scale, mask=tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0)
         else:
-            scale = tl.load(scale_ptr) + tl.zeros_like(first)
+            scale = static_scale + tl.zeros_like(first)
         first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -FP8_MAX), FP8_MAX)
         second = tl.minimum(tl.maximum(tl.div_rn(second, scale + tl.zeros_like(second)), -FP8_MAX), FP8_MAX)
         tl.store(at, encode_e4m3(first), mask=mask)
@@ -99,6 +100,9 @@ def _rope_store(
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + C // 2, mask=mask, other=0.0)
     position, slot = tl.load(positions_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
+    k_scale, v_scale = 1.0, 1.0
+    if FORMAT == 2:
+        k_scale, v_scale = tl.load(k_scale_ptr), tl.load(v_scale_ptr)
     angles = position * C + columns
     half = columns < C // 2
     cos_first, cos_second = tl.load(cos_ptr + angles, mask=half, other=0.0), tl.load(cos_ptr + angles + C // 2, mask=half, other=0.0)
@@ -123,8 +127,40 @@ def _rope_store(
     is_k, is_v = rotated & (heads >= H), mask & (heads >= H + K)
     if (tl.program_id(1) + 1) * HEADS > H:
         k_heads, v_heads = (heads - H).to(tl.int64), (heads - H - K).to(tl.int64)
-        _store(k_ptr, k_scale_ptr, k_heads, slot, head_stride, scale_stride, first, second, columns, is_k, C, FORMAT, FP8_MAX, TINY_SCALE)
-        _store(v_ptr, v_scale_ptr, v_heads, slot, head_stride, scale_stride, first, second, columns, is_v, C, FORMAT, FP8_MAX, TINY_SCALE)
+        _store(
+            k_ptr,
+            k_scale_ptr,
+            k_heads,
+            slot,
+            k_scale,
+            head_stride,
+            scale_stride,
+            first,
+            second,
+            columns,
+            is_k,
+            C,
+            FORMAT,
+            FP8_MAX,
+            TINY_SCALE,
+        )
+        _store(
+            v_ptr,
+            v_scale_ptr,
+            v_heads,
+            slot,
+            v_scale,
+            head_stride,
+            scale_stride,
+            first,
+            second,
+            columns,
+            is_v,
+            C,
+            FORMAT,
+            FP8_MAX,
+            TINY_SCALE,
+        )
 
 
 def rope_store(
@@ -183,7 +219,7 @@ def rope_store(
 def supports(problem: Problem) -> str | None:
     if problem.n % 2:
         return f"a head of {problem.n} dimensions has no halves to rotate"
-    return triton_refusal(problem)
+    return triton_refusal(problem, native_fp8=False)
 
 
 register(Kernel("rope_store", "triton.fused", min_sm=80, rank=10, supports=supports, fn=rope_store))

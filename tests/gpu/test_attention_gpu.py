@@ -1,0 +1,146 @@
+"""The Triton attention kernels on a GPU: the reference's values within rounding, and the bits of decode rows in any company."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.attention_decode import paged as decode
+from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
+from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
+from compress.kernels.paged import PagedKV
+from compress.kernels.rope_store import fused, reference
+from compress.kernels.rows import FP8
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ["dense", "token_head", "static"]
+# head dimension, block size, heads, kv heads, window, dtype
+SHAPES = [
+    (128, 64, 32, 8, None, torch.bfloat16),
+    (64, 16, 14, 2, None, torch.bfloat16),
+    (80, 64, 4, 4, None, torch.float16),
+    (96, 32, 16, 2, 300, torch.bfloat16),
+    (256, 64, 8, 4, 100, torch.bfloat16),
+    (64, 64, 8, 4, None, torch.float32),
+]
+each_format = pytest.mark.parametrize("kv_format", FORMATS)
+each_shape = pytest.mark.parametrize(("head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"), SHAPES)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device="cuda", dtype=dtype)
+
+
+def make_pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
+    k, v = randn(*shape), randn(*shape, seed=1)
+    if kv_format == "dense":
+        return PagedKV(k.to(dtype), v.to(dtype))
+    static = torch.tensor(0.02, device="cuda")
+    scales = [static, static] if kv_format == "static" else [each.abs().amax(-1) / 448 for each in (k, v)]
+    spread = [scale.unsqueeze(-1) if scale.dim() else scale for scale in scales]
+    codes = [(each / scale).clamp(-448, 448).to(FP8) for each, scale in zip((k, v), spread, strict=True)]
+    return PagedKV(*codes, *scales)
+
+
+def make_table(num_requests: int, num_blocks: int) -> Tensor:
+    blocks = torch.randperm(num_requests * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    return blocks.view(num_requests, num_blocks).to(device="cuda", dtype=torch.int32)
+
+
+def poison_behind_(kv: PagedKV, table_RB: Tensor, context_lens: list[int]) -> None:
+    for each in (kv.k, kv.v):
+        each[:, 0] = torch.nan
+        for blocks, length in zip(table_RB.tolist(), context_lens, strict=True):
+            for block_idx, block in enumerate(blocks):
+                each[:, block, max(0, length - block_idx * kv.block_size) :] = torch.nan
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    assert error < torch.finfo(actual.dtype).eps + 64 * torch.finfo(torch.float32).eps
+
+
+@each_format
+@each_shape
+def test_decode_rows_are_right_and_keep_their_bits(
+    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+) -> None:
+    context_lens, q_len, scale = [9, 2900, 130, 777, 256], 8, head_dim**-0.5
+    table, lens = make_table(5, 4096 // block_size), torch.tensor(context_lens, dtype=torch.int32, device="cuda")
+    kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
+    q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
+    rows = q.flatten(0, 1)
+    expected = reference_decode(rows, kv, table.long(), lens.long(), q_len=q_len, window=window, scale=scale)
+    if kv_format == "dense":
+        poison_behind_(kv, table, context_lens)
+    whole = decode.attention_decode(rows, kv, table, lens, q_len=q_len, window=window, scale=scale)
+    assert_close(whole, expected)
+    whole = whole.view(q.shape)
+    for shorter in (1, 2, 5):
+        for first in range(0, q_len - shorter + 1, 3):
+            part = slice(first, first + shorter)
+            queries, ends = q[:, part].flatten(0, 1).contiguous(), lens - (q_len - first - shorter)
+            out = decode.attention_decode(queries, kv, table, ends, q_len=shorter, window=window, scale=scale)
+            assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
+    for programs in (1, 7, 10**6):
+        config = replace(decode.CONFIG, programs=programs)
+        out = decode.attend(rows, kv, table, lens, q_len=q_len, window=window, scale=scale, config=config)
+        assert torch.equal(out.view(q.shape), whole)
+    for request in (0, 1, 4):
+        alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
+        out = decode.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, window=window, scale=scale)
+        assert torch.equal(out, whole[request])
+
+
+@each_format
+@each_shape
+def test_prefill_is_the_reference_within_rounding(
+    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+) -> None:
+    query_lens, context_lens, scale = (1, 700, 129, 64, 300), (5, 700, 1000, 2000, 301), head_dim**-0.5
+    table = make_table(5, 2048 // block_size)
+    kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
+    q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype, seed=3)
+    wide = kv if kv.k_scale is not None else PagedKV(kv.k.float(), kv.v.float())
+    expected = reference_prefill(q.float(), wide, table.long(), query_lens, context_lens, window=window, scale=scale)
+    if kv_format == "dense":
+        poison_behind_(kv, table, list(context_lens))
+    out = prefill.attention_prefill(q, kv, table, query_lens, context_lens, window=window, scale=scale)
+    assert_close(out, expected)
+    alone = prefill.attention_prefill(q[1:701].contiguous(), kv, table[1:2], (700,), (700,), window=window, scale=scale)
+    assert torch.equal(alone, out[1:701])
+
+
+def test_a_captured_decode_serves_other_contexts() -> None:
+    kv, table = make_pages("dense", (2, 33, 64, 128), torch.bfloat16), make_table(2, 16)
+    q, lens = randn(2, 8, 128, dtype=torch.bfloat16, seed=3), torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1)
+    for context_lens in ([1000, 3], [64, 129]):
+        lens.copy_(torch.tensor(context_lens))
+        graph.replay()
+        assert torch.equal(captured, decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1))
+
+
+@each_format
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 77])
+def test_rope_store_is_the_reference_within_a_rounding(kv_format: str, normed: bool, num_rows: int) -> None:
+    num_heads, num_kv_heads, head_dim = 8, 2, 128
+    qkv, cos, sin = (randn(n, m, dtype=torch.bfloat16, seed=n) for n, m in ((num_rows, 12 * head_dim), (99, head_dim), (98, head_dim)))
+    positions = torch.arange(num_rows, device="cuda")
+    slots = torch.randperm(256, device="cuda")[:num_rows] + 64
+    weight = randn(10, head_dim, dtype=torch.bfloat16, seed=5) if normed else None
+    expected, actual = (make_pages(kv_format, (num_kv_heads, 5, 64, head_dim), torch.bfloat16) for _ in range(2))
+    q = reference.rope_store(qkv, cos, sin, positions, slots, expected, num_heads=num_heads, qk_norm=weight, eps=1e-5)
+    got = fused.rope_store(qkv, cos, sin, positions, slots, actual, num_heads=num_heads, qk_norm=weight, eps=1e-5)
+    torch.testing.assert_close(got, q, rtol=2**-7, atol=0)
+    for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7 if kv_format == "dense" else 2**-3, atol=0)
+    if not normed:
+        assert torch.equal(got, q)

@@ -1,0 +1,202 @@
+"""Decode linears on a GPU against float64, and the law that a row's bits depend on the row alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.linear import dense16, fp8, w4a16
+from compress.kernels.linear.plan import Shape, plans
+from compress.kernels.linear.stream import Streamed, gpu_of, stream
+from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.models.decoder import activation as activate
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+ROWS = (1, 3, 7, 8, 9, 16, 17, 33, 64, 65, 128)
+SHAPES = [(64, 128), (208, 384), (1024, 1024), (4096, 4096), (1024, 14336)]
+SCHEME_NAMES = ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "BF16"]
+MODULES: dict[str, Any] = {"W4A16_G128": w4a16, "W4A16_G128_ASYM": w4a16, "FP8_DYNAMIC": fp8, "BF16": dense16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A linear and its input, and the input's and weight's values in float64."""
+
+    name: str
+    packed: Any
+    x: Any
+    w_f64: Tensor
+    x_f64: Tensor
+    dtype: torch.dtype
+    activation: str | None
+
+    def __call__(self, rows: int, **epilogue: Any) -> Tensor:
+        bias = epilogue.pop("bias_O", None)
+        return MODULES[self.name].linear(first_rows(self.x, rows), self.packed, bias, activation=self.activation, **epilogue)
+
+    @property
+    def streamed(self) -> Streamed:
+        n, k = self.w_f64.shape
+        if isinstance(self.packed, w4a16.PackedW4):
+            return self.packed.streamed
+        if isinstance(self.packed, fp8.PackedFp8):
+            return Streamed("fp8", self.packed.values, n, k, self.packed.scale_O)
+        return Streamed("dense16", self.packed, n, k)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+
+
+def case(name: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None) -> Case:
+    device, gated, x_TI = torch.device("cuda", 0), activation is not None, randn(128, k, seed=1).to(dtype)
+    x, x_f64 = x_TI, x_TI.double()
+    if name == "BF16":
+        weight: Any = (randn(n, k, seed=2) / k**0.5).to(dtype)
+        w_f64 = weight.double()
+    else:
+        scheme, scale = SCHEMES[name], randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001
+        if name.startswith("W4"):
+            codes = randn(n, k, seed=2).mul(4).round().clamp(-8, 7).to(torch.int8)
+            zero = None if scheme.symmetric else randn(n, k // 128, seed=4).mul(3).round().clamp(-8, 7).to(torch.int8)
+            weight = QuantizedWeight(scheme, codes, scale.to(dtype), zero)
+        else:
+            weight = QuantizedWeight(scheme, (randn(n, k, seed=2) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scale / 100)
+            x = quantize(x_TI, ActivationQuant())
+            x_f64 = x.values_TK.double() * x.scale_T.double().unsqueeze(1)
+        w_f64 = weight.dequantize(torch.float64)
+    packed = MODULES[name].repack([weight], dtype=dtype, device=device, gated=gated)
+    return Case(name, packed, x, w_f64, x_f64, dtype, activation)
+
+
+def first_rows(x: Any, rows: int) -> Any:
+    if isinstance(x, QuantizedRows):
+        return QuantizedRows(x.values_TK[:rows].contiguous(), x.scale_T[:rows].contiguous())
+    return x[:rows].contiguous()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> None:
+    """What is freed here is what outputs are allocated from."""
+    large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
+    small = [torch.full((1 << 16,), float("nan"), device="cuda") for _ in range(16)]
+    del large, small
+
+
+def assert_near(actual: Tensor, expected_f64: Tensor, *, k: int) -> None:
+    """Float32 sums of k terms, then one rounding to the output's dtype."""
+    scale = float(expected_f64.abs().max())
+    sums = 8 * torch.finfo(torch.float32).eps * k**0.5 * scale
+    torch.testing.assert_close(actual.double(), expected_f64, rtol=torch.finfo(actual.dtype).eps, atol=sums)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_it_is_the_product_and_a_row_is_the_same_in_every_batch(name: str, n: int, k: int) -> None:
+    linear = case(name, n, k)
+    whole = linear(128, out_dtype=torch.float32)
+    assert_near(whole, linear.x_f64 @ linear.w_f64.t(), k=k)
+    for rows in ROWS:
+        assert torch.equal(linear(rows, out_dtype=torch.float32), whole[:rows]), f"M = {rows}"
+    assert torch.equal(linear(5), whole[:5].to(linear.dtype)), "the model's dtype is one rounding away"
+
+
+@pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM"])
+def test_rows_that_fill_no_tile_are_padded(name: str) -> None:
+    linear = case(name, 193, 256)
+    for rows in (1, 11, 40):
+        y = linear(rows, bias_O=torch.zeros(193, dtype=torch.bfloat16, device="cuda"))
+        assert_near(y, linear.x_f64[:rows] @ linear.w_f64.t(), k=256)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_a_row_feels_neither_its_place_nor_its_neighbours(name: str) -> None:
+    linear = case(name, 512, 2048)
+    y = linear(70, out_dtype=torch.float32)
+    x_TI = randn(128, 2048, seed=1).to(linear.dtype)
+    x_TI[1::2] *= 1000
+    x_TI = x_TI.flip(0)
+    loud = quantize(x_TI, ActivationQuant()) if name == "FP8_DYNAMIC" else x_TI
+    flipped = MODULES[name].linear(loud, linear.packed, None, activation=None, out_dtype=torch.float32).flip(0)
+    assert torch.equal(flipped[:70:2], y[::2])
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
+    linear = case(name, 1024, 4096, activation="silu" if gated else None)
+    device, weight = torch.device("cuda", 0), linear.streamed
+    tried = set()
+    for rows in (1, 8, 16, 40):
+        expected = linear(rows)
+        for wgmma in {False, gpu_of(device).sm == 90}:
+            for chosen in plans(Shape(weight.format, 1024, 4096, gated), rows, gpu_of(device), wgmma=wgmma):
+                x = first_rows(linear.x, rows)
+                y = stream(x, weight, None, dtype=linear.dtype, activation=linear.activation, chosen=chosen)
+                assert torch.equal(y, expected), f"M = {rows}: {chosen}"
+                tried.add(chosen)
+    assert len(tried) > 8
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_gated_outputs_round_as_torch_does(name: str, activation: str) -> None:
+    linear = case(name, 176, 256, activation=activation)
+    plain = case(name, 176, 256)
+    for rows in (1, 12, 50):
+        both = plain(rows)
+        expected = activate(activation, both[:, :88]) * both[:, 88:]
+        torch.testing.assert_close(linear(rows), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_bias_is_added_before_rounding_and_a_residual_after(name: str) -> None:
+    linear = case(name, 208, 384)
+    bias, residual = randn(208, seed=7).to(torch.bfloat16), randn(128, 208, seed=8).to(torch.bfloat16)
+    for rows in (2, 16, 100):
+        rounded = (linear(rows, out_dtype=torch.float32) + bias.float()).to(torch.bfloat16)
+        assert torch.equal(linear(rows, bias_O=bias), rounded)
+        assert torch.equal(linear(rows, bias_O=bias, residual_TO=residual[:rows]), rounded + residual[:rows])
+
+
+@pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC"])
+def test_a_float16_model(name: str) -> None:
+    linear = case(name, 208, 384, dtype=torch.float16)
+    for rows in (1, 9, 40):
+        assert_near(linear(rows), linear.x_f64[:rows] @ linear.w_f64.t(), k=384)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_launches_are_captured_and_overlap_without_a_race(name: str) -> None:
+    """Each linear reads what the one before it wrote; under overlapping launches a missing wait would show as stale input."""
+    if name == "FP8_DYNAMIC":
+        pytest.skip("its input is quantized by another kernel")
+    linear = case(name, 1024, 1024)
+    x_TI = (linear.x[:3] / 8).contiguous()
+
+    def chain() -> Tensor:
+        y = x_TI
+        for _ in range(12):
+            y = MODULES[name].linear(y, linear.packed, None, activation=None, residual_TO=x_TI) / 2
+            y = MODULES[name].linear(y, linear.packed, None, activation=None, residual_TO=x_TI)
+        return y
+
+    eager = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        captured.fill_(float("nan"))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured.view(torch.int16), eager.view(torch.int16))
+
+
+def test_no_rows_give_no_rows() -> None:
+    linear = case("W4A16_G128", 64, 128)
+    assert linear(0).shape == (0, 64)
