@@ -40,6 +40,19 @@ class QuantizedRows:
         return (self.values_TK.to(torch.float32) * self.scale_T.unsqueeze(1)).to(dtype)
 
 
+@dataclass(frozen=True)
+class NormedRows:
+    """RMSNorm of x [T, K], not yet computed: a linear that takes it norms the rows as it reads them."""
+
+    x_TK: Tensor
+    weight_K: Tensor
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x_TK.shape
+
+
 def dynamic_scale(x_f32: Tensor) -> Tensor:
     """Over the last axis. The divisor is a tensor: by a number, torch multiplies with the reciprocal on CUDA, which rounds otherwise."""
     absmax = x_f32.abs().amax(dim=-1)

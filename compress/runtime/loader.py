@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.rows import ActivationQuant, QuantizedRows
+from compress.kernels.rows import ActivationQuant, NormedRows, QuantizedRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Op, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 
 Phase = Literal["decode", "prefill"]
+Rows = Tensor | QuantizedRows | NormedRows
 FEW_ROWS = 128
 PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
 
@@ -97,7 +98,7 @@ class Part:
     quant: ActivationQuant | None
     quantize: Callable[[Tensor, ActivationQuant], QuantizedRows]
 
-    def __call__(self, x: Tensor | QuantizedRows, phase: Phase, **epilogue: Any) -> Tensor:
+    def __call__(self, x: Rows, phase: Phase, **epilogue: Any) -> Tensor:
         placed = self.decode if phase == "decode" else self.prefill
         if self.quant is not None and isinstance(x, Tensor):
             x = self.quantize(x, self.quant)
@@ -110,9 +111,7 @@ class Projection:
 
     parts: tuple[Part, ...]
 
-    def __call__(
-        self, x: Tensor | QuantizedRows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def __call__(self, x: Rows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """[T, O], or [T, O / 2] where it is `gated`; `residual` is added."""
         if len(self.parts) == 1:
             return self.parts[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
@@ -123,6 +122,11 @@ class Projection:
     def quant(self) -> ActivationQuant | None:
         """How all parts want their input, if they agree; else each quantizes it for itself."""
         return self.parts[0].quant if len(self.parts) == 1 else None
+
+    def norms(self, phase: Phase) -> bool:
+        """Whether the kernel takes rows that are not yet normed."""
+        placed = self.parts[0].decode if phase == "decode" else self.parts[0].prefill
+        return len(self.parts) == 1 and placed.kernel.norms
 
     def gated(self, phase: Phase) -> bool:
         """Whether the kernel applies the activation and multiplies."""

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.paged import FP8_STATIC, PagedKV
+from compress.kernels.rows import NormedRows
 from compress.kernels.select import Op, select
 from compress.models.arch import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.loader import LayerWeights, ModelWeights, Phase, Placed
+from compress.runtime.loader import LayerWeights, ModelWeights, Phase, Placed, Projection, Rows
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 """(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
@@ -139,18 +140,24 @@ class ModelRunner:
     ) -> Tensor:
         shape, eps, num_rows = layer.shape, self._arch.norm_eps, x_TD.shape[0]
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
-        qkv_TF = layer.qkv(self._rms_norm(x_TD, layer.attn_norm, eps, layer.qkv.quant), phase)
+        qkv_TF = layer.qkv(self._normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
         tables = self._rope_tables[_rope_key(shape)]
         q_THC = rope_store(qkv_TF, *tables, positions_T, slots_T, kv, num_heads=shape.num_heads, qk_norm=layer.qk_norm, eps=eps)
         x_TD = layer.o(attend(shape, q_THC, kv).reshape(num_rows, -1), phase, residual=x_TD)
-        mid_TF = layer.gate_up(self._rms_norm(x_TD, layer.ffn_norm, eps, layer.gate_up.quant), phase)
+        mid_TF = layer.gate_up(self._normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
         if not layer.gate_up.gated(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
         return layer.down(mid_TF, phase, residual=x_TD)
 
     def _logits(self, x_TD: Tensor, phase: Phase) -> Tensor:
         head = self._weights.head
-        return head(self._rms_norm(x_TD, self._weights.norm, self._arch.norm_eps, head.quant), phase, out_dtype=torch.float32)
+        return head(self._normed(x_TD, self._weights.norm, head, phase), phase, out_dtype=torch.float32)
+
+    def _normed(self, x_TD: Tensor, weight_D: Tensor, projection: Projection, phase: Phase) -> Rows:
+        """The projection's input: left to its kernel where that norms rows itself."""
+        if projection.norms(phase):
+            return NormedRows(x_TD, weight_D, self._arch.norm_eps)
+        return self._rms_norm(x_TD, weight_D, self._arch.norm_eps, projection.quant)
 
     def _attend_prefill(
         self,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compress.kernels.linear import dense16, fp8, w4a16
 from compress.kernels.linear.plan import Shape, plans
-from compress.kernels.linear.stream import Streamed, gpu_of, stream
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.linear.stream import Streamed, gpu_of, norm_rows, stream
+from compress.kernels.rows import ActivationQuant, NormedRows, QuantizedRows, quantize
 from compress.models.decoder import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -200,3 +200,21 @@ def test_launches_are_captured_and_overlap_without_a_race(name: str) -> None:
 def test_no_rows_give_no_rows() -> None:
     linear = case("W4A16_G128", 64, 128)
     assert linear(0).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "n", "k"), [("W4A16_G128", 1024, 1024), ("W4A16_G128", 4096, 4096), ("BF16", 208, 384), ("BF16", 1024, 14336)]
+)
+def test_a_norm_inside_the_linear_has_the_bits_of_a_norm_before_it(name: str, n: int, k: int, dtype: torch.dtype) -> None:
+    linear = case(name, n, k, dtype=dtype)
+    weight_K = (1 + 0.2 * randn(k, seed=5)).to(dtype)
+    x_TK = (3 * randn(128, k, seed=6)).to(dtype)
+    before = norm_rows(NormedRows(x_TK, weight_K, 1e-5))
+    expected = x_TK.double() / (x_TK.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_K.double()
+    assert float((before.double() - expected).norm() / expected.norm()) < 2 * torch.finfo(dtype).eps
+    whole = MODULES[name].linear(before, linear.packed, None, activation=None)
+    for rows in ROWS:
+        assert torch.equal(norm_rows(NormedRows(x_TK[:rows], weight_K, 1e-5)), before[:rows])
+        y = MODULES[name].linear(NormedRows(x_TK[:rows], weight_K, 1e-5), linear.packed, None, activation=None)
+        assert torch.equal(y, whole[:rows])

@@ -26,7 +26,7 @@ def attention_prefill(
     scale: float,
 ) -> Tensor:
     """[T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all in the pages."""
-    chunks = torch.split(q_THC, query_lens)
+    chunks = torch.split(q_THC, list(query_lens))
     outputs = [
         _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale)
         for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)

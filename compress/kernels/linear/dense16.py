@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
+from compress.kernels.rows import NormedRows
 from compress.kernels.select import DENSE_SCHEMES, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -20,7 +21,7 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
 
 
 def linear(
-    x_TI: Tensor,
+    x: Tensor | NormedRows,
     w_OI: Tensor,
     bias_O: Tensor | None,
     *,
@@ -29,7 +30,7 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     weight = Streamed("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
-    return stream(x_TI, weight, bias_O, dtype=w_OI.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+    return stream(x, weight, bias_O, dtype=w_OI.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
 def _refusal(problem: Problem) -> str | None:

@@ -32,11 +32,10 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     assert len(quantized) == len(weights), "a dense weight among FP8 weights"
     scales = [weight.input_scale for weight in quantized if weight.input_scale is not None]
-    assert all(torch.equal(scale, scales[0]) for scale in scales), "linears over one input have one input scale"
     return PackedFp8(
         values=torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in quantized]).view(torch.float8_e4m3fn),
         scale_O=torch.cat([weight.scale_OG.to(device=device, dtype=torch.float32).flatten() for weight in quantized]),
-        input_scale=scales[0].to(device=device, dtype=torch.float32).reshape(()) if scales else None,
+        input_scale=torch.stack([scale.to(torch.float32).reshape(()) for scale in scales]).amax().to(device) if scales else None,
         dtype=dtype,
     )
 
@@ -55,5 +54,5 @@ def linear(
     return stream(x, weight, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
-for _kernel in kernels("fp8", schemes=("FP8_DYNAMIC", "FP8_STATIC"), fn=linear, repack=repack, refusal=partial_tile):
+for _kernel in kernels("fp8", schemes=("FP8_DYNAMIC", "FP8_STATIC"), fn=linear, repack=repack, refusal=partial_tile, norms=False):
     register(_kernel)

@@ -1,31 +1,26 @@
 // y = x W^T for few rows x (decode and verification, M = 1..128): weights stream once from memory through tensor cores.
 //
 // Orientation: W is the A operand of the matrix instruction (16 output rows x 16 of K), tokens are its n8 columns, accumulators are float32.
-// A block owns `tiles` row tiles of 16 over one segment of K. Its warps are (row tile) x (part of the segment); x of a stage lies once per
-// part in shared memory, every warp's weights in the warp's own slice; both arrive by cp.async, `stages` deep.
+// A block owns up to `tiles` row tiles of 16 over one segment of K. Its warps are (row tile) x (part of the segment). Every warp keeps a ring
+// of its own weights in shared memory, filled by cp.async before the kernel waits for the one before it (weights are constant). x lies once
+// per part in shared memory: all of it (RESIDENT: no barrier in the loop), or as many stages as the ring has.
 //
 // The sum of an output has one shape, whatever M, and every instruction used here agrees bit for bit (mma.sync and wgmma do, on an H200,
 // in bfloat16 and float16): K is cut into 1, 2, 4 or 8 parts, within a part k ascends (in W4 each group of 128 sums from zero on exact
 // integers, then is scaled in float32), and parts meet in a balanced tree. A block holds a subtree, a segment, and sums it by itself;
 // segments meet in the shared memory of a cluster from sm_90 on, in global memory before.
 //
+// x may come before its RMSNorm (NORM, with RESIDENT): every block then norms the rows as it reads them, one launch less and one wait less.
+//
 // Macros: FORMAT 0 = 16 bit, 1 = int4 symmetric, 2 = int4 with zero points, 3 = e4m3 weights and activations; F16 0 = bfloat16,
 // 1 = float16 (the model's dtype); NT = token tiles of 8; ACT 0 = plain, 1 = silu, 2 = gelu, 3 = gelu by tanh (gated: a tile is 8 gate rows
-// over the 8 matching up rows); OUT32 = float32 output; WGMMA = wgmma instead of mma.sync.
+// over the 8 matching up rows); OUT32 = float32 output; WGMMA = wgmma instead of mma.sync; RESIDENT
+// and STAGES as above; PORTABLE = without what only sm_90 has, to test it there.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-
-#if __CUDA_ARCH__ >= 900 && !defined(PORTABLE)
-#define HOPPER 1
-#else
-#define HOPPER 0
-#endif
 #define W4 (FORMAT == 1 || FORMAT == 2)
 #define FP8 (FORMAT == 3)
 #define MMA_F16 (F16 || FP8)
-#define TMA (WGMMA && !FP8)  // x by the copy engine: a proxy fence, which x by cp.async needs before wgmma, waits for all weights under way
+#define TMA (WGMMA && !FP8)  // x by the copy engine: x by cp.async needs a proxy fence before wgmma in every stage
 
 constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
 constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
@@ -46,6 +41,8 @@ struct alignas(64) Args {
     float* partials;
     u32* arrivals;
     int num_tokens, n, k, num_tiles, tiles, parts, segments, arriving_bytes;
+    const u16* norm_weight;
+    float norm_eps;
 };
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
@@ -86,26 +83,6 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
                      : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
 }
 #endif
-
-__device__ __forceinline__ float widen(u16 bits) {
-#if F16
-    float v;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-    return v;
-#else
-    return __uint_as_float((u32)bits << 16);
-#endif
-}
-__device__ __forceinline__ u16 narrow(float v) {
-    u16 bits;
-#if F16
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-#endif
-    return bits;
-}
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
 
 #if MMA_F16
 #define MMA_TYPES "f16.f16"
@@ -323,6 +300,26 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
             for (int j = 0; j < BATCH; ++j)
                 if (tokens[j] < num_tokens) store_as_f16(x_part, tokens[j], chunks[j], v[j]);
         }
+#elif NORM
+        __shared__ float scales[TOKENS];
+        const int norm_chunks = args.k / 8;
+        for (int row = warp; row < num_tokens; row += num_warps) {
+            const uint4* x = (const uint4*)(args.x + (long long)(token_start + row) * row_bytes) + lane;
+            float quarters[4] = {};
+#pragma unroll 4
+            for (int c = 0; c + lane < norm_chunks; c += 128) {
+#pragma unroll
+                for (int q = 0; q < 4; ++q)
+                    if (c + 32 * q + lane < norm_chunks) quarters[q] = plus_squares(quarters[q], x[c + 32 * q]);
+            }
+            const float scale = inverse_rms(quarters[0], quarters[1], quarters[2], quarters[3], args.k, args.norm_eps);
+            if (lane == 0) scales[row] = scale;
+        }
+        const uint4* norm_weight = (const uint4*)args.norm_weight + first * (K_STAGE / 8);
+        __syncthreads();
+        for (; token < num_tokens; advance())
+            store_shared(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk),
+                         normed(*(const uint4*)from(), scales[token], norm_weight[chunk]));
 #else
         for (; token < num_tokens; advance()) copy16(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk), from());
         commit();

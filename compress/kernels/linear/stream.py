@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.plan import FORMATS, STATIC_BYTES, TILE_ROWS, Format, Gpu, Plan, Shape, plan
-from compress.kernels.nvrtc import Function, Source, tile_map
-from compress.kernels.rows import QuantizedRows
+from compress.kernels.nvrtc import Function, Launch, Source, tile_map
+from compress.kernels.rows import NormedRows, QuantizedRows
 from compress.kernels.select import Kernel, Problem, Repack
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
@@ -47,6 +47,7 @@ class Variant:
     wgmma: bool
     resident: bool
     stages: int
+    normed: bool
 
     @property
     def source(self) -> Source:
@@ -59,8 +60,9 @@ class Variant:
             "WGMMA": int(self.wgmma),
             "RESIDENT": int(self.resident),
             "STAGES": self.stages,
+            "NORM": int(self.normed),
         }
-        return Source(_text(), "stream_linear", tuple(macros.items()))
+        return Source(_text("numbers.cuh") + _text("stream.cu"), "stream_linear", tuple(macros.items()))
 
 
 _TileMap = ctypes.c_ubyte * 128
@@ -73,11 +75,19 @@ class _Arguments(ctypes.Structure):
         ("x_map", _TileMap),
         *((name, ctypes.c_void_p) for name in ("w", "x", "w_scale", "x_scale", "bias", "residual", "y", "partials", "arrivals")),
         *((name, ctypes.c_int) for name in ("num_tokens", "n", "k", "num_tiles", "tiles", "parts", "segments", "arriving_bytes")),
+        ("norm_weight", ctypes.c_void_p),
+        ("norm_eps", ctypes.c_float),
     ]
 
 
+class _NormArguments(ctypes.Structure):
+    """`Args` of norm_rows.cu."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "weight", "y")), ("k", ctypes.c_int), ("eps", ctypes.c_float)]
+
+
 def stream(
-    x: Tensor | QuantizedRows,
+    x: Tensor | QuantizedRows | NormedRows,
     weight: Streamed,
     bias_O: Tensor | None,
     *,
@@ -91,7 +101,7 @@ def stream(
 
     `chosen` is for measuring other plans than the best; none of them changes a bit.
     """
-    x_TI = x.values_TK if isinstance(x, QuantizedRows) else x
+    x_TI = x if isinstance(x, Tensor) else x.values_TK if isinstance(x, QuantizedRows) else x.x_TK
     num_rows, device = x_TI.shape[0], x_TI.device
     shape = Shape(weight.format, weight.n, weight.k, activation is not None)
     assert x_TI.shape[1] == weight.k
@@ -103,6 +113,9 @@ def stream(
     chosen = chosen or plan(shape, num_rows, gpu)
     partials, arrivals = _meeting_place(chosen, device) if gpu.sm < 90 else (None, None)
     x_TI, residual_TO = _readable(x_TI), None if residual_TO is None else residual_TO.contiguous()
+    norm = x if isinstance(x, NormedRows) and chosen.resident else None
+    if isinstance(x, NormedRows) and norm is None:
+        x_TI = norm_rows(NormedRows(x_TI, x.weight_K, x.eps))
     x_scale_T = x.scale_T if isinstance(x, QuantizedRows) else None
     tensors = (weight.data, x_TI, weight.scale_O, x_scale_T, bias_O, residual_TO, y_TO, partials, arrivals)
     split = chosen.split
@@ -111,16 +124,38 @@ def stream(
         _TileMap.from_buffer_copy(tile_map(x_TI, (8 * chosen.token_tiles, 64))) if copied else _TileMap(),
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, weight.n, weight.k, shape.num_tiles, chosen.tiles, split.parts, split.segments, chosen.arriving_bytes),
+        None if norm is None else norm.weight_K.data_ptr(),
+        0.0 if norm is None else norm.eps,
     )
-    function(variant_of(chosen, shape, dtype, activation, out_dtype), device)(chosen.launch, arguments, device=device)
+    variant = variant_of(chosen, shape, dtype, activation, out_dtype, normed=norm is not None)
+    function(variant, device)(chosen.launch, arguments, device=device)
     return y_TO
 
 
-def variant_of(chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None) -> Variant:
+def norm_rows(x: NormedRows) -> Tensor:
+    """The norm alone, bit for bit as the linear computes it."""
+    x_TK = _readable(x.x_TK)
+    y_TK = torch.empty_like(x_TK)
+    num_rows, k = x_TK.shape
+    arguments = _NormArguments(x_TK.data_ptr(), x.weight_K.data_ptr(), y_TK.data_ptr(), k, x.eps)
+    launch = Launch(grid=(num_rows, 1), threads=128, shared_bytes=0, overlap=gpu_of(x_TK.device).sm >= 90)
+    _norm_function(x_TK.dtype, x_TK.device)(launch, arguments, device=x_TK.device)
+    return y_TK
+
+
+def variant_of(
+    chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None, *, normed: bool = False
+) -> Variant:
     float32_output = out_dtype == torch.float32
     return Variant(
-        shape.format, dtype, activation, float32_output, chosen.token_tiles, chosen.wgmma, chosen.resident, chosen.stages
+        shape.format, dtype, activation, float32_output, chosen.token_tiles, chosen.wgmma, chosen.resident, chosen.stages, normed
     )  # fmt: skip
+
+
+@functools.cache
+def _norm_function(dtype: torch.dtype, device: torch.device) -> Function:
+    source = Source(_text("numbers.cuh") + _text("norm_rows.cu"), "norm_rows", (("F16", int(dtype == torch.float16)),))
+    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
 
 
 @functools.cache
@@ -138,8 +173,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @functools.cache
-def _text() -> str:
-    return files(__package__).joinpath("stream.cu").read_text()
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text()
 
 
 def _readable(x_TI: Tensor) -> Tensor:
@@ -165,7 +200,13 @@ def partial_tile(problem: Problem) -> str | None:
 
 
 def kernels(
-    name: str, *, schemes: tuple[str, ...], fn: Callable[..., Tensor], repack: Repack, refusal: Callable[[Problem], str | None]
+    name: str,
+    *,
+    schemes: tuple[str, ...],
+    fn: Callable[..., Tensor],
+    repack: Repack,
+    refusal: Callable[[Problem], str | None],
+    norms: bool = True,
 ) -> Iterator[Kernel]:
     """One kernel for each activation of a gated linear, and the plain one."""
     for activation in ACTIVATIONS:
@@ -185,4 +226,4 @@ def kernels(
 
         bound: Callable[..., Any] = functools.partial(fn, activation=activation)
         suffix = f".{activation}" if activation else ""
-        yield Kernel("linear", f"stream.{name}{suffix}", min_sm=MIN_SM, rank=20, supports=supports, fn=bound, repack=repack)
+        yield Kernel("linear", f"stream.{name}{suffix}", min_sm=MIN_SM, rank=20, supports=supports, fn=bound, repack=repack, norms=norms)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compress.kernels.linear.plan import Shape
 from compress.kernels.linear.stream import Streamed, kernels, stream
+from compress.kernels.rows import NormedRows
 from compress.kernels.select import anything, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -116,7 +117,7 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def linear(
-    x_TI: Tensor,
+    x: Tensor | NormedRows,
     packed: PackedW4,
     bias_O: Tensor | None,
     *,
@@ -124,7 +125,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return stream(x_TI, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+    return stream(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
 for _kernel in kernels("w4a16", schemes=("W4A16_G128", "W4A16_G128_ASYM"), fn=linear, repack=repack, refusal=anything):
