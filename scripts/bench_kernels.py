@@ -22,11 +22,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_setup import H200_LAUNCH_BYTES_PER_S, H200_LAUNCH_S, is_h200, markdown, model_dtype, pick_device, read_arch, write_results
+from bench_setup import (
+    H200_LAUNCH_BYTES_PER_S,
+    H200_LAUNCH_S,
+    argument_parser,
+    is_h200,
+    markdown,
+    model_dtype,
+    pick_device,
+    read_arch,
+    write_results,
+)
 from kernel_bench.attention import attention_decode_cases, attention_prefill_cases
 from kernel_bench.case import Bench, Case
 from kernel_bench.linear import LINEARS, linear_cases
@@ -149,8 +158,7 @@ def _by_arithmetic(row: dict[str, Any]) -> bool:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json")
+    parser = argument_parser(__doc__)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--linears", nargs="+", default=list(LINEARS), choices=list(LINEARS))
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help=f"'{DENSE}' is the dtype of the model")
@@ -159,9 +167,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[580, 8192], help="of decode attention")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="of prefill attention")
     parser.add_argument("--alone", action="store_true", help="also time launches that their neighbours do not overlap")
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
-    parser.add_argument("--out", type=Path, default=None, help="write the result file here")
-    parser.add_argument("--show", type=Path, default=None, help="print the tables of a result file and measure nothing")
     return parser.parse_args()
 
 

@@ -25,11 +25,20 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_setup import H200_LAUNCH_BYTES_PER_S, H200_LAUNCH_S, is_h200, markdown, model_dtype, pick_device, read_arch, write_results
+from bench_setup import (
+    H200_LAUNCH_BYTES_PER_S,
+    H200_LAUNCH_S,
+    argument_parser,
+    is_h200,
+    markdown,
+    model_dtype,
+    pick_device,
+    read_arch,
+    write_results,
+)
 from kernel_bench.timer import time_launches
 from result_file import decode_kernels
 from step_profile import drain, fill, profile_steps, queue, time_steps
@@ -235,8 +244,7 @@ def _number(value: float | None) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json")
+    parser = argument_parser(__doc__)
     parser.add_argument("--schemes", nargs="+", default=list(DEFAULT_SCHEMES), help=f"'{DENSE}' is the dtype of the model; A+B: head in B")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -246,9 +254,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kv-format", default=None, help="of the cache; the model's dtype by default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--baseline", action="store_true", help="also run transformers on the same shape")
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
-    parser.add_argument("--out", type=Path, default=None, help="write the result file here")
-    parser.add_argument("--show", type=Path, default=None, help="print the tables of a result file and measure nothing")
     return parser.parse_args()
 
 

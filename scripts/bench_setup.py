@@ -1,9 +1,10 @@
-"""What the speed benchmarks share: the shape a name stands for, and the file that results are kept in.
+"""What the speed benchmarks share: options, the shape a name stands for, and the file that results are kept in.
 
 A result file says what its numbers depend on: device, driver, clocks, versions, commit, date, command, and the rates measured in the same
 run. Rows are flat.
 """
 
+import argparse
 import json
 import platform
 import subprocess
@@ -24,6 +25,16 @@ from compress.validate.roofline import environment_facts
 SCHEMA = 1
 H200_LAUNCH_S, H200_LAUNCH_BYTES_PER_S = 2.8e-6, 4.16e12
 """What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512 MB a launch."""
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """With the options that both benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json")
+    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser.add_argument("--out", type=Path, default=None, help="write the result file here")
+    parser.add_argument("--show", type=Path, default=None, help="print the tables of a result file and measure nothing")
+    return parser
 
 
 def read_arch(name: str) -> tuple[str, Arch]:

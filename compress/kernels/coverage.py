@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from compress.kernels.launch import compute_capability
 from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD
 from compress.kernels.select import DENSE_SCHEMES, Op, Problem, candidates
 from compress.models.arch import Arch
@@ -17,18 +18,20 @@ from compress.quant.scheme import SCHEMES
 
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-DECODE_ROWS = 128
-PREFILL_ROWS = 2048
-LINEARS = ("qkv", "o", "gate_up", "down", "head")
+PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
+"""Linears of a layer that read the same input and become one."""
+LINEARS = (*PROJECTIONS, "head")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where kernels would run. `sm` is the compute capability times ten, 0 without a GPU."""
+    """Where kernels run, and how many rows at most. `sm` is the compute capability times ten, 0 without a GPU."""
 
     device: str
     sm: int
     dtype: torch.dtype
+    decode_rows: int = 128
+    prefill_rows: int = 2048
 
     @property
     def dense(self) -> str:
@@ -36,9 +39,8 @@ class Machine:
         return DENSE_SCHEMES[self.dtype]
 
     @staticmethod
-    def of(device: torch.device, dtype: torch.dtype) -> "Machine":
-        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        return Machine(device.type, 10 * major + minor, dtype)
+    def of(device: torch.device, dtype: torch.dtype, **rows: int) -> "Machine":
+        return Machine(device.type, compute_capability(device), dtype, **rows)
 
     def problem(
         self,
@@ -56,7 +58,7 @@ class Machine:
             n=n,
             k=k,
             m_min=1,
-            m_max=DECODE_ROWS if phase == "decode" else PREFILL_ROWS,
+            m_max=self.decode_rows if phase == "decode" else self.prefill_rows,
             row_invariant=phase == "decode",
             scheme=scheme if scheme is not None else self.dense,
             dtype=self.dtype,
@@ -96,8 +98,7 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
     """[O, I] of a fused linear of `LINEARS`."""
     if name == "head":
         return arch.vocab_size, arch.hidden_size
-    fused = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
-    shapes = [arch.layers[layer_idx].linear_shape(each, arch.hidden_size) for each in fused[name]]
+    shapes = [arch.layers[layer_idx].linear_shape(each, arch.hidden_size) for each in PROJECTIONS[name]]
     return sum(rows for rows, _ in shapes), shapes[0][1]
 
 

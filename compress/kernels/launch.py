@@ -18,6 +18,7 @@ before it. `pdl_options` gives the launch attribute and the constexpr `PDL` toge
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,8 @@ except ImportError:  # the names that are read when a kernel's file is imported
     tl = SimpleNamespace(constexpr=object, tensor=object)
 
 __all__ = [
+    "FP8_SM",
+    "compute_capability",
     "interpreted",
     "jit",
     "launch_dependents",
@@ -85,12 +88,18 @@ def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
     return TensorDescriptor.from_tensor(matrix, box)
 
 
+@cache
+def compute_capability(device: torch.device) -> int:
+    """Times ten; 0 where there is none, as `Problem.sm` has it."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def pdl_enabled(device: torch.device) -> bool:
     """Whether kernels on this device are launched as programmatic dependents."""
-    if device.type != "cuda" or interpreted():
-        return False
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor >= PDL_SM
+    return compute_capability(device) >= PDL_SM and not interpreted()
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:

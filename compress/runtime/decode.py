@@ -57,6 +57,20 @@ class _Step:
     choice: Choice
 
 
+@dataclass(frozen=True)
+class _Landing:
+    """Where a step's tokens arrive on the host, and the event that says they have."""
+
+    tokens_R: Tensor
+    logprobs_R: Tensor
+    done: torch.cuda.Event | None
+
+    @staticmethod
+    def of(max_rows: int, *, graphed: bool) -> "_Landing":
+        tokens_R = torch.zeros(max_rows, dtype=torch.int64, pin_memory=graphed)
+        return _Landing(tokens_R, torch.zeros(max_rows, dtype=torch.float32, pin_memory=graphed), torch.cuda.Event() if graphed else None)
+
+
 class DecodeSteps:
     """Runs decode steps of at most `max_batch_size` rows over one state."""
 
@@ -71,14 +85,7 @@ class DecodeSteps:
         self._pool: Any = None
         self._plan = SamplingPlan.of(())
         self._num_rows = 0
-        self._slots = [
-            (
-                torch.zeros(max_rows, dtype=torch.int64, pin_memory=self._graphed),
-                torch.zeros(max_rows, dtype=torch.float32, pin_memory=self._graphed),
-            )
-            for _ in range(2)
-        ]
-        self._slot_idx = 0
+        self._landings = [_Landing.of(max_rows, graphed=self._graphed) for _ in range(2)]
 
     def load(self, rows: Sequence[DecodeRow]) -> None:
         """Begin a run of steps over these requests; every earlier step has been waited for."""
@@ -114,15 +121,15 @@ class DecodeSteps:
         return logits_RV, choice
 
     def _fetch(self, logits_RV: Tensor, choice: Choice) -> Launched:
-        rows, slot = slice(0, self._num_rows), self._slots[self._slot_idx]
-        self._slot_idx = 1 - self._slot_idx
-        host_tokens_R = slot[0][rows].copy_(choice.tokens_R[rows], non_blocking=True)
-        host_logprobs_R = None if choice.logprobs_R is None else slot[1][rows].copy_(choice.logprobs_R[rows], non_blocking=True)
-        done = None
-        if self._graphed:
-            done = torch.cuda.Event()
-            done.record()
-        return Launched(self._num_rows, logits_RV[rows], host_tokens_R, host_logprobs_R, done)
+        rows, landing = slice(0, self._num_rows), self._landings[0]
+        self._landings.reverse()
+        host_tokens_R = landing.tokens_R[rows].copy_(choice.tokens_R[rows], non_blocking=True)
+        host_logprobs_R = None
+        if choice.logprobs_R is not None:
+            host_logprobs_R = landing.logprobs_R[rows].copy_(choice.logprobs_R[rows], non_blocking=True)
+        if landing.done is not None:
+            landing.done.record()
+        return Launched(self._num_rows, logits_RV[rows], host_tokens_R, host_logprobs_R, landing.done)
 
     def _capture(self, num_rows: int, plan: SamplingPlan) -> _Step:
         self._state.clear()

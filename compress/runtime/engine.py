@@ -199,7 +199,7 @@ class Engine:
 
     def _launch_next(self, ahead: "_Ahead") -> "_Ahead | None":
         """The step after `ahead`, before its tokens are known; None when the next step will not be the same requests' decode."""
-        if ahead.stale or self._scheduler.num_waiting:
+        if ahead.stale or self._scheduler.may_admit:
             return None
         num_steady = ahead.num_steady
         if num_steady == 0:

@@ -12,22 +12,21 @@ does both at once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.coverage import PROJECTIONS, Machine, Phase
 from compress.kernels.rows import ActivationQuant, NormedRows, QuantizedRows
-from compress.kernels.select import DENSE_SCHEMES, Kernel, Op, Problem, candidates, refusals, select
+from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 
-Phase = Literal["decode", "prefill"]
 Rows = Tensor | QuantizedRows | NormedRows
 FEW_ROWS = 128
-PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,9 @@ class Target:
         """Rows up to which decode kernels serve: a full batch, and on CUDA short prompts too, whose time is the bytes of the weights."""
         return max(self.max_batch_size, FEW_ROWS if self.device.type == "cuda" else 1)
 
-    def problem(
-        self, op: Op, *, n: int, k: int = 0, phase: Phase = "decode", scheme: str | None = None, activation: str | None = None
-    ) -> Problem:
-        return Problem(
-            op=op,
-            n=n,
-            k=k,
-            m_min=1,
-            m_max=self.max_decode_rows if phase == "decode" else self.max_step_tokens,
-            row_invariant=phase == "decode",
-            scheme=scheme if scheme is not None else DENSE_SCHEMES[self.dtype],
-            dtype=self.dtype,
-            device=self.device.type,
-            sm=_compute_capability(self.device),
-            activation=activation,
-        )
+    @property
+    def machine(self) -> Machine:
+        return Machine.of(self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens)
 
 
 @dataclass(frozen=True)
@@ -217,7 +203,7 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
     packed: dict[Any, Any] = {}
     placed: dict[Phase, Placed] = {}
     for phase in ("decode", "prefill"):
-        problem = target.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
+        problem = target.machine.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
         if activation is not None and phase == "decode":
             gated = replace(problem, activation=activation)
             problem = gated if len(refusals(gated)) < len(candidates("linear")) else problem
@@ -233,7 +219,7 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
         placed["prefill"],
         bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None,
         quant=_input_quant(stacked, target),
-        quantize=select(target.problem("quantize_rows", n=in_features)).fn,
+        quantize=select(target.machine.problem("quantize_rows", n=in_features)).fn,
     )
 
 
@@ -275,11 +261,3 @@ def _num_bytes(packed: Any) -> int:
     if is_dataclass(packed):
         return sum(_num_bytes(getattr(packed, each.name)) for each in fields(packed))
     return sum(_num_bytes(each) for each in packed) if isinstance(packed, tuple) else 0
-
-
-def _compute_capability(device: torch.device) -> int:
-    """90 for Hopper, 0 without a GPU."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.kernels.coverage import Phase
 from compress.kernels.paged import FP8_STATIC, PagedKV
 from compress.kernels.rows import NormedRows
 from compress.kernels.select import Op, select
 from compress.models.arch import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.loader import LayerWeights, ModelWeights, Phase, Placed, Projection, Rows
+from compress.runtime.loader import LayerWeights, ModelWeights, Placed, Projection, Rows
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 """(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
@@ -188,7 +189,7 @@ class _ScratchPages:
 
 
 def _placed(weights: ModelWeights, op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> Placed:
-    problem = weights.target.problem(op, n=n, k=k, phase="prefill" if op == "attention_prefill" else "decode", scheme=scheme)
+    problem = weights.target.machine.problem(op, n=n, k=k, phase="prefill" if op == "attention_prefill" else "decode", scheme=scheme)
     return Placed(select(problem), problem)
 
 

@@ -79,12 +79,9 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     @property
-    def unfinished(self) -> list[Generation]:
-        return [*self._running, *self._waiting]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def may_admit(self) -> bool:
+        """Whether somebody waits and a place is free."""
+        return bool(self._waiting) and len(self._running) < self._max_batch_size
 
     def add(self, generation: Generation) -> None:
         self._waiting.append(generation)

@@ -101,7 +101,7 @@ def _estimate(spec: Validate, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "validate",
-    version=1,
+    version=2,
     takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED)),
     uses=(Port.CALIB, Port.QUANTIZED),
     gives=Port.EVIDENCE,

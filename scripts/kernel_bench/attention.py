@@ -114,7 +114,9 @@ def _sampled_error(out_THC: Tensor, *, rows: list[int], expected: Tensor) -> flo
 def _attention_kernel(bench: Bench, op: Op, kv_format: str) -> Kernel:
     layer = bench.arch.layers[0]
     phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-    return select(bench.target.problem(op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format))
+    return select(
+        bench.target.machine.problem(op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format)
+    )
 
 
 def _pages(bench: Bench, kv_format: str, num_requests: int, length: int, block_size: int) -> tuple[PagedKV, Tensor]:

@@ -94,7 +94,7 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
     yield from _torch_cases(
         bench, name, bench.dense, "cublas" if bench.device.type == "cuda" else "mkl", weight.element_size(), dense, _dense_call
     )
-    sm = bench.target.problem("linear", n=0).sm
+    sm = bench.target.machine.problem("linear", n=0).sm
     out_features, in_features = weight.shape
     if sm >= _SCALED_MM_SM and not (out_features % 16 or in_features % 16):
         rows = quantize(weight, ActivationQuant())

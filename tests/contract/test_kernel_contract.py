@@ -1,9 +1,12 @@
 """What every kernel owes: the value of its op in float64 within rounding, rows that do not feel one another, reasons for refusals.
 
 Runs on the CPU, and on the GPU where there is one. Fresh memory is filled with NaN, so that an element a kernel does not write is seen.
+On a GPU the shapes are few: a fast kernel is compiled for every one of them, and `tests/gpu` goes through its own ranges.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
 from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.rows import ActivationQuant, quantize
+from compress.kernels.rows import FP8, ActivationQuant, quantize
 from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, candidates, refusals, select
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -22,7 +25,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
-SHAPES = [(1024, 384), (193, 65), (7, 129), (8192, 384)]
+SHAPES = {"cpu": [(1024, 384), (193, 65), (7, 129), (8192, 384)], "cuda": [(1024, 384), (193, 65)]}
 
 
 def sm_of(device: str) -> int:
@@ -53,8 +56,9 @@ def each_usable(cases: list[tuple[str, Kernel, str, str]]) -> Any:
 LINEARS = {
     "-".join(map(str, (case[0], *case[2:], n, k, m_max))): (*case[1:], n, k, m_max)
     for m_max in (8, 4096)
-    for n, k in SHAPES
+    for n, k in SHAPES["cpu"]
     for case in usable("linear", m_max=m_max, row_invariant=m_max == 8, n=n, k=k)
+    if (n, k) in SHAPES[case[2]]
 }
 
 
@@ -141,20 +145,43 @@ def test_rms_norm(kernel: Kernel, device: str, dtype: str, size: int) -> None:
         assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5), y[:num_rows])
 
 
-def scattered(kv_format: str, lengths: list[int], num_kv_heads: int, head_dim: int, block_size: int, device: str) -> tuple[PagedKV, Tensor]:
-    """Pages whose unused positions are NaN where the format has one, and tables of blocks in no order."""
-    num_blocks = [-(-length // block_size) for length in lengths]
+FORMATS = (FP8_TOKEN_HEAD, FP8_STATIC)
+WINDOWS = (None, 5, 1000)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What attention is asked for; `kv_format` is the dtype's own where the cache is not quantized."""
+
+    device: str
+    dtype: str
+    kv_format: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    window: int | None
+
+    def problem(self, op: Any) -> Problem:
+        return problem(op, self.device, self.dtype, n=self.head_dim, k=self.num_heads // self.num_kv_heads, scheme=self.kv_format)
+
+    @property
+    def factors(self) -> int:
+        """Roundings in a term: of the query times its scale, the weight, the key and the value."""
+        return 4 if self.dtype == "BF16" else 0
+
+
+def scattered(asked: Attention, lengths: list[int]) -> tuple[PagedKV, Tensor]:
+    """Empty pages, and tables of blocks in no order."""
+    num_blocks = [-(-length // asked.block_size) for length in lengths]
     order = (torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(4)) + 1).tolist()
     table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64)
     for row, count in enumerate(num_blocks):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    shape = (num_kv_heads, 1 + sum(num_blocks), block_size)
-    if kv_format in DTYPES:
-        pages = [torch.zeros(*shape, head_dim, dtype=DTYPES[kv_format], device=device) for _ in "kv"]
-        return PagedKV(*pages), table.to(device)
-    codes = [torch.zeros(*shape, head_dim, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
-    scales = [torch.zeros(shape, device=device) if kv_format == FP8_TOKEN_HEAD else torch.tensor(0.02, device=device) for _ in "kv"]
-    return PagedKV(*codes, *scales), table.to(device)
+    slots, device = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size), asked.device
+    pages = [torch.zeros(*slots, asked.head_dim, device=device).to(DTYPES.get(asked.kv_format, FP8)) for _ in "kv"]
+    scales = {FP8_TOKEN_HEAD: torch.zeros(slots, device=device), FP8_STATIC: torch.tensor(0.02, device=device)}.get(asked.kv_format)
+    return PagedKV(*pages, *([] if scales is None else [scales, scales.clone()])), table.to(device)
 
 
 def filled(kv: PagedKV, table: Tensor, lengths: list[int], *, dtype: str) -> PagedKV:
@@ -175,7 +202,7 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel:
     angles = torch.rand(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device) * 6
     cos, sin = (torch.cat((f, f), -1).to(DTYPES[dtype]) for f in (angles.cos(), angles.sin()))
     weight = randn(8, 16, device=device, dtype=dtype, seed=2) if normed else None
-    kv, table = scattered(dtype, [8, 20], 2, 16, 16, device)
+    kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8, 20])
     slots = table[0, 0] * 16 + positions
     q = kernel.fn(qkv, cos, sin, positions, slots, kv, num_heads=6, qk_norm=weight, eps=1e-6)
 
@@ -264,68 +291,65 @@ def dense_attention(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | N
     return torch.einsum("htl,hlc->thc", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
-ATTENTION_SHAPES = [(6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)]
-KV_FORMATS = ["own", FP8_TOKEN_HEAD, FP8_STATIC]
+def attentions() -> Iterator[Attention]:
+    """On the CPU all there is, but for codes, which are widened before anything else is done, only what their widening depends on."""
+    for heads in ((6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)):
+        yield from (Attention("cpu", t, t, *heads, block_size, window) for t in DTYPES for block_size in (16, 128) for window in WINDOWS)
+    for heads, kv_format, window in product(((6, 2, 24), (4, 4, 64), (9, 3, 64)), FORMATS, (None, 150)):
+        yield from (Attention("cpu", dtype, kv_format, *heads, block_size, window) for dtype, block_size in (("F32", 16), ("BF16", 128)))
+    if "cuda" in DEVICES:
+        yield Attention("cuda", "BF16", "BF16", 9, 3, 64, 16, None)
+        yield Attention("cuda", "F32", "F32", 6, 2, 24, 128, 5)
+        yield Attention("cuda", "BF16", FP8_TOKEN_HEAD, 32, 8, 128, 128, 150)
 
 
 def attention_cases(op: Any) -> Any:
     cases = {
-        f"{name}-{device}-{dtype}-{kv_format}-{heads}": (kernel, device, dtype, kv_format, heads)
-        for heads in ATTENTION_SHAPES
-        for kv_format in KV_FORMATS
-        for name, kernel, device, dtype in usable(op, n=heads[2], k=heads[0] // heads[1])
-        if kernel.refusal(problem(op, device, dtype, n=heads[2], k=heads[0] // heads[1], scheme=dtype if kv_format == "own" else kv_format))
-        is None
+        "-".join((kernel.name, *map(str, vars(asked).values()))): (kernel, asked)
+        for asked in attentions()
+        for kernel in candidates(op)
+        if kernel.refusal(asked.problem(op)) is None
     }
-    return pytest.mark.parametrize(("kernel", "device", "dtype", "kv_format", "heads"), cases.values(), ids=cases)
+    return pytest.mark.parametrize(("kernel", "asked"), cases.values(), ids=cases)
 
 
 @attention_cases("attention_prefill")
-@pytest.mark.parametrize("window", [None, 3, 1000])
-def test_prefill_attention_of_ragged_chunks(
-    kernel: Kernel, device: str, dtype: str, kv_format: str, heads: tuple[int, int, int], window: int | None
-) -> None:
-    num_heads, num_kv_heads, head_dim = heads
+def test_prefill_attention_of_ragged_chunks(kernel: Kernel, asked: Attention) -> None:
     query_lens, lengths = (1, 37, 5, 1), [1, 37, 200, 131]
-    kv, table = scattered(dtype if kv_format == "own" else kv_format, lengths, num_kv_heads, head_dim, 16, device)
-    filled(kv, table, lengths, dtype=dtype)
-    q = randn(sum(query_lens), num_heads, head_dim, device=device, dtype=dtype)
-    out = kernel.fn(q, kv, table, query_lens, tuple(lengths), window=window, scale=0.3)
-    for row, chunk in enumerate(torch.split(q, query_lens)):
+    kv, table = scattered(asked, lengths)
+    filled(kv, table, lengths, dtype=asked.dtype)
+    q = randn(sum(query_lens), asked.num_heads, asked.head_dim, device=asked.device, dtype=asked.dtype)
+    out = kernel.fn(q, kv, table, query_lens, tuple(lengths), window=asked.window, scale=0.3)
+    for row, chunk in enumerate(torch.split(q, list(query_lens))):
         k, v = kv.gather(table[row], lengths[row], torch.float32)
-        expected = dense_attention(chunk, k, v, window, 0.3)
-        own = torch.split(out, query_lens)[row]
-        assert_close(own, expected, depth=lengths[row], dtype=dtype, factors=4 if dtype == "BF16" else 0)
-        alone = kernel.fn(chunk, kv, table[row : row + 1], (query_lens[row],), (lengths[row],), window=window, scale=0.3)
+        own = torch.split(out, list(query_lens))[row]
+        expected = dense_attention(chunk, k, v, asked.window, 0.3)
+        assert_close(own, expected, depth=lengths[row], dtype=asked.dtype, factors=asked.factors)
+        alone = kernel.fn(chunk, kv, table[row : row + 1], (query_lens[row],), (lengths[row],), window=asked.window, scale=0.3)
         assert same_bits(alone, own)
 
 
 @attention_cases("attention_decode")
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("window", [None, 5, 150])
-def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
-    kernel: Kernel, device: str, dtype: str, kv_format: str, heads: tuple[int, int, int], block_size: int, window: int | None
-) -> None:
-    num_heads, num_kv_heads, head_dim = heads
+def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(kernel: Kernel, asked: Attention) -> None:
     lengths = [8, 40, 127, 128, 129, 1500, 16, 17]
-    kv, table = scattered(dtype if kv_format == "own" else kv_format, lengths, num_kv_heads, head_dim, block_size, device)
-    filled(kv, table, lengths, dtype=dtype)
-    context_lens = torch.tensor(lengths, device=device)
-    facts: dict[str, Any] = {"window": window, "scale": 0.3}
-    q_all = randn(len(lengths), 8, num_heads, head_dim, device=device, dtype=dtype)
+    kv, table = scattered(asked, lengths)
+    filled(kv, table, lengths, dtype=asked.dtype)
+    context_lens = torch.tensor(lengths, device=asked.device)
+    facts: dict[str, Any] = {"window": asked.window, "scale": 0.3}
+    q_all = randn(len(lengths), 8, asked.num_heads, asked.head_dim, device=asked.device, dtype=asked.dtype)
     for q_len in (1, 3, 8):
         q = q_all[:, -q_len:].flatten(0, 1).contiguous()
         out = kernel.fn(q, kv, table, context_lens, q_len=q_len, **facts).unflatten(0, (-1, q_len))
         for row, length in enumerate(lengths):
             k, v = kv.gather(table[row], length, torch.float32)
-            expected = dense_attention(q_all[row, -q_len:], k, v, window, 0.3)
-            assert_close(out[row], expected, depth=length, dtype=dtype, factors=4 if dtype == "BF16" else 0)
-            narrow = table[row : row + 1, : -(-length // block_size)]
+            expected = dense_attention(q_all[row, -q_len:], k, v, asked.window, 0.3)
+            assert_close(out[row], expected, depth=length, dtype=asked.dtype, factors=asked.factors)
+            narrow = table[row : row + 1, : -(-length // asked.block_size)]
             for back in range(q_len):  # as a plain decode step of that position, alone
                 own_q = q_all[row, -1 - back].unsqueeze(0).contiguous()
                 alone = kernel.fn(own_q, kv, narrow, context_lens[row : row + 1] - back, q_len=1, **facts)
                 assert same_bits(alone, out[row, -1 - back].unsqueeze(0))
-    rows = torch.tensor([5, 2, 7, 0, 4], device=device)
+    rows = torch.tensor([5, 2, 7, 0, 4], device=asked.device)
     q, whole = q_all[:, 0].contiguous(), kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts)
     assert same_bits(kernel.fn(q[rows], kv, table[rows], context_lens[rows], q_len=1, **facts), whole[rows])
 

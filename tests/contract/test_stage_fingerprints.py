@@ -9,6 +9,7 @@ change: if the numbers moved, raise the stage's `version`; either way record aga
 import ast
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ MODULES = {
         "stages/quantize.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
-    "validate": ("kernels/*/*.py", "runtime/*.py", "validate/*.py", "stages/validate.py"),
+    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate.py"),
 }
 
 
@@ -45,6 +46,8 @@ def fingerprint(kind: str) -> str:
 
 
 def _code(path: Path) -> str:
+    if path.suffix != ".py":
+        return " ".join(re.sub(r"//.*", "", path.read_text(encoding="utf-8")).split())
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

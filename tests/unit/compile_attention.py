@@ -47,7 +47,7 @@ def compile_all(sm: int) -> list[Any]:
     triton.runtime.driver.set_active(AbsentDevice(sm))
     for module in (decode, prefill, fused):
         module.pdl_options = lambda device: {"PDL": sm >= 90, "launch_pdl": sm >= 90}  # type: ignore[attr-defined]
-    for head_dim in (64, 80, 128, 256):
+    for head_dim in (80, 128, 256):
         for page_dtype in (torch.bfloat16, FP8):
             k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
             scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []

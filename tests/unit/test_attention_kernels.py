@@ -1,39 +1,30 @@
 """The Triton attention kernels without a GPU: their arithmetic in triton's interpreter, their compilation for the devices they serve.
 
-The interpreter is chosen when triton is first imported, so those tests run in a process of their own. It cannot multiply bfloat16: float16
-and float32 stand in.
+The interpreter cannot multiply bfloat16: float16 and float32 stand in.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def run(*command: str, interpret: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": interpret}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter() -> None:
-    child = run("-m", "pytest", "-p", "no:cacheprovider", __file__, interpret="1")
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-    assert " passed" in child.stdout
+    assert_passes_interpreted(__file__)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_kernels_compile_for_a_device_that_is_not_here(sm: int) -> None:
-    child = run(str(Path(__file__).with_name("compile_attention.py")), str(sm), interpret="0")
+    command = [sys.executable, Path(__file__).with_name("compile_attention.py"), str(sm)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
 
 
@@ -91,16 +82,20 @@ if INTERPRETED:
         tolerance = torch.finfo(actual.dtype).eps + 32 * torch.finfo(torch.float32).eps
         assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 
-    CASES = [(64, 16, 4, None), (80, 64, 4, None), (128, 32, 7, None), (64, 64, 2, 50), (96, 128, 1, 200)]
-    each_case = pytest.mark.parametrize(("head_dim", "block_size", "group", "window"), CASES)
+    CASES = [
+        (64, 16, 4, None, torch.float32),
+        (80, 64, 4, None, torch.float32),
+        (128, 32, 7, None, torch.float16),
+        (64, 64, 2, 50, torch.float16),
+        (96, 128, 1, 200, torch.float16),
+    ]
+    each_case = pytest.mark.parametrize(("head_dim", "block_size", "group", "window", "dtype"), CASES)
     each_format = pytest.mark.parametrize("kv_format", FORMATS)
-    each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 
     @each_format
-    @each_dtype
     @each_case
     def test_decode_is_attention_over_the_pages(
-        kv_format: str, dtype: torch.dtype, head_dim: int, block_size: int, group: int, window: int | None
+        kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype
     ) -> None:
         context_lens, q_len, scale = [4, 130, 333], 3, head_dim**-0.5
         table = block_table(3, -(-400 // block_size))
@@ -137,10 +132,9 @@ if INTERPRETED:
         torch.testing.assert_close(out[3], kv.v[:, 0, 0].expand(2, -1))
 
     @each_format
-    @each_dtype
     @each_case
     def test_prefill_is_attention_over_the_pages(
-        kv_format: str, dtype: torch.dtype, head_dim: int, block_size: int, group: int, window: int | None
+        kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype
     ) -> None:
         query_lens, context_lens, scale = (1, 70, 77), (1, 70, 333), head_dim**-0.5
         table = block_table(3, -(-400 // block_size))

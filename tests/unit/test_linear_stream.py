@@ -146,6 +146,11 @@ def test_every_multiprocessor_has_a_block_of_a_decode_step() -> None:
         assert plan(Shape("w4", n, k, gated), 1, H200).launch.grid == (132, 1)
 
 
+def test_no_two_blocks_share_a_multiprocessor_on_hopper() -> None:
+    reserved, total = 1024, 233472  # bytes that the driver keeps of each block, and all there are
+    assert all(2 * (each.launch.shared_bytes + reserved) > total for each in each_plan(H200))
+
+
 def test_too_little_shared_memory_is_said() -> None:
     with pytest.raises(EnvironmentUnfit, match="4096 bytes of shared memory"):
         plan(Shape("dense16", 4096, 4096, False), 64, replace(H200, shared_bytes=4096))
@@ -190,6 +195,8 @@ def test_rows_that_fill_no_tile_are_refused_where_rows_stay_as_they_are() -> Non
 
 VARIANTS = [
     Variant("w4", torch.bfloat16, None, False, token_tiles=1, wgmma=False, resident=True, stages=7),
+    Variant("w4", torch.bfloat16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=5, normed=True),
+    Variant("dense16", torch.float16, None, True, token_tiles=1, wgmma=False, resident=True, stages=5, normed=True),
     Variant("w4_asym", torch.float16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=4),
     Variant("fp8", torch.bfloat16, None, True, token_tiles=2, wgmma=False, resident=False, stages=3),
     Variant("dense16", torch.float16, "gelu_pytorch_tanh", False, token_tiles=8, wgmma=False, resident=False, stages=4),

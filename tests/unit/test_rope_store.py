@@ -1,27 +1,18 @@
 """The fused rope + norm + store kernel in triton's interpreter, held to the reference op by op.
 
-The interpreter is chosen when triton is first imported, so these tests run in a process of their own. It truncates where bfloat16 rounds:
-float16 and float32 stand in.
+The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-    assert " passed" in child.stdout
+    assert_passes_interpreted(__file__)
 
 
 if INTERPRETED:

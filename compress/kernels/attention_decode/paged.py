@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.block_table import block_of
 from compress.kernels.e4m3 import decode_even, decode_odd, load_queries
 from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
 from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
@@ -41,16 +42,6 @@ class Config:
 
 
 CONFIG = Config()
-
-
-@jit()
-def _block_of(table_ptr: tl.tensor, start: tl.tensor, context_len: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """The block of the keys [start, start + TILE), or the block of each where they lie in several."""
-    if BLOCK_SIZE % TILE == 0:
-        return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < context_len, other=0)
-    else:
-        keys = start + tl.arange(0, TILE)
-        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context_len, other=0)
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))
@@ -104,11 +95,11 @@ def _attend_chunks(
     if WINDOW > 0:
         first_position = tl.maximum(context_len - q_len + 1 - WINDOW, 0)
         first_chunk = first_position // CHUNK + tl.program_id(2)
-        block = _block_of(table_ptr, first_chunk * CHUNK, context_len, BLOCK_SIZE, TILE)
+        block = block_of(table_ptr, first_chunk * CHUNK, context_len, context_len, BLOCK_SIZE, TILE)
     else:
         first_position = 0
         first_chunk = tl.program_id(2)  # within the table: loaded beside the length, not after it
-        block = _block_of(table_ptr, first_chunk * CHUNK, first_chunk * CHUNK + TILE, BLOCK_SIZE, TILE)
+        block = block_of(table_ptr, first_chunk * CHUNK, first_chunk * CHUNK + TILE, first_chunk * CHUNK + TILE, BLOCK_SIZE, TILE)
     num_chunks = tl.cdiv(tl.maximum(tl.cdiv(context_len, CHUNK) - first_chunk, 0), tl.num_programs(2))
     if num_chunks == 0:
         return
@@ -140,7 +131,7 @@ def _attend_chunks(
         slot = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets)
         # The id of the next block is loaded one step early: keys then wait for one load and not for two.
         next_start = (first_chunk + (step + 1) // TILES * tl.num_programs(2)) * CHUNK + (step + 1) % TILES * TILE
-        block = _block_of(table_ptr, next_start, context_len, BLOCK_SIZE, TILE)
+        block = block_of(table_ptr, next_start, context_len, context_len, BLOCK_SIZE, TILE)
         if BLOCK_SIZE % TILE == 0:
             k_at, v_at = k_ptr + slot * C_PAGE + within, v_ptr + slot * C_PAGE + within
         else:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from compress.kernels.block_table import block_of
 from compress.kernels.e4m3 import e4m3_values
 from compress.kernels.launch import jit, launch_dependents, pdl_enabled, pdl_options, tensor_descriptor, tl, triton, triton_refusal, wait
 from compress.kernels.paged import FP8_STATIC, PagedKV
@@ -37,23 +38,6 @@ def config_of(head_dim: int, dtype: torch.dtype) -> Config:
     if head_dim > 128:
         return Config(rows=64, tile=32, num_warps=4, stages=2)
     return Config(rows=64, tile=64, num_warps=4, stages=3)
-
-
-@jit()
-def _block_of(
-    table_ptr: tl.tensor,
-    start: tl.tensor,
-    end_key: tl.tensor,
-    context_len: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """The block of the keys [start, start + TILE), or the block of each where they lie in several."""
-    if BLOCK_SIZE % TILE == 0:
-        return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
-    else:
-        keys = start + tl.arange(0, TILE)
-        return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < context_len, other=0)
 
 
 @jit()
@@ -87,11 +71,11 @@ def _attend_keys(
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, C_TILE)
     within = offsets[:, None] * C + columns[None, :]
-    block = _block_of(table_ptr, first_key, end_key, context_len, BLOCK_SIZE, TILE)
+    block = block_of(table_ptr, first_key, end_key, context_len, BLOCK_SIZE, TILE)
     for start in tl.range(first_key, end_key, TILE, num_stages=STAGES):
         keys = start + offsets
         slot = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets)
-        block = _block_of(table_ptr, start + TILE, end_key, context_len, BLOCK_SIZE, TILE)  # one step early: one latency, not two
+        block = block_of(table_ptr, start + TILE, end_key, context_len, BLOCK_SIZE, TILE)  # one step early: one latency, not two
         if BLOCK_SIZE % TILE == 0:
             k_at, v_at = k_ptr + slot * C + within, v_ptr + slot * C + within
         else:

@@ -12,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(128) norm_rows(const __grid_constan
     const int quarter = threadIdx.x >> 5, lane = threadIdx.x & 31, chunks = args.k / 8;
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
+    for (int at = threadIdx.x * 128; at < args.k * 2; at += 128 * 128) prefetch((const char*)args.weight + at);
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     const uint4* x = args.x + (long long)blockIdx.x * chunks;

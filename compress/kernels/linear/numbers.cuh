@@ -33,6 +33,7 @@ __device__ __forceinline__ u16 narrow(float v) {
     return bits;
 }
 __device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 __device__ __forceinline__ float low(u32 pair) { return widen((u16)(pair & 0xFFFF)); }
 __device__ __forceinline__ float high(u32 pair) { return widen((u16)(pair >> 16)); }
 

@@ -273,6 +273,9 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     for (int i = 0; i < AHEAD; ++i) {
         load_weights(i * A_BYTES);
     }
+#if NORM
+    for (int at = threadIdx.x * 128; at < args.k * 2; at += num_warps * 32 * 128) prefetch((const char*)args.norm_weight + at);
+#endif
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

@@ -47,7 +47,7 @@ class Variant:
     wgmma: bool
     resident: bool
     stages: int
-    normed: bool
+    normed: bool = False
 
     @property
     def source(self) -> Source:

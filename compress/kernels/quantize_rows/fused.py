@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.e4m3 import encode_e4m3
+from compress.kernels.launch import FP8_SM, compute_capability, interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 
 MAX_ROW_SIZE = 65536
 """What a program of 1024 threads keeps in registers."""
-E4M3_SM = 89
 
 
 def row_refusal(problem: Problem) -> str | None:
@@ -51,13 +51,9 @@ def row_output(
     return QuantizedRows(values.view(FP8), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
 
 
-@functools.cache
 def converts_e4m3(device: torch.device) -> bool:
     """Whether the device has the instruction."""
-    if device.type != "cuda" or interpreted():
-        return False
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor >= E4M3_SM
+    return compute_capability(device) >= FP8_SM and not interpreted()
 
 
 @jit()
@@ -104,15 +100,7 @@ def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
         quotient = x * inverse
         quotient = tl.where(x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient))  # the sum would lose the sign of -0
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    x = tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0)
-    bits = x.to(tl.uint32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # Drop 20 of 23 bits of mantissa, ties to even, and move the exponent's bias from 127 to 7.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6 the grid is multiples of 2^-9, which is what the last bit of numbers from 2^14 on is worth.
-    subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
-    code = tl.where(size < 0x3C800000, subnormal, normal)  # 2^-6
-    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
+    return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))
 
 
 @jit()
