@@ -173,6 +173,7 @@ def test_decode_linears_of_a_gpu_are_streamed(scheme: str, activation: str | Non
     ("facts", "reason"),
     [
         ({"m_max": 129}, "M up to 128"),
+        ({"row_invariant": False}, "for decode rows"),
         ({"k": 320}, "multiple of 128"),
         ({"dtype": torch.float32}, "bfloat16 or float16"),
         ({"activation": "silu"}, "not gated"),

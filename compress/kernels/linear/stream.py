@@ -218,6 +218,8 @@ def kernels(
                 return f"its outputs are gated by {activation}" if activation else "its outputs are not gated"
             if problem.dtype not in (torch.bfloat16, torch.float16):
                 return "computes in bfloat16 or float16"
+            if not problem.row_invariant:
+                return "for decode rows; a prompt's few rows take it from there"
             if problem.m_max > MAX_ROWS:
                 return f"for M up to {MAX_ROWS}, where weight bytes are the bound"
             if problem.k % 128:
