@@ -34,10 +34,10 @@ def _storage_dtype(kv_format: str) -> torch.dtype:
 class KVCache:
     """The tensors. Blocks are addressed by id, positions by slot = block id * block_size + offset.
 
-    `static_scales` are the scales (of keys, of values) of every layer, for format FP8_STATIC; 1 where none are given.
+    `static_scales` are the scales (of keys, of values) of every layer, for format FP8_STATIC.
 
     Raises:
-        UsageError: an unknown format, or a block size that attention's chunks are not multiples of.
+        UsageError: an unknown format, a static one without scales, or a block size that attention's chunks are not multiples of.
     """
 
     def __init__(
@@ -52,6 +52,11 @@ class KVCache:
     ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
+        if kv_format == FP8_STATIC and static_scales is None:
+            raise UsageError(
+                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this artifact has none. "
+                f"{FP8_TOKEN_HEAD} finds its scales as positions are written."
+            )
         self.block_size = block_size
         self.kv_format = kv_format
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers

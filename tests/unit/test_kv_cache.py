@@ -38,7 +38,8 @@ def test_positions_are_read_back_in_order_from_scattered_blocks() -> None:
 def test_formats_round_once_to_their_grid(kv_format: str, bits: int) -> None:
     arch = tiny_arch()
     layer = arch.layers[0]
-    pages = KVCache(arch, num_blocks=3, block_size=16, kv_format=kv_format, device=CPU).layer(0)
+    scales = [(1.0, 1.0)] * arch.num_layers
+    pages = KVCache(arch, num_blocks=3, block_size=16, kv_format=kv_format, device=CPU, static_scales=scales).layer(0)
     k, v = torch.randn(2, 9, layer.num_kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(0))
     pages.write_(torch.arange(20, 29), k, v)
     for stored, scale, written in zip((pages.k, pages.v), (pages.k_scale, pages.v_scale), (k, v), strict=True):
@@ -47,6 +48,11 @@ def test_formats_round_once_to_their_grid(kv_format: str, bits: int) -> None:
         step = torch.maximum(written.abs() * 2.0 ** -(bits + 1), written.abs().amax(-1, keepdim=True).clamp_min(1.0) * 2.0**-10)
         assert bool(((read - written).abs() <= step).all())
         assert not torch.equal(read, written)
+
+
+def test_static_scales_are_never_made_up() -> None:
+    with pytest.raises(UsageError, match="FP8_TOKEN_HEAD finds its scales"):
+        KVCache(tiny_arch(), num_blocks=3, block_size=16, kv_format="FP8_STATIC", device=CPU)
 
 
 def test_an_unknown_format_is_refused() -> None:

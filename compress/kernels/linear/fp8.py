@@ -19,11 +19,10 @@ from compress.quant.scheme import QuantizedWeight
 
 @dataclass(frozen=True)
 class PackedFp8:
-    """e4m3 values [O, I] and float32 scale [O]; `input_scale` is the float32 scalar of a static scheme. `dtype` is the model's."""
+    """e4m3 values [O, I] and float32 scale [O]; `dtype` is the model's. Scales of the input come with the rows."""
 
     values: Tensor
     scale_O: Tensor
-    input_scale: Tensor | None
     dtype: torch.dtype
 
 
@@ -31,11 +30,9 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
     """Stacked along O; `gated` changes nothing, the kernel pairs rows by their addresses."""
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     assert len(quantized) == len(weights), "a dense weight among FP8 weights"
-    scales = [weight.input_scale for weight in quantized if weight.input_scale is not None]
     return PackedFp8(
         values=torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in quantized]).view(torch.float8_e4m3fn),
         scale_O=torch.cat([weight.scale_OG.to(device=device, dtype=torch.float32).flatten() for weight in quantized]),
-        input_scale=torch.stack([scale.to(torch.float32).reshape(()) for scale in scales]).amax().to(device) if scales else None,
         dtype=dtype,
     )
 

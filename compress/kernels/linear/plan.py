@@ -5,9 +5,9 @@ chooses only what cannot change a bit: how the parts are dealt to warps and bloc
 stays, and how deep the ring of weights is.
 
 A block takes more than half of a multiprocessor's shared memory even where it needs less, so that no two blocks of linears ever share one.
-On an H200 sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears alone run 2-4 us a
-kernel faster for it. But blocks of a launch that finds the device partly empty, as after attention, are then dealt two to one
-multiprocessor, which ends late: in a whole step of llama-3.1-8b a gate_up took 29 us instead of 20, and the step 2.6 ms instead of 2.2.
+Sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears alone gain by it. But a whole step
+loses more (docs/LOG.md has the timeline): behind a small kernel linears then end late, probably because a launch that finds the device
+partly empty deals two blocks to one multiprocessor.
 What is left beside a block is room for one of attention's.
 """
 
