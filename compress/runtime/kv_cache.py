@@ -54,8 +54,8 @@ class KVCache:
             raise UsageError(f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
         if kv_format == FP8_STATIC and static_scales is None:
             raise UsageError(
-                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this artifact has none. "
-                f"{FP8_TOKEN_HEAD} finds its scales as positions are written."
+                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this artifact has "
+                f"none. {FP8_TOKEN_HEAD} finds its scales as positions are written."
             )
         self.block_size = block_size
         self.kv_format = kv_format
