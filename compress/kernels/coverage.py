@@ -103,11 +103,9 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
 
 
 def linear_problems(arch: Arch, machine: Machine, name: str, *, scheme: str, phase: Phase) -> list[Problem]:
-    """The problems of a fused linear in the order in which they are tried: decode asks gate_up to apply the activation too, unless the
-    linear behind it quantizes its input, which the op between them then does."""
+    """The problems of a fused linear in the order in which they are tried: decode asks gate_up to apply the activation too."""
     n, k = linear_shape(arch, name)
-    quantizes = scheme in SCHEMES and SCHEMES[scheme].activation is not None
-    activations = (arch.activation, None) if name == "gate_up" and phase == "decode" and not quantizes else (None,)
+    activations = (arch.activation, None) if name == "gate_up" and phase == "decode" else (None,)
     return [machine.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each) for each in activations]
 
 

@@ -41,12 +41,14 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True)
-class NormedRows:
-    """RMSNorm of x [T, K], not yet computed: a linear that takes it norms the rows as it reads them."""
+class RawRows:
+    """x [T, K] before what its linear wants of it: RMSNorm where `weight_K` is given, then rounding where `quant` is. A linear that takes
+    them does both as it reads the rows."""
 
     x_TK: Tensor
-    weight_K: Tensor
-    eps: float
+    weight_K: Tensor | None = None
+    eps: float = 0.0
+    quant: ActivationQuant | None = None
 
     @property
     def shape(self) -> torch.Size:

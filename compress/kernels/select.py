@@ -71,7 +71,7 @@ class Kernel:
     `repack` turns canonical weights into the layout `fn` reads (tensors or a frozen dataclass of tensors), once, at load; kernels with
     the same `repack` share its result. `min_sm`
     is the least compute capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of those that refuse nothing, the
-    highest `rank` wins. A linear that `norms` also takes `NormedRows`.
+    highest `rank` wins. A linear that `prepares` also takes `RawRows`.
     """
 
     op: Op
@@ -81,7 +81,7 @@ class Kernel:
     supports: Callable[[Problem], str | None]
     fn: Callable[..., Any]
     repack: Repack | None = None
-    norms: bool = False
+    prepares: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
         if self.min_sm > problem.sm:

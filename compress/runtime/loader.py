@@ -5,8 +5,7 @@ cannot share a kernel: a projection is a row of parts, each a run of linears wit
 Every part has a kernel for decode rows, whose rows must not depend on one another, and one for prefill rows; both read one copy of the
 weights where they agree on its layout.
 
-A decode kernel may apply the gate itself (`Projection.gated`). Where `down` quantizes its input, the gate is left to `act_mul`, which
-does both at once.
+A decode kernel may apply the gate itself (`Projection.gated`), and norm and quantize its own input (`Projection.prepares`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.coverage import PROJECTIONS, Machine, Phase
-from compress.kernels.rows import ActivationQuant, NormedRows, QuantizedRows
+from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import QuantizedWeight
 
-Rows = Tensor | QuantizedRows | NormedRows
+Rows = Tensor | QuantizedRows | RawRows
 FEW_ROWS = 128
 
 
@@ -87,7 +86,7 @@ class Part:
     def __call__(self, x: Rows, phase: Phase, **epilogue: Any) -> Tensor:
         placed = self.decode if phase == "decode" else self.prefill
         if self.quant is not None and isinstance(x, Tensor):
-            x = self.quantize(x, self.quant)
+            x = RawRows(x, quant=self.quant) if placed.kernel.prepares else self.quantize(x, self.quant)
         return placed.kernel.fn(x, placed.packed, self.bias_O, **epilogue)
 
 
@@ -109,10 +108,10 @@ class Projection:
         """How all parts want their input, if they agree; else each quantizes it for itself."""
         return self.parts[0].quant if len(self.parts) == 1 else None
 
-    def norms(self, phase: Phase) -> bool:
-        """Whether the kernel takes rows that are not yet normed."""
+    def prepares(self, phase: Phase) -> bool:
+        """Whether the kernel takes rows that are not yet normed and quantized."""
         placed = self.parts[0].decode if phase == "decode" else self.parts[0].prefill
-        return len(self.parts) == 1 and placed.kernel.norms
+        return len(self.parts) == 1 and placed.kernel.prepares
 
     def gated(self, phase: Phase) -> bool:
         """Whether the kernel applies the activation and multiplies."""
@@ -238,15 +237,15 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
     if source.arch.qk_norm:
         q_norm, k_norm = (_vector(weights, f"attn.{name}.weight", target) for name in ("q_norm", "k_norm"))
         qk_norm = torch.cat((q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1)))
-    placed = {name: place(linears, weights, target) for name, linears in PROJECTIONS.items() if name != "gate_up"}
-    activation = source.arch.activation if placed["down"].parts[0].quant is None else None
     return LayerWeights(
         shape=shape,
         attn_norm=_vector(weights, "attn_norm.weight", target),
         qk_norm=qk_norm,
         ffn_norm=_vector(weights, "ffn_norm.weight", target),
-        gate_up=place(PROJECTIONS["gate_up"], weights, target, activation=activation),
-        **placed,
+        **{
+            name: place(linears, weights, target, activation=source.arch.activation if name == "gate_up" else None)
+            for name, linears in PROJECTIONS.items()
+        },
     )
 
 

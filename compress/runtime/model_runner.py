@@ -25,12 +25,13 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.coverage import Phase
 from compress.kernels.paged import FP8_STATIC, PagedKV
-from compress.kernels.rows import NormedRows
+from compress.kernels.rows import RawRows
 from compress.kernels.select import Op, select
 from compress.models.arch import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.loader import LayerWeights, ModelWeights, Placed, Projection, Rows
+from compress.runtime.walks import rows_walked, walks_of
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 """(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
@@ -68,6 +69,8 @@ class ModelRunner:
             "rms_norm": _placed(weights, "rms_norm", arch.hidden_size),
             "act_mul": _placed(weights, "act_mul", widest_ffn),
         }
+        self._walks = walks_of(weights)
+        self._rows_walked = rows_walked(self._walks)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
         self._head_ops = {
@@ -86,13 +89,14 @@ class ModelRunner:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
             return fn(q_THC, kv, block_table_RB, context_lens_R, q_len=1, window=shape.window, scale=_scale(shape))
 
-        x_TD = self._hidden(tokens_R, positions_R, slots_R, self._cache.layer, attend, "decode")
-        return self._logits(x_TD, "decode")
+        walked = len(tokens_R) <= self._rows_walked
+        hidden = self._walked if walked else partial(self._hidden, phase="decode")
+        return self._logits(hidden(tokens_R, positions_R, slots_R, self._cache.layer, attend), "decode")
 
     def prefill(self, batch: PrefillBatch) -> Tensor:
         """Logits float32 [W, V] of the rows wanted."""
         attend = partial(self._attend_prefill, batch.block_table_RB, batch.query_lens, batch.context_lens)
-        x_TD = self._hidden(batch.tokens_T, batch.positions_T, batch.slots_T, self._cache.layer, attend, "prefill")
+        x_TD = self._hidden(batch.tokens_T, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase="prefill")
         return self._logits(x_TD[batch.wanted_rows_W], "decode")
 
     def score(self, tokens_BS: Tensor) -> Tensor:
@@ -114,7 +118,7 @@ class ModelRunner:
         pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns)
         attend = partial(self._attend_prefill, table_BN, (length,) * num_sequences, (length,) * num_sequences)
         x_TD = self._hidden(
-            tokens_BS.to(device).reshape(-1), positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, "prefill"
+            tokens_BS.to(device).reshape(-1), positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, phase="prefill"
         )
         return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
 
@@ -126,7 +130,7 @@ class ModelRunner:
         return rows + [placed.report(layer=None, linear=op) for (op, _), placed in self._head_ops.items()]
 
     def _hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, pages: Callable[[int], PagedKV], attend: Attend, phase: Phase
+        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, pages: Callable[[int], PagedKV], attend: Attend, *, phase: Phase
     ) -> Tensor:
         """[T, D] after the last layer, before the final norm. Few rows of a prompt go through the linears as decode rows do."""
         few = self._weights.target.device.type == "cuda" and len(tokens_T) <= self._weights.target.max_decode_rows
@@ -136,28 +140,42 @@ class ModelRunner:
             x_TD = self._layer(layer, x_TD, positions_T, slots_T, pages(layer_idx), attend, phase)
         return x_TD
 
+    def _walked(self, tokens_R: Tensor, positions_R: Tensor, slots_R: Tensor, pages: Callable[[int], PagedKV], attend: Attend) -> Tensor:
+        """The same for very few decode rows: a launch from each layer's attention to the next one's."""
+        layers = self._weights.layers
+        x_RD = F.embedding(tokens_R, self._weights.embed_VD)
+        qkv_RF: Tensor | None = layers[0].qkv(self._normed(x_RD, layers[0].attn_norm, layers[0].qkv, "decode"), "decode")
+        for layer_idx, (layer, walk) in enumerate(zip(layers, self._walks, strict=True)):
+            assert qkv_RF is not None
+            x_RD, qkv_RF = walk(self._attended(layer, qkv_RF, positions_R, slots_R, pages(layer_idx), attend), x_RD)
+        return x_RD
+
     def _layer(
         self, layer: LayerWeights, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV, attend: Attend, phase: Phase
     ) -> Tensor:
-        shape, eps, num_rows = layer.shape, self._arch.norm_eps, x_TD.shape[0]
-        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
         qkv_TF = layer.qkv(self._normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
-        tables = self._rope_tables[_rope_key(shape)]
-        q_THC = rope_store(qkv_TF, *tables, positions_T, slots_T, kv, num_heads=shape.num_heads, qk_norm=layer.qk_norm, eps=eps)
-        x_TD = layer.o(attend(shape, q_THC, kv).reshape(num_rows, -1), phase, residual=x_TD)
+        x_TD = layer.o(self._attended(layer, qkv_TF, positions_T, slots_T, kv, attend), phase, residual=x_TD)
         mid_TF = layer.gate_up(self._normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
         if not layer.gate_up.gated(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
         return layer.down(mid_TF, phase, residual=x_TD)
+
+    def _attended(self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV, attend: Attend) -> Tensor:
+        """[T, H C]; keys and values are in the cache afterwards."""
+        shape, eps = layer.shape, self._arch.norm_eps
+        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
+        tables = self._rope_tables[_rope_key(shape)]
+        q_THC = rope_store(qkv_TF, *tables, positions_T, slots_T, kv, num_heads=shape.num_heads, qk_norm=layer.qk_norm, eps=eps)
+        return attend(shape, q_THC, kv).reshape(qkv_TF.shape[0], -1)
 
     def _logits(self, x_TD: Tensor, phase: Phase) -> Tensor:
         head = self._weights.head
         return head(self._normed(x_TD, self._weights.norm, head, phase), phase, out_dtype=torch.float32)
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor, projection: Projection, phase: Phase) -> Rows:
-        """The projection's input: left to its kernel where that norms rows itself."""
-        if projection.norms(phase):
-            return NormedRows(x_TD, weight_D, self._arch.norm_eps)
+        """The projection's input: left to its kernel where that prepares rows itself."""
+        if projection.prepares(phase):
+            return RawRows(x_TD, weight_D, self._arch.norm_eps, projection.quant)
         return self._rms_norm(x_TD, weight_D, self._arch.norm_eps, projection.quant)
 
     def _attend_prefill(

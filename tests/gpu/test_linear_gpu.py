@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compress.kernels.linear import dense16, fp8, w4a16
 from compress.kernels.linear.plan import Shape, plans
-from compress.kernels.linear.stream import Streamed, gpu_of, norm_rows, stream
-from compress.kernels.rows import ActivationQuant, NormedRows, QuantizedRows, quantize
+from compress.kernels.linear.stream import Streamed, gpu_of, prepare_rows, stream
+from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.decoder import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -202,19 +202,51 @@ def test_no_rows_give_no_rows() -> None:
     assert linear(0).shape == (0, 64)
 
 
+RAW = [("W4A16_G128", 1024, 1024), ("W4A16_G128", 4096, 4096), ("BF16", 208, 384), ("BF16", 1024, 14336)]
+RAW_FP8 = [("FP8_DYNAMIC", 208, 384), ("FP8_DYNAMIC", 4096, 4096), ("FP8_DYNAMIC", 1024, 14336)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "n", "k"), [("W4A16_G128", 1024, 1024), ("W4A16_G128", 4096, 4096), ("BF16", 208, 384), ("BF16", 1024, 14336)]
-)
-def test_a_norm_inside_the_linear_has_the_bits_of_a_norm_before_it(name: str, n: int, k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("name", "n", "k"), RAW + RAW_FP8)
+def test_rows_prepared_inside_the_linear_have_the_bits_of_rows_prepared_before_it(
+    name: str, n: int, k: int, static: bool, normed: bool, dtype: torch.dtype
+) -> None:
+    fp8_input = name.startswith("FP8")
+    if not fp8_input and (static or not normed):
+        pytest.skip("nothing to prepare")
     linear = case(name, n, k, dtype=dtype)
-    weight_K = (1 + 0.2 * randn(k, seed=5)).to(dtype)
+    weight_K = (1 + 0.2 * randn(k, seed=5)).to(dtype) if normed else None
+    static_scale = torch.tensor(0.02, device="cuda") if static else None
+    quant = ActivationQuant(static_scale) if fp8_input else None
     x_TK = (3 * randn(128, k, seed=6)).to(dtype)
-    before = norm_rows(NormedRows(x_TK, weight_K, 1e-5))
-    expected = x_TK.double() / (x_TK.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_K.double()
-    assert float((before.double() - expected).norm() / expected.norm()) < 2 * torch.finfo(dtype).eps
+    x_TK[5] = 0
+    x_TK[6, 3] = 60_000.0
+    before = prepare_rows(RawRows(x_TK, weight_K, 1e-5, quant))
+    plain = prepare_rows(RawRows(x_TK, weight_K, 1e-5)) if normed else x_TK
+    assert isinstance(plain, Tensor)
+    if normed:
+        expected = x_TK.double() / (x_TK.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_K.double()
+        assert float((plain.double() - expected).norm() / expected.norm()) < 2 * torch.finfo(dtype).eps
+    if quant is not None:
+        rounded = quantize(plain, quant)
+        assert isinstance(before, QuantizedRows)
+        assert torch.equal(before.scale_T, rounded.scale_T)
+        assert torch.equal(before.values_TK.view(torch.uint8), rounded.values_TK.view(torch.uint8))
     whole = MODULES[name].linear(before, linear.packed, None, activation=None)
     for rows in ROWS:
-        assert torch.equal(norm_rows(NormedRows(x_TK[:rows], weight_K, 1e-5)), before[:rows])
-        y = MODULES[name].linear(NormedRows(x_TK[:rows], weight_K, 1e-5), linear.packed, None, activation=None)
+        raw = RawRows(x_TK[:rows], weight_K, 1e-5, quant)
+        y = MODULES[name].linear(raw, linear.packed, None, activation=None)
         assert torch.equal(y, whole[:rows])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_a_broken_row_stays_broken_and_alone(rows: int, normed: bool) -> None:
+    linear = case("FP8_DYNAMIC", 208, 384)
+    x_TK = randn(rows, 384, seed=6).to(torch.bfloat16)
+    x_TK[1, 7] = float("nan")
+    raw = RawRows(x_TK, torch.ones(384, device="cuda", dtype=torch.bfloat16) if normed else None, 1e-5, ActivationQuant())
+    broken = fp8.linear(raw, linear.packed, None, activation=None).isnan().all(dim=1)
+    assert broken.nonzero().flatten().tolist() == [1]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import nvrtc
-from compress.kernels.linear import dense16, fp8, w4a16
+from compress.kernels.linear import dense16, fp8, w4a16, walk
 from compress.kernels.linear.plan import FORMATS, MAX_STAGES, Format, Gpu, Plan, Shape, num_parts_of, plan, plans
-from compress.kernels.linear.stream import ACTIVATIONS, Variant
+from compress.kernels.linear.stream import ACTIVATIONS, Quantizes, Variant
 from compress.kernels.select import Problem, candidates, select
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -197,6 +197,7 @@ VARIANTS = [
     Variant("w4", torch.bfloat16, None, False, token_tiles=1, wgmma=False, resident=True, stages=7),
     Variant("w4", torch.bfloat16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=5, normed=True),
     Variant("dense16", torch.float16, None, True, token_tiles=1, wgmma=False, resident=True, stages=5, normed=True),
+    Variant("fp8", torch.bfloat16, None, False, token_tiles=1, wgmma=False, resident=True, stages=7),
     Variant("w4_asym", torch.float16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=4),
     Variant("fp8", torch.bfloat16, None, True, token_tiles=2, wgmma=False, resident=False, stages=3),
     Variant("dense16", torch.float16, "gelu_pytorch_tanh", False, token_tiles=8, wgmma=False, resident=False, stages=4),
@@ -209,6 +210,17 @@ VARIANTS = [
 def test_the_kernel_compiles(variant: Variant, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert nvrtc.compile_cubin(variant.source, sm)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("quantizes", ["by row", "static"])
+def test_rows_are_rounded_to_e4m3_on_the_way_in_on_hopper(
+    quantizes: Quantizes, normed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    variant = replace(VARIANTS[3], normed=normed, quantizes=quantizes)
+    assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 
 
 @needs_nvrtc
@@ -244,3 +256,29 @@ def test_k_is_split_where_row_tiles_are_few() -> None:
     assert num_parts_of(Shape("w4", 28672, 4096, True), 132) == 1, "enough row tiles for every multiprocessor"
     assert num_parts_of(Shape("w4", 4096, 14336, False), 132) == 8, "two row tiles for each: K is split among warps"
     assert num_parts_of(Shape("w4", 64, 128, False), 132) == 1, "one group cannot be split"
+
+
+def blocks(n: int, k: int, *, gated: bool = False) -> w4a16.PackedW4:
+    return w4a16.PackedW4(torch.empty(0), n, k, torch.bfloat16, symmetric=True, gated=gated)
+
+
+def walk_of(hidden_size: int, ffn_size: int, qkv_size: int) -> walk.Walk:
+    o, gate_up = walk.Link(blocks(hidden_size, hidden_size)), walk.Link(blocks(2 * ffn_size, hidden_size, gated=True))
+    down, following = walk.Link(blocks(hidden_size, ffn_size)), walk.Link(blocks(qkv_size, hidden_size))
+    return walk.Walk(o, gate_up, down, following, "silu", 1e-5, torch.zeros(2, dtype=torch.int32))
+
+
+def test_few_rows_of_a_layer_are_walked_on_hopper_alone() -> None:
+    llama_8b, llama_70b = walk_of(4096, 14336, 6144), walk_of(8192, 28672, 10240)
+    assert [walk.refusal(llama_8b, rows, H200) for rows in (1, 4)] == [None, None]
+    assert "sm_90" in str(walk.refusal(llama_8b, 1, A100))
+    assert "M up to 4" in str(walk.refusal(llama_8b, 5, H200))
+    assert "row tiles" in str(walk.refusal(llama_70b, 1, H200))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("stages", [4, 7])
+def test_a_walk_compiles(stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for weight_format in ("w4", "w4_asym"):
+        assert nvrtc.compile_cubin(walk.source_of(weight_format, torch.bfloat16, "silu", stages), 90)[:4] == b"\x7fELF"

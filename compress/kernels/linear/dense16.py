@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
-from compress.kernels.rows import NormedRows
+from compress.kernels.rows import RawRows
 from compress.kernels.select import DENSE_SCHEMES, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -21,7 +21,7 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
 
 
 def linear(
-    x: Tensor | NormedRows,
+    x: Tensor | RawRows,
     w_OI: Tensor,
     bias_O: Tensor | None,
     *,

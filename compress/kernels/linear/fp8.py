@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
-from compress.kernels.rows import QuantizedRows
+from compress.kernels.rows import QuantizedRows, RawRows
 from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
@@ -38,7 +38,7 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
 
 
 def linear(
-    x: QuantizedRows,
+    x: QuantizedRows | RawRows,
     packed: PackedFp8,
     bias_O: Tensor | None,
     *,
@@ -51,5 +51,5 @@ def linear(
     return stream(x, weight, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
-for _kernel in kernels("fp8", schemes=("FP8_DYNAMIC", "FP8_STATIC"), fn=linear, repack=repack, refusal=partial_tile, norms=False):
+for _kernel in kernels("fp8", schemes=("FP8_DYNAMIC", "FP8_STATIC"), fn=linear, repack=repack, refusal=partial_tile):
     register(_kernel)

@@ -1,6 +1,7 @@
-// Numbers of the model's dtype (F16 0 = bfloat16, 1 = float16) and the RMSNorm of a row (arXiv 1910.07467):
+// Numbers of the model's dtype (F16 0 = bfloat16, 1 = float16), the RMSNorm of a row (arXiv 1910.07467), and its rounding to e4m3:
 //
 //     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to the model's dtype
+//     scale = max(absmax(y) / 448, 2^-40),  q = e4m3(y / scale)   as kernels/rows.py defines it; a static scale is given
 //
 // Squares are summed in one order whoever sums them: quarter q of a row has the chunks of 16 bytes l + 32 (4 j + q), lane l, j ascending;
 // the quarters of a lane are added, then lanes by halves.
@@ -53,6 +54,33 @@ __device__ __forceinline__ float inverse_rms(float q0, float q1, float q2, float
     for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
     return rsqrtf(sum / (float)k + eps);
 }
+__device__ __forceinline__ float larger(float a, float b) {  // NaN if either is: a broken row must not look sound
+    float v;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+__device__ __forceinline__ float max_magnitude(float most, uint4 v) {
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = larger(most, larger(fabsf(low(pairs[i])), fabsf(high(pairs[i]))));
+    return most;
+}
+__device__ __forceinline__ float warp_max(float most) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes >>= 1) most = larger(most, __shfl_xor_sync(0xFFFFFFFFu, most, lanes));
+    return most;
+}
+__device__ __forceinline__ float scale_of(float most) { return larger(__fdiv_rn(most, 448.0f), 9.094947017729282e-13f); }
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ u32 e4m3_pair(u32 pair, float scale) {  // saturates at 448; the low number to the low byte
+    u16 bytes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(__fdiv_rn(high(pair), scale)), "f"(__fdiv_rn(low(pair), scale)));
+    return bytes;
+}
+__device__ __forceinline__ uint2 e4m3_chunk(uint4 v, float scale) {  // eight numbers
+    return make_uint2(e4m3_pair(v.x, scale) | (e4m3_pair(v.y, scale) << 16), e4m3_pair(v.z, scale) | (e4m3_pair(v.w, scale) << 16));
+}
+#endif
 __device__ __forceinline__ u32 normed_pair(u32 pair, float scale, u32 weight) {
     const u16 first = narrow(rounded(low(pair) * scale) * low(weight)), second = narrow(rounded(high(pair) * scale) * high(weight));
     return (u32)first | ((u32)second << 16);

@@ -33,7 +33,7 @@ _ALONE_BYTES = 117 * 1024
 """Of shared memory for a block on Hopper, at least: two of these do not fit."""
 _BESIDE_BYTES = 146 * 1024
 """Of shared memory for a block that leaves room for one of decode attention (78 KB)."""
-STATIC_BYTES = 256
+STATIC_BYTES = 1536
 """Of shared memory that the kernel declares for barriers, and to spare."""
 _ALIGNMENT = 1024
 _IN_FLIGHT_BYTES = 28 * 1024

@@ -10,24 +10,13 @@
 // integers, then is scaled in float32), and parts meet in a balanced tree. A block holds a subtree, a segment, and sums it by itself;
 // segments meet in the shared memory of a cluster from sm_90 on, in global memory before.
 //
-// x may come before its RMSNorm (NORM, with RESIDENT): every block then norms the rows as it reads them, one launch less and one wait less.
+// x may come as it is, before its RMSNorm (NORM) and its rounding to e4m3 (QUANT 1: a scale for each row, 2: a given one), where x is RESIDENT:
+// every block then does both as it reads the rows, a launch or two less, and as many waits.
 //
 // Macros: FORMAT 0 = 16 bit, 1 = int4 symmetric, 2 = int4 with zero points, 3 = e4m3 weights and activations; F16 0 = bfloat16,
 // 1 = float16 (the model's dtype); NT = token tiles of 8; ACT 0 = plain, 1 = silu, 2 = gelu, 3 = gelu by tanh (gated: a tile is 8 gate rows
 // over the 8 matching up rows); OUT32 = float32 output; WGMMA = wgmma instead of mma.sync; RESIDENT
 // and STAGES as above; PORTABLE = without what only sm_90 has, to test it there.
-
-#define W4 (FORMAT == 1 || FORMAT == 2)
-#define FP8 (FORMAT == 3)
-#define MMA_F16 (F16 || FP8)
-#define TMA (WGMMA && !FP8)  // x by the copy engine: x by cp.async needs a proxy fence before wgmma in every stage
-
-constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
-constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
-constexpr int TOKENS = NT * 8;
-constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
-constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
-constexpr int AHEAD = STAGES - 1;
 
 struct alignas(64) Args {
     char x_map[128];
@@ -42,133 +31,9 @@ struct alignas(64) Args {
     u32* arrivals;
     int num_tokens, n, k, num_tiles, tiles, parts, segments, arriving_bytes;
     const u16* norm_weight;
+    const float* static_scale;
     float norm_eps;
 };
-
-__device__ __forceinline__ void copy16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool there) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared(u32 at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ u32 load_word(u32 at) {
-    u32 v;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(load_word(at)); }
-__device__ __forceinline__ void store_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
-__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-
-#if HOPPER
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                     : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
-}
-#endif
-
-#if MMA_F16
-#define MMA_TYPES "f16.f16"
-#else
-#define MMA_TYPES "bf16.bf16"
-#endif
-
-// d = a b + c for one row tile and one token tile
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-#if WGMMA
-#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-// d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
-__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int accumulate) {
-#if NT == 2
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
-                 : D4(0), D4(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-#elif NT == 4
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
-                 " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-                 : D4(0), D4(1), D4(2), D4(3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-#elif NT == 8
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-#endif
-}
-__device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte swizzle, 8 tokens every 1024 bytes
-    return (u64)((subtile & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-#endif
-
-// Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.
-__device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
-    u32 even = v << 8;
-    return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
-}
-
-#if W4
-#if WGMMA
-#define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
-#else
-#define IN_ORDER asm
-#endif
-// Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
-__device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, u32 high_zero) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        u32 v, zero = j & 1 ? high_zero : low_zero;  // registers 1 and 3 hold row g + 8
-#if F16
-        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
-        IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(zero));
-#else
-        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
-        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x3F803F80), "r"(zero));
-#endif
-    }
-}
-#endif
-
-// term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
-// No term is -0 (sums start at +0), so that padding by 0 changes nothing.
-template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
-    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-__device__ __forceinline__ float activated(float v) {
-#if ACT == 1
-    return v / (1.0f + expf(-v));
-#elif ACT == 2
-    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
-#else
-    return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
-#endif
-}
 
 extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear(const __grid_constant__ Args args) {
 #if HOPPER
@@ -280,6 +145,54 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
+#if NORM || QUANT
+    // Raw rows: chunks of 16 bytes, 8 numbers.
+    const int raw_chunks = args.k / 8, part_chunk = first * (K_STAGE / 8);
+    const uint4* raw = (const uint4*)args.x + (long long)token_start * raw_chunks;
+    __shared__ float factors[TOKENS];
+#if NORM
+    for (int row = warp; row < num_tokens; row += num_warps) {
+        const uint4* x = raw + (long long)row * raw_chunks + lane;
+        float quarters[4] = {};
+#pragma unroll 4
+        for (int c = 0; c + lane < raw_chunks; c += 128) {
+#pragma unroll
+            for (int q = 0; q < 4; ++q)
+                if (c + 32 * q + lane < raw_chunks) quarters[q] = plus_squares(quarters[q], x[c + 32 * q]);
+        }
+        const float factor = inverse_rms(quarters[0], quarters[1], quarters[2], quarters[3], args.k, args.norm_eps);
+        if (lane == 0) factors[row] = factor;
+    }
+    __syncthreads();
+    const uint4* norm_weight = (const uint4*)args.norm_weight;
+    auto row_chunk = [&](int row, int c) { return normed(raw[(long long)row * raw_chunks + c], factors[row], norm_weight[c]); };
+#else
+    auto row_chunk = [&](int row, int c) { return raw[(long long)row * raw_chunks + c]; };
+#endif
+#if QUANT
+    __shared__ float row_scales[TOKENS];
+#if QUANT == 1
+    __shared__ float most_of[TOKENS][16];
+    for (int row = 0; row < num_tokens; ++row) {
+        float most = 0.0f;
+#pragma unroll 4
+        for (int c = threadIdx.x; c < raw_chunks; c += num_warps * 32) most = max_magnitude(most, row_chunk(row, c));
+        most = warp_max(most);
+        if (lane == 0) most_of[row][warp] = most;
+    }
+    __syncthreads();
+    if (threadIdx.x < num_tokens) {
+        float most = 0.0f;
+        for (int w = 0; w < num_warps; ++w) most = larger(most, most_of[threadIdx.x][w]);
+        row_scales[threadIdx.x] = scale_of(most);
+    }
+#else
+    if (threadIdx.x < num_tokens) row_scales[threadIdx.x] = *args.static_scale;
+#endif
+    __syncthreads();
+#endif
+#endif
+
 #if RESIDENT
     {  // a thread moves chunks `part_threads` apart, row by row
         const int row_chunks = count * (FP8 ? 8 : SUBTILES * 8);
@@ -287,6 +200,16 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
         auto advance = [&] {
             for (chunk += part_threads; chunk >= row_chunks; chunk -= row_chunks) ++token;
         };
+#if QUANT
+        for (; token < num_tokens; advance()) {
+            const uint2 even = e4m3_chunk(row_chunk(token, part_chunk + 2 * chunk), row_scales[token]);
+            const uint2 odd = e4m3_chunk(row_chunk(token, part_chunk + 2 * chunk + 1), row_scales[token]);
+            store_as_f16(x_part, token, chunk, make_uint4(even.x, even.y, odd.x, odd.y));
+        }
+#elif NORM
+        for (; token < num_tokens; advance())
+            store_shared(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk), row_chunk(token, part_chunk + chunk));
+#else
         auto from = [&] { return x_first + (long long)token * row_bytes + chunk * 16; };
 #if FP8
         constexpr int BATCH = 4;
@@ -303,30 +226,11 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
             for (int j = 0; j < BATCH; ++j)
                 if (tokens[j] < num_tokens) store_as_f16(x_part, tokens[j], chunks[j], v[j]);
         }
-#elif NORM
-        __shared__ float scales[TOKENS];
-        const int norm_chunks = args.k / 8;
-        for (int row = warp; row < num_tokens; row += num_warps) {
-            const uint4* x = (const uint4*)(args.x + (long long)(token_start + row) * row_bytes) + lane;
-            float quarters[4] = {};
-#pragma unroll 4
-            for (int c = 0; c + lane < norm_chunks; c += 128) {
-#pragma unroll
-                for (int q = 0; q < 4; ++q)
-                    if (c + 32 * q + lane < norm_chunks) quarters[q] = plus_squares(quarters[q], x[c + 32 * q]);
-            }
-            const float scale = inverse_rms(quarters[0], quarters[1], quarters[2], quarters[3], args.k, args.norm_eps);
-            if (lane == 0) scales[row] = scale;
-        }
-        const uint4* norm_weight = (const uint4*)args.norm_weight + first * (K_STAGE / 8);
-        __syncthreads();
-        for (; token < num_tokens; advance())
-            store_shared(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk),
-                         normed(*(const uint4*)from(), scales[token], norm_weight[chunk]));
 #else
         for (; token < num_tokens; advance()) copy16(x_part + (chunk >> 3) * subtile_bytes + swizzled(token, chunk), from());
         commit();
         wait_pending<0>();
+#endif
 #endif
         __syncthreads();
     }
@@ -583,7 +487,11 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     for (; token < num_tokens; token += own_step) {
         const long long at = (long long)(token_start + token) * out_stride + channel;
         const float residual = args.residual ? widen(args.residual[at]) : 0.0f;
+#if QUANT
+        const float token_scale = row_scales[token];
+#else
         const float token_scale = FP8 ? args.x_scale[token_start + token] : 0.0f;
+#endif
         auto value = [&](int half) {
             float v;
             const int row = ACT ? (slot_output >> 3) * 16 + half * 8 + (slot_output & 7) : slot_output;

@@ -7,19 +7,23 @@ A row's bits are the same in every M and beside any neighbours (`plan.py` says w
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from compress.kernels.linear.plan import FORMATS, STATIC_BYTES, TILE_ROWS, Format, Gpu, Plan, Shape, plan
 from compress.kernels.nvrtc import Function, Launch, Source, tile_map
-from compress.kernels.rows import NormedRows, QuantizedRows
+from compress.kernels.quantize_rows.fused import quantize_rows
+from compress.kernels.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.select import Kernel, Problem, Repack
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
+Quantizes = Literal["no", "by row", "static"]
+QUANTIZES: tuple[Quantizes, ...] = get_args(Quantizes)
+"""Whether a kernel rounds raw rows to e4m3, and by which scale: the values of QUANT in the sources."""
 MAX_ROWS = 128
 MIN_SM = 80
 
@@ -48,6 +52,7 @@ class Variant:
     resident: bool
     stages: int
     normed: bool = False
+    quantizes: Quantizes = "no"
 
     @property
     def source(self) -> Source:
@@ -61,8 +66,9 @@ class Variant:
             "RESIDENT": int(self.resident),
             "STAGES": self.stages,
             "NORM": int(self.normed),
+            "QUANT": QUANTIZES.index(self.quantizes),
         }
-        return Source(_text("numbers.cuh") + _text("stream.cu"), "stream_linear", tuple(macros.items()))
+        return Source(source_text("numbers.cuh", "pieces.cuh", "stream.cu"), "stream_linear", tuple(macros.items()))
 
 
 _TileMap = ctypes.c_ubyte * 128
@@ -75,19 +81,23 @@ class _Arguments(ctypes.Structure):
         ("x_map", _TileMap),
         *((name, ctypes.c_void_p) for name in ("w", "x", "w_scale", "x_scale", "bias", "residual", "y", "partials", "arrivals")),
         *((name, ctypes.c_int) for name in ("num_tokens", "n", "k", "num_tiles", "tiles", "parts", "segments", "arriving_bytes")),
-        ("norm_weight", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("norm_weight", "static_scale")),
         ("norm_eps", ctypes.c_float),
     ]
 
 
-class _NormArguments(ctypes.Structure):
-    """`Args` of norm_rows.cu."""
+class _PrepareArguments(ctypes.Structure):
+    """`Args` of prepare_rows.cu."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("x", "weight", "y")), ("k", ctypes.c_int), ("eps", ctypes.c_float)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "y", "scales", "static_scale")),
+        ("k", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    ]
 
 
 def stream(
-    x: Tensor | QuantizedRows | NormedRows,
+    x: Tensor | QuantizedRows | RawRows,
     weight: Streamed,
     bias_O: Tensor | None,
     *,
@@ -101,10 +111,9 @@ def stream(
 
     `chosen` is for measuring other plans than the best; none of them changes a bit.
     """
-    x_TI = x if isinstance(x, Tensor) else x.values_TK if isinstance(x, QuantizedRows) else x.x_TK
-    num_rows, device = x_TI.shape[0], x_TI.device
+    num_rows, device = x.shape[0], weight.data.device
     shape = Shape(weight.format, weight.n, weight.k, activation is not None)
-    assert x_TI.shape[1] == weight.k
+    assert x.shape[1] == weight.k
     assert out_dtype in (None, dtype, torch.float32)
     y_TO = torch.empty(num_rows, weight.n // 2 if shape.gated else weight.n, dtype=out_dtype or dtype, device=device)
     if num_rows == 0:
@@ -112,11 +121,11 @@ def stream(
     gpu = gpu_of(device)
     chosen = chosen or plan(shape, num_rows, gpu)
     partials, arrivals = _meeting_place(chosen, device) if gpu.sm < 90 else (None, None)
+    raw = x if isinstance(x, RawRows) and chosen.resident and (x.quant is None or gpu.sm >= 90) else None
+    if isinstance(x, RawRows):
+        x = x.x_TK if raw is not None else prepare_rows(x)
+    x_TI, x_scale_T = (x.values_TK, x.scale_T) if isinstance(x, QuantizedRows) else (x, None)
     x_TI, residual_TO = _readable(x_TI), None if residual_TO is None else residual_TO.contiguous()
-    norm = x if isinstance(x, NormedRows) and chosen.resident else None
-    if isinstance(x, NormedRows) and norm is None:
-        x_TI = norm_rows(NormedRows(x_TI, x.weight_K, x.eps))
-    x_scale_T = x.scale_T if isinstance(x, QuantizedRows) else None
     tensors = (weight.data, x_TI, weight.scale_O, x_scale_T, bias_O, residual_TO, y_TO, partials, arrivals)
     split = chosen.split
     copied = chosen.wgmma and weight.format != "fp8"
@@ -124,37 +133,61 @@ def stream(
         _TileMap.from_buffer_copy(tile_map(x_TI, (8 * chosen.token_tiles, 64))) if copied else _TileMap(),
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, weight.n, weight.k, shape.num_tiles, chosen.tiles, split.parts, split.segments, chosen.arriving_bytes),
-        None if norm is None else norm.weight_K.data_ptr(),
-        0.0 if norm is None else norm.eps,
+        *_raw_arguments(raw),
     )
-    variant = variant_of(chosen, shape, dtype, activation, out_dtype, normed=norm is not None)
+    variant = variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw)
     function(variant, device)(chosen.launch, arguments, device=device)
     return y_TO
 
 
-def norm_rows(x: NormedRows) -> Tensor:
-    """The norm alone, bit for bit as the linear computes it."""
-    x_TK = _readable(x.x_TK)
-    y_TK = torch.empty_like(x_TK)
-    num_rows, k = x_TK.shape
-    arguments = _NormArguments(x_TK.data_ptr(), x.weight_K.data_ptr(), y_TK.data_ptr(), k, x.eps)
-    launch = Launch(grid=(num_rows, 1), threads=128, shared_bytes=0, overlap=gpu_of(x_TK.device).sm >= 90)
-    _norm_function(x_TK.dtype, x_TK.device)(launch, arguments, device=x_TK.device)
-    return y_TK
+def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
+    """What a linear does to raw rows, alone and bit for bit."""
+    x_TK = _readable(raw.x_TK)
+    (num_rows, k), device = x_TK.shape, x_TK.device
+    quantizes, sm = _quantizes(raw), gpu_of(device).sm
+    if raw.quant is not None and sm < 90:  # no e4m3 instruction
+        if raw.weight_K is not None:
+            normed = prepare_rows(replace(raw, quant=None))
+            assert isinstance(normed, Tensor)
+            x_TK = normed
+        return quantize_rows(x_TK, raw.quant)
+    y_TK = torch.empty(num_rows, k, dtype=x_TK.dtype if quantizes == "no" else FP8, device=device)
+    scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
+    weight, static_scale, eps = _raw_arguments(raw)
+    arguments = _PrepareArguments(x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps)
+    launch = Launch(grid=(num_rows, 1), threads=128, shared_bytes=0, overlap=sm >= 90)
+    _prepare_function(x_TK.dtype, raw.weight_K is not None, quantizes, device)(launch, arguments, device=device)
+    return y_TK if quantizes == "no" else QuantizedRows(y_TK, scale_T)
+
+
+def _quantizes(raw: RawRows | None) -> Quantizes:
+    if raw is None or raw.quant is None:
+        return "no"
+    return "by row" if raw.quant.static_scale is None else "static"
+
+
+def _raw_arguments(raw: RawRows | None) -> tuple[int | None, int | None, float]:
+    """norm_weight, static_scale, norm_eps."""
+    weight_K = None if raw is None else raw.weight_K
+    static = None if raw is None or raw.quant is None else raw.quant.static_scale
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight_K, static))
+    return *pointers, 0.0 if raw is None else raw.eps  # type: ignore[return-value]
 
 
 def variant_of(
-    chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None, *, normed: bool = False
+    chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None, *, raw: RawRows | None = None
 ) -> Variant:
     float32_output = out_dtype == torch.float32
     return Variant(
-        shape.format, dtype, activation, float32_output, chosen.token_tiles, chosen.wgmma, chosen.resident, chosen.stages, normed
+        shape.format, dtype, activation, float32_output, chosen.token_tiles, chosen.wgmma, chosen.resident, chosen.stages,
+        normed=raw is not None and raw.weight_K is not None, quantizes=_quantizes(raw),
     )  # fmt: skip
 
 
 @functools.cache
-def _norm_function(dtype: torch.dtype, device: torch.device) -> Function:
-    source = Source(_text("numbers.cuh") + _text("norm_rows.cu"), "norm_rows", (("F16", int(dtype == torch.float16)),))
+def _prepare_function(dtype: torch.dtype, normed: bool, quantizes: Quantizes, device: torch.device) -> Function:
+    macros = (("F16", int(dtype == torch.float16)), ("NORM", int(normed)), ("QUANT", QUANTIZES.index(quantizes)))
+    source = Source(source_text("numbers.cuh", "prepare_rows.cu"), "prepare_rows", macros)
     return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
 
 
@@ -173,8 +206,9 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @functools.cache
-def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text()
+def source_text(*names: str) -> str:
+    """Files of this folder, one after the other."""
+    return "".join(files(__package__).joinpath(name).read_text() for name in names)
 
 
 def _readable(x_TI: Tensor) -> Tensor:
@@ -206,7 +240,6 @@ def kernels(
     fn: Callable[..., Tensor],
     repack: Repack,
     refusal: Callable[[Problem], str | None],
-    norms: bool = True,
 ) -> Iterator[Kernel]:
     """One kernel for each activation of a gated linear, and the plain one."""
     for activation in ACTIVATIONS:
@@ -228,4 +261,4 @@ def kernels(
 
         bound: Callable[..., Any] = functools.partial(fn, activation=activation)
         suffix = f".{activation}" if activation else ""
-        yield Kernel("linear", f"stream.{name}{suffix}", min_sm=MIN_SM, rank=20, supports=supports, fn=bound, repack=repack, norms=norms)
+        yield Kernel("linear", f"stream.{name}{suffix}", min_sm=MIN_SM, rank=20, supports=supports, fn=bound, repack=repack, prepares=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.kernels.linear.plan import Shape
 from compress.kernels.linear.stream import Streamed, kernels, stream
-from compress.kernels.rows import NormedRows
+from compress.kernels.rows import RawRows
 from compress.kernels.select import anything, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -117,7 +117,7 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def linear(
-    x: Tensor | NormedRows,
+    x: Tensor | RawRows,
     packed: PackedW4,
     bias_O: Tensor | None,
     *,

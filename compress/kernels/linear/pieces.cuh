@@ -1,0 +1,139 @@
+// What kernels that stream weights share: asynchronous copies, matrix instructions, the four-bit and e4m3 tricks, sums over parts of K.
+// Macros as in stream.cu.
+
+#define W4 (FORMAT == 1 || FORMAT == 2)
+#define FP8 (FORMAT == 3)
+#define MMA_F16 (F16 || FP8)
+#define TMA (WGMMA && !FP8)  // x by the copy engine: x by cp.async needs a proxy fence before wgmma in every stage
+
+constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
+constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
+constexpr int TOKENS = NT * 8;
+constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
+constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
+constexpr int AHEAD = STAGES - 1;
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy16_or_zero(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int GROUPS> __device__ __forceinline__ void wait_pending() {  // until at most GROUPS of the newest are unfinished
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 load_word(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(load_word(at)); }
+__device__ __forceinline__ void store_float(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
+__device__ __forceinline__ void store_shared(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+#if HOPPER
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+}
+#endif
+
+#if MMA_F16
+#define MMA_TYPES "f16.f16"
+#else
+#define MMA_TYPES "bf16.bf16"
+#endif
+
+// d = a b + c for one row tile and one token tile
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+#if WGMMA
+#define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+// d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
+__device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int accumulate) {
+#if NT == 2
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
+                 : D4(0), D4(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 4
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+                 " {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+                 : D4(0), D4(1), D4(2), D4(3) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 8
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+                 : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#endif
+}
+__device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte swizzle, 8 tokens every 1024 bytes
+    return (u64)((subtile & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+#endif
+
+// Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.
+__device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
+    u32 even = v << 8;
+    return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
+}
+
+#if W4
+#if WGMMA
+#define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
+#else
+#define IN_ORDER asm
+#endif
+// Eight codes 0..15 of one thread in one k16 step, minus their zero point, exactly.
+__device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, u32 high_zero) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        u32 v, zero = j & 1 ? high_zero : low_zero;  // registers 1 and 3 hold row g + 8
+#if F16
+        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
+        IN_ORDER("add.rn.f16x2 %0, %1, %2;" : "=r"(a[j]) : "r"(v), "r"(zero));
+#else
+        IN_ORDER("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(word >> (4 * j)));
+        IN_ORDER("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[j]) : "r"(v), "r"(0x3F803F80), "r"(zero));
+#endif
+    }
+}
+#endif
+
+// term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
+// No term is -0 (sums start at +0), so that padding by 0 changes nothing.
+template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+}
+
+__device__ __forceinline__ float activated(float v) {
+#if ACT == 1
+    return v / (1.0f + expf(-v));
+#elif ACT == 2
+    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
+#else
+    return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
+#endif
+}
