@@ -3,18 +3,22 @@
     python scripts/bench_runtime.py --out benchmarks/h200/runtime.json
     python scripts/bench_runtime.py --schemes W4A16_G128 --batch-sizes 1 --baseline
 
-Weights are random and made on the device, once a scheme: speed depends on shapes and formats, not on values. `A+B` is scheme A with a head
-in scheme B. Every batch size, context and the time to first token of one long prompt use the same engine, as a server would. Latency is
-`validate/latency.py`'s: token-true times, prompts fresh for every request, warm-up not counted. In the rows:
+Weights are random and made on the device: speed depends on shapes and formats, not on values. `A+B` is scheme A with a head in scheme B.
+Every batch size, context and the time to first token of one long prompt use the same engine, as a server would. Latency is
+`validate/latency.py`'s: token-true times, prompts fresh for every request, warm-up not counted. A step of the engine takes as many tokens
+as the prompts of the largest batch have together (`max_step_tokens`, at least 2048; the option sets it): requests that arrive together are
+prefilled together, so TPOT holds nobody else's prefill, and TTFT of a batch is the prefill of all of it. Prompts of `--contexts` that are
+more than one step holds are prefilled in several, and the TPOT of those done first then holds the rest. In the rows:
 
     floor_ms       bytes of a decode step / read bandwidth measured in this run; floor_frac = floor / median TPOT
     curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear, then 4.16 TB/s
     ttft_floor_ms  arithmetic or bytes of the prefill, whichever is longer, at rates measured in this run (FP8 schemes: FP8 arithmetic)
-    step_ms_p50    a steady decode step, all prompts done; TPOT of a batch also holds the prefills of requests that came with it
-    host_us_p50    the host's own time in a steady decode step: the step without its waiting for the device
+    step_ms_p50    a steady decode step, all prompts done; with _p10 and _p90 over the steps of all repeats
+    host_us_p50    the host's own time in a steady decode step: the step without its waiting for the device; with _p10 and _p90
 
-A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the device was idle. `--baseline`
-runs `transformers` on the same shape, eager and with a static cache, which it compiles on CUDA.
+A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the device was idle. Profiles come
+last, by engines of their own, because the profiler slows every launch that follows in its process. `--baseline` runs `transformers` on the
+same shape, eager and with a static cache, which it compiles on CUDA.
 """
 
 import argparse
@@ -41,7 +45,7 @@ from bench_setup import (
 )
 from kernel_bench.timer import time_launches
 from result_file import decode_kernels
-from step_profile import drain, fill, profile_steps, queue, time_steps
+from step_profile import drain, fill, profile_steps, queue, time_rounds
 
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
@@ -52,6 +56,7 @@ from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_r
 
 DENSE = "dense"
 DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
+MIN_STEP_TOKENS = 2048
 LINEARS_OF_A_LAYER = 4
 _MS = ("ttft_ms_p50", "ttft_ms_p95", "tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99")
 
@@ -72,6 +77,32 @@ class Bench:
     def serve(self, scheme: str) -> None:
         """All rows of one scheme, by one engine."""
         args, started_s = self.args, time.perf_counter()
+        engine = self._engine(scheme)
+        loaded_s = time.perf_counter() - started_s
+        for prompt_tokens in dict.fromkeys((args.prompt_tokens, *args.contexts)):
+            for row in self._latency(engine, args.batch_sizes, prompt_tokens, args.output_tokens):
+                steady = time_rounds(engine, row.batch_size, prompt_tokens, args.output_tokens, rounds=args.repeats)
+                self.rows.append(self._row(engine, scheme, row) | steady)
+        for row in self._latency(engine, [1], args.ttft_tokens, 2):
+            self.rows.append(self._row(engine, scheme, row) | {"ttft_floor_ms": self._ttft_floor(engine, scheme, row)})
+        print(f"{scheme}: loaded in {loaded_s:.1f} s, measured in {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
+
+    def profile(self, scheme: str) -> None:
+        """Where the time of its decode steps and of the long prefill goes."""
+        args, engine = self.args, self._engine(scheme)
+        for batch_size in args.batch_sizes:
+            fill(engine, batch_size, args.prompt_tokens, args.output_tokens)
+            self._profiled(engine, scheme, "decode", batch_size, args.prompt_tokens, steps=min(8, args.output_tokens // 2))
+        queue(engine, 1, args.ttft_tokens, 2)
+        self._profiled(engine, scheme, "prefill", 1, args.ttft_tokens, steps=-(-args.ttft_tokens // engine.config.max_step_tokens))
+
+    def _profiled(self, engine: Engine, scheme: str, phase: str, batch_size: int, prompt_tokens: int, *, steps: int) -> None:
+        facts = {"scheme": scheme, "phase": phase, "batch_size": batch_size, "prompt_tokens": prompt_tokens}
+        self.profiles.append(facts | profile_steps(engine, steps=steps))
+        drain(engine)
+
+    def _engine(self, scheme: str) -> Engine:
+        args = self.args
         linears, _, head = scheme.partition("+")
         source = RandomSource(
             self.arch,
@@ -82,30 +113,16 @@ class Bench:
         )
         longest = max(args.prompt_tokens, *args.contexts, args.ttft_tokens) + args.output_tokens
         config = EngineConfig(
-            dtype=self.dtype, max_batch_size=max(args.batch_sizes), max_model_len=longest, kv_format=args.kv_format, max_step_tokens=2048
+            dtype=self.dtype,
+            max_batch_size=max(args.batch_sizes),
+            max_model_len=longest,
+            kv_format=args.kv_format,
+            max_step_tokens=args.max_step_tokens or max(MIN_STEP_TOKENS, max(args.batch_sizes) * args.prompt_tokens),
         )
         engine = Engine(source, device=self.device, config=config)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        print(f"{scheme}: made and loaded in {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
-        for prompt_tokens in dict.fromkeys((args.prompt_tokens, *args.contexts)):
-            for row in self._latency(engine, args.batch_sizes, prompt_tokens, args.output_tokens):
-                batch = {"batch_size": row.batch_size, "prompt_tokens": prompt_tokens}
-                fill(engine, batch["batch_size"], prompt_tokens, args.output_tokens)
-                steady = time_steps(engine, steps=args.output_tokens // 2)
-                drain(engine)
-                self.rows.append(self._row(engine, scheme, row) | steady)
-                if prompt_tokens == args.prompt_tokens:
-                    fill(engine, row.batch_size, prompt_tokens, args.output_tokens)
-                    profile = profile_steps(engine, steps=min(8, args.output_tokens // 2))
-                    self.profiles.append({"scheme": scheme, "phase": "decode", **batch, **profile})
-                    drain(engine)
-        for row in self._latency(engine, [1], args.ttft_tokens, 2):
-            self.rows.append(self._row(engine, scheme, row) | {"ttft_floor_ms": self._ttft_floor(engine, scheme, row)})
-        queue(engine, 1, args.ttft_tokens, 2)
-        profile = profile_steps(engine, steps=-(-args.ttft_tokens // config.max_step_tokens))
-        self.profiles.append({"scheme": scheme, "phase": "prefill", "batch_size": 1, "prompt_tokens": args.ttft_tokens, **profile})
-        drain(engine)
+        return engine
 
     def _latency(self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int) -> list[LatencyRow]:
         return measure_latency(
@@ -131,6 +148,7 @@ class Bench:
             "kv": engine.kv_format.lower(),
             "tp": 1,
             **{name: measured[name] for name in ("batch_size", "prompt_tokens", "output_tokens", "repeats")},
+            "max_step_tokens": engine.config.max_step_tokens,
             **{each: measured[each] for name in _MS for each in (name, f"{name}_lower", f"{name}_upper")},
             **{name: measured[name] for name in ("itl_ms_p99", "output_tokens_per_s", "step_bytes", "floor_ms", "floor_frac")},
             "curve_ms": curve_ms if is_h200(self.device) else None,
@@ -212,6 +230,11 @@ def _fp8_rate(device: torch.device, *, size: int = 8192) -> float:
     return 2 * size**3 / time_launches([call] * 2, device, replays=5, in_graph=False, sustained=True).us * 1e6
 
 
+def release_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -> str:
     """Latency, then where the time of a step went."""
     header = ["scheme", "batch", "prompt", "TTFT ms", "TPOT ms", "p95", "p99", "step ms", "floor", "floor / TPOT", "curve", "host us"]
@@ -251,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--contexts", nargs="*", type=int, default=[], help="further prompt lengths to measure")
     parser.add_argument("--ttft-tokens", type=int, default=2048, help="prompt of the time-to-first-token row, batch 1")
+    parser.add_argument("--max-step-tokens", type=int, default=None, help="of prefill in one step; by default all prompts of a batch")
     parser.add_argument("--kv-format", default=None, help="of the cache; the model's dtype by default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--baseline", action="store_true", help="also run transformers on the same shape")
@@ -268,10 +292,13 @@ def main() -> None:
     try:
         for scheme in args.schemes:
             bench.serve(scheme)
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_memory()
         if args.baseline:
             bench.rows += transformers_rows(bench)
+            release_memory()
+        for scheme in args.schemes:
+            bench.profile(scheme)
+            release_memory()
     finally:  # what was measured before a failure is kept
         if args.out is not None:
             rates = {"bandwidth_bytes_per_s": bench.bandwidth, "matmul_flops_per_s": bench.matmul_rate, "fp8_flops_per_s": bench.fp8_rate}

@@ -1,11 +1,12 @@
 """What the speed benchmarks share: options, the shape a name stands for, and the file that results are kept in.
 
-A result file says what its numbers depend on: device, driver, clocks, versions, commit, date, command, and the rates measured in the same
-run. Rows are flat.
+A result file says what its numbers depend on: device, driver, clocks, host, versions, commit, date, command, and the rates measured in the
+same run. Rows are flat.
 """
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -62,11 +63,13 @@ def write_results(path: Path, rows: Sequence[dict[str, Any]], *, device: torch.d
     """`facts` are measured rates and conditions that hold for all rows."""
     environment = environment_facts(device)
     head = ["git", "rev-parse", "--verify", "HEAD"]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton_version()}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": _triton_version()}
     document = {
         "schema": SCHEMA,
         "device": environment["device"],
+        "memory_bytes": environment.get("memory_bytes"),
         "driver": environment.get("driver"),
+        "host": {"cpu": environment_facts(torch.device("cpu"))["device"], "cores": os.cpu_count()},
         "clocks": {name: value for name, value in environment.items() if name.startswith("clock_")},
         "versions": versions,
         "commit": commit or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),

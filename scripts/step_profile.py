@@ -37,22 +37,45 @@ def drain(engine: Engine) -> None:
 
 
 def time_steps(engine: Engine, *, steps: int) -> dict[str, float]:
-    """Medians over steps: milliseconds of one, and the microseconds of it that are not spent waiting for the device."""
-    step_ms, host_us = [], []
+    """Milliseconds of a step, and its microseconds that are not spent waiting for the device: median, 10th and 90th percentile."""
+    return _percentiles(_timed(engine, steps))
+
+
+def time_rounds(engine: Engine, batch_size: int, prompt_tokens: int, output_tokens: int, *, rounds: int) -> dict[str, float]:
+    """The same over rounds of fresh requests, half of their tokens: a shared machine may be slow for longer than a round takes."""
+    times = []
+    for _ in range(rounds):
+        fill(engine, batch_size, prompt_tokens, output_tokens)
+        times += _timed(engine, output_tokens // 2)
+        drain(engine)
+    return _percentiles(times)
+
+
+def _timed(engine: Engine, steps: int) -> list[tuple[float, float]]:
+    """Of each step the seconds it took, and those of the host."""
+    times = []
     for _ in range(steps):
         waited_s, begin = engine.wait_s, time.perf_counter()
         engine.step()
         wall_s = time.perf_counter() - begin
-        step_ms.append(wall_s * 1e3)
-        host_us.append((wall_s - (engine.wait_s - waited_s)) * 1e6)
-    return {"step_ms_p50": statistics.median(step_ms), "host_us_p50": statistics.median(host_us)}
+        times.append((wall_s, wall_s - (engine.wait_s - waited_s)))
+    return times
+
+
+def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
+    row = {}
+    for name, scale, values in (("step_ms", 1e3, [wall_s for wall_s, _ in times]), ("host_us", 1e6, [host_s for _, host_s in times])):
+        deciles = statistics.quantiles(values, n=10, method="inclusive")
+        row |= {f"{name}_p50": statistics.median(values) * scale, f"{name}_p10": deciles[0] * scale, f"{name}_p90": deciles[-1] * scale}
+    return row
 
 
 def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
     """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds and share. On a CPU: torch's ops.
 
-    The profiler slows the host, so the idle time is an upper bound. Under programmatic dependent launch a kernel starts before its
-    predecessor ends, and its time includes that wait: kernels then add up to more than the step.
+    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks behind: from then on the launch of a graph costs
+    the host of this process 0.25 us a kernel, so what times the host comes before the first profile. Under programmatic dependent launch a
+    kernel starts before its predecessor ends, and its time includes that wait: kernels then add up to more than the step.
     """
     on_gpu = engine.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:

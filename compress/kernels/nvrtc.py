@@ -28,8 +28,9 @@ _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _DIGEST_SIZE = 32
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_MAP_UINT16, _MAP_SWIZZLE_128B, _MAP_PROMOTE_128B = 1, 3, 2
-"""Of cuTensorMapEncodeTiled."""
+_MAP_TYPES = {1: 0, 2: 1, 8: 4}
+_MAP_SWIZZLE_128B, _MAP_PROMOTE_128B = 3, 2
+"""Of cuTensorMapEncodeTiled; types are unsigned integers by their bytes."""
 
 
 @dataclass(frozen=True)
@@ -106,25 +107,38 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "cubin"
 
 
-def tile_map(rows: Tensor, tile: tuple[int, int]) -> bytes:
-    """How the copy engine of sm_90 reads tiles (rows, columns) of 16-bit rows: a CUtensorMap. A tile's row is 128 bytes, its 16-byte chunks
-    permuted by the row's number (mod 8); what lies past the end is zero.
+def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> bytes:
+    """How the copy engine of sm_90 reads tiles of a tensor, or of any strided view of one, of 1, 2 or 8 bytes a number.
+
+    `tile` is its extent along each dimension; in shared memory its rows, of the last dimension, lie as the others nest. Swizzled rows are
+    128 bytes, and the 16-byte chunks of one are permuted by its number (mod 8). What lies past the end is zero.
 
     Raises:
         EnvironmentUnfit: the driver refuses it.
     """
-    assert rows.element_size() == 2
+    size = view.element_size()
+    assert view.dim() == len(tile)
+    assert view.stride(-1) == 1
+    assert not swizzled or tile[-1] * size == 128
+    return _encoded(view.data_ptr(), size, tuple(view.shape), view.stride()[:-1], tile, _MAP_SWIZZLE_128B if swizzled else 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(
+    address: int, element_size: int, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...], swizzle: int
+) -> bytes:
     buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     at = -(-ctypes.addressof(buffer) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    sizes, strides = (ctypes.c_uint64 * 2)(rows.shape[1], rows.shape[0]), (ctypes.c_uint64 * 1)(rows.stride(0) * 2)
-    box, steps = (ctypes.c_uint32 * 2)(tile[1], tile[0]), (ctypes.c_uint32 * 2)(1, 1)
-    address = ctypes.c_void_p(rows.data_ptr())
-    encode = _driver().cuTensorMapEncodeTiled
-    status = encode(ctypes.c_void_p(at), _MAP_UINT16, 2, address, sizes, strides, box, steps, 0, _MAP_SWIZZLE_128B, _MAP_PROMOTE_128B, 0)
+    rank = len(shape)  # the driver counts dimensions from the innermost
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * max(1, rank - 1))(*(stride * element_size for stride in reversed(strides)))
+    box, ones = (ctypes.c_uint32 * rank)(*reversed(tile)), (ctypes.c_uint32 * rank)(*(1 for _ in tile))
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0, swizzle,
+        _MAP_PROMOTE_128B, 0,
+    )  # fmt: skip
     if status:
-        raise EnvironmentUnfit(
-            f"the driver cannot describe tiles {tile} of a tensor {tuple(rows.shape)} to the copy engine (error {status})."
-        )
+        raise EnvironmentUnfit(f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine (error {status}).")
     return ctypes.string_at(at, _MAP_BYTES)
 
 

@@ -1,17 +1,16 @@
 """Decode steps: one token for every running request, as one graph launch on CUDA.
 
-    step:  logits = runner.decode(state);  tokens = sample(logits);  state.advance(tokens)
+    step:  logits = runner.decode(state.begin());  tokens = sample(logits);  state.end(tokens)
 
-On CUDA a step of R rows is captured once as a graph for the next size above R, sampler and state advance inside; replaying it costs the
-host one launch and moves nothing to the device. Tokens come back through pinned memory, in two slots, so that a step may be launched
-before the last one's tokens were read. Elsewhere a step runs as it is written.
+On CUDA a step of R rows is captured once as a graph for the next size above R, state and sampler inside. The graph's kernels leave the
+tokens in the host's memory, in two places in turn, so that a step may be launched before the last one's tokens were read: for the host a
+step is one launch and one event. Elsewhere a step runs as it is written.
 
 Capturing follows a warm-up of the same step, in which kernels are compiled and tuned, on filler rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,56 +18,53 @@ from torch import Tensor
 
 from compress.runtime.decode_state import DecodeRow, DecodeState
 from compress.runtime.model_runner import ModelRunner
-from compress.runtime.sampler import Choice, SamplingPlan, sample_rows
+from compress.runtime.sampler import SamplingPlan, sample_rows
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _WARMUPS = 2
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step on its way. `tokens` and `logprobs` may be read after `wait`."""
+class _Landing:
+    """Where a step's tokens [S] and log probabilities [S] arrive on the host, and the event that says they have."""
 
-    num_rows: int
-    logits_RV: Tensor
-    host_tokens_R: Tensor
-    host_logprobs_R: Tensor | None
+    tokens_S: Tensor
+    logprobs_S: Tensor
     done: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.host_tokens_R.tolist()
-
-    @property
-    def logprobs(self) -> list[float] | None:
-        return None if self.host_logprobs_R is None else self.host_logprobs_R.tolist()
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A captured step: its graph and the tensors that a replay fills."""
+    """A step's outputs: of a captured one, the tensors that a replay of its graph fills."""
 
-    graph: torch.cuda.CUDAGraph
-    logits_RV: Tensor
-    choice: Choice
+    logits_SV: Tensor
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 @dataclass(frozen=True)
-class _Landing:
-    """Where a step's tokens arrive on the host, and the event that says they have."""
+class Launched:
+    """A step on its way. After `wait`, and until two more steps were launched, `tokens` and `logprobs` may be read."""
 
-    tokens_R: Tensor
-    logprobs_R: Tensor
-    done: torch.cuda.Event | None
+    num_rows: int
+    has_logprobs: bool
+    step: _Step
+    landing: _Landing
 
-    @staticmethod
-    def of(max_rows: int, *, graphed: bool) -> "_Landing":
-        tokens_R = torch.zeros(max_rows, dtype=torch.int64, pin_memory=graphed)
-        return _Landing(tokens_R, torch.zeros(max_rows, dtype=torch.float32, pin_memory=graphed), torch.cuda.Event() if graphed else None)
+    def wait(self) -> None:
+        if self.landing.done is not None:
+            self.landing.done.synchronize()
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.landing.tokens_S.tolist()[: self.num_rows]
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        return self.landing.logprobs_S.tolist()[: self.num_rows] if self.has_logprobs else None
+
+    @property
+    def logits(self) -> Tensor:
+        return self.step.logits_SV[: self.num_rows]
 
 
 class DecodeSteps:
@@ -84,67 +80,58 @@ class DecodeSteps:
         self._graphs: dict[tuple[int, SamplingPlan], _Step] = {}
         self._pool: Any = None
         self._plan = SamplingPlan.of(())
-        self._num_rows = 0
-        self._landings = [_Landing.of(max_rows, graphed=self._graphed) for _ in range(2)]
+        self._num_rows = self._num_launched = 0
+        self._step: _Step | None = None
+        events = [torch.cuda.Event() if self._graphed else None for _ in range(2)]
+        self._landings = [_Landing(*self._state.landed(step), event) for step, event in enumerate(events)]
 
     def load(self, rows: Sequence[DecodeRow]) -> None:
         """Begin a run of steps over these requests; every earlier step has been waited for."""
-        self._num_rows, self._plan = len(rows), SamplingPlan.of([row.params for row in rows])
-        if self._graphed and (self._size, self._plan) not in self._graphs:
-            self._graphs[self._size, self._plan] = self._capture(self._size, self._plan)
+        self._num_rows, self._plan, self._num_launched = len(rows), SamplingPlan.of([row.params for row in rows]), 0
+        if self._graphed:
+            size = next(size for size in self._sizes if size >= len(rows))
+            if (size, self._plan) not in self._graphs:
+                self._graphs[size, self._plan] = self._capture(size, self._plan)
+            self._step = self._graphs[size, self._plan]
         self._state.load(rows)
 
-    def append_block(self, row_idx: int, block_idx: int, block: int) -> None:
-        self._state.append_block(row_idx, block_idx, block)
+    def set_next_block(self, row_idx: int, block: int) -> None:
+        """The block that a row enters with the next step to be launched."""
+        self._state.set_next_block(row_idx, block)
 
     def launch(self) -> Launched:
         """One step of the loaded rows."""
-        if self._graphed:
-            step = self._graphs[self._size, self._plan]
+        self._num_launched += 1
+        landing, step = self._landings[self._num_launched % 2], self._step
+        if step is not None and step.graph is not None:
             step.graph.replay()
-            logits_RV, choice = step.logits_RV, step.choice
         else:
-            logits_RV, choice = self._step(self._num_rows, self._plan)
-        return self._fetch(logits_RV, choice)
-
-    @property
-    def _size(self) -> int:
-        return next(size for size in self._sizes if size >= self._num_rows)
-
-    def _step(self, num_rows: int, plan: SamplingPlan) -> tuple[Tensor, Choice]:
-        state = self._state
-        positions_R, slots_R = state.positions(num_rows)
-        context_lens_R, table_RB = state.context_lens_R[:num_rows], state.block_table_RB[:num_rows]
-        logits_RV = self._runner.decode(state.tokens_R[:num_rows], positions_R, slots_R, table_RB, context_lens_R)
-        choice = sample_rows(logits_RV, state.sampling(num_rows), context_lens_R, plan)
-        state.advance_(choice.tokens_R)
-        return logits_RV, choice
-
-    def _fetch(self, logits_RV: Tensor, choice: Choice) -> Launched:
-        rows, landing = slice(0, self._num_rows), self._landings[0]
-        self._landings.reverse()
-        host_tokens_R = landing.tokens_R[rows].copy_(choice.tokens_R[rows], non_blocking=True)
-        host_logprobs_R = None
-        if choice.logprobs_R is not None:
-            host_logprobs_R = landing.logprobs_R[rows].copy_(choice.logprobs_R[rows], non_blocking=True)
+            step = self._run(self._num_rows, self._plan)
         if landing.done is not None:
             landing.done.record()
-        return Launched(self._num_rows, logits_RV[rows], host_tokens_R, host_logprobs_R, landing.done)
+        return Launched(self._num_rows, self._plan.logprobs, step, landing)
+
+    @torch.inference_mode()
+    def _run(self, num_rows: int, plan: SamplingPlan) -> _Step:
+        state = self._state
+        x_RD, positions_R, slots_R, table_RB, context_lens_R = state.begin(num_rows, self._runner.embedding)
+        logits_RV = self._runner.decode(x_RD, positions_R, slots_R, table_RB, context_lens_R)
+        state.end(sample_rows(logits_RV, state.sampling(num_rows), context_lens_R, plan))
+        return _Step(logits_RV)
 
     def _capture(self, num_rows: int, plan: SamplingPlan) -> _Step:
         self._state.clear()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        step = partial(self._step, num_rows, plan)
         with torch.cuda.stream(stream):
             for _ in range(_WARMUPS):
-                step()
+                self._run(num_rows, plan)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits_RV, choice = step()
+            step = self._run(num_rows, plan)
         self._pool = self._pool or graph.pool()
-        return _Step(graph, logits_RV, choice)
+        return _Step(step.logits_SV, graph)
 
 
 def _graph_size(num_rows: int) -> int:

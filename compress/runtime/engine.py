@@ -8,7 +8,7 @@ then served once more than needed; that token is dropped. With `sync` every step
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -68,13 +68,18 @@ class EngineConfig:
 
 
 @dataclass
-class _Ahead:
-    """A decode step that was launched and not yet read. The next `num_steady` steps need nothing from the host."""
+class _Run:
+    """Decode steps 0, 1, ..., `last` of the same requests, each launched before the tokens of the one before are read.
+
+    `due`: the rows that enter a new block with step n are those of n modulo the block size.
+    """
 
     generations: list[Generation]
-    launched: Launched
-    num_steady: int
-    stale: bool = False  # a request of it has ended: no further step of the same rows
+    due: dict[int, list[int]]
+    last: int  # some request has all its tokens then
+    launched: Launched  # and not yet read: the step `num_launched - 1`
+    num_launched: int = 1
+    stale: bool = False  # a request has ended: no further step of the same rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Engine:
             block_size=self._block_size,
             device=device,
         )
-        self._ahead: _Ahead | None = None
+        self._run: _Run | None = None
         self._eos = frozenset(self.arch.eos_token_ids)
         self.wait_s = 0.0
         self.observer: Observer | None = None
@@ -134,7 +139,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._ahead is not None
+        return self._scheduler.has_work or self._run is not None
 
     @property
     def num_preemptions(self) -> int:
@@ -164,87 +169,102 @@ class Engine:
         self._ids.add(request.id)
         self._scheduler.add(Generation(request, time.perf_counter(), list(prompt)))
 
-    @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Serve every running request once; the requests that are known to have finished."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, self._launch_next(self._ahead)
-            finished = self._read(ahead)
-            if self._ahead is not None:
-                return finished
-            return finished + self._scheduled_step() if self._scheduler.has_work else finished
-        return self._scheduled_step() if self._scheduler.has_work else []
+        if (run := self._run) is None:
+            return self._scheduled_step() if self._scheduler.has_work else []
+        launched, following = run.launched, self._launch_next(run)
+        if following is not None:
+            run.launched = following
+            return self._read(run, launched, ends=False)
+        self._run = None
+        finished = self._read(run, launched, ends=True)
+        return finished + self._scheduled_step() if self._scheduler.has_work else finished
 
+    @torch.inference_mode()
     def _scheduled_step(self) -> list[Finished]:
         step = self._scheduler.schedule()
         decodes = [each.generation for each in step.decodes]
-        launched = self._launch_first(decodes) if decodes else None
-        if launched is not None and not step.prefills and self._overlaps:
-            self._ahead = launched
+        run = self._launch_first(decodes) if decodes else None
+        if run is not None and not step.prefills and self._overlaps:
+            self._run = run
             return []
         prefilled = self._launch_prefill(step.prefills) if step.prefills else None
-        finished = [] if launched is None else self._read(launched)
+        finished = [] if run is None else self._read(run, run.launched, ends=True)
         return finished if prefilled is None else finished + self._read_prefill(prefilled)
 
     @property
     def _overlaps(self) -> bool:
         return self.device.type == "cuda" and not self.config.sync and self.observer is None
 
-    def _launch_first(self, generations: list[Generation]) -> "_Ahead":
-        rows = [DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations]
-        self._decoding.load(rows)
-        room = min(len(each.blocks) * self._block_size - len(each.tokens) for each in generations)
-        left = min(each.num_left for each in generations)
-        return _Ahead(generations, self._decoding.launch(), num_steady=min(room, left - 1))
+    def _launch_first(self, generations: list[Generation]) -> "_Run":
+        due: dict[int, list[int]] = {}
+        for row_idx, each in enumerate(generations):
+            due.setdefault((len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []).append(row_idx)
+        self._decoding.load([DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations])
+        return _Run(generations, due, min(each.num_left for each in generations) - 1, self._decoding.launch())
 
-    def _launch_next(self, ahead: "_Ahead") -> "_Ahead | None":
-        """The step after `ahead`, before its tokens are known; None when the next step will not be the same requests' decode."""
-        if ahead.stale or self._scheduler.may_admit:
+    def _launch_next(self, run: "_Run") -> Launched | None:
+        """The run's next step, before the last one's tokens are known; None when what comes next is not the same requests' decode."""
+        if run.stale or run.num_launched > run.last or self._scheduler.may_admit:
             return None
-        num_steady = ahead.num_steady
-        if num_steady == 0:
-            num_steady = self._grow(ahead.generations)
-            if num_steady == 0:
+        for row_idx in run.due.get(run.num_launched % self._block_size, ()):
+            generation = run.generations[row_idx]
+            if self._scheduler.extend(generation, len(generation.tokens) + 1) is None:
                 return None
-        return _Ahead(ahead.generations, self._decoding.launch(), num_steady - 1)
+            self._decoding.set_next_block(row_idx, generation.blocks[-1])
+        run.num_launched += 1
+        return self._decoding.launch()
 
-    def _grow(self, generations: list[Generation]) -> int:
-        """Blocks for one more token of each request than is known; for how many steps that lasts, 0 if a request ends or blocks do."""
-        if min(each.num_left for each in generations) <= 1:
-            return 0
-        for row_idx, generation in enumerate(generations):
-            if (block := self._scheduler.extend(generation, len(generation.tokens) + 1)) is None:
-                return 0
-            if block:
-                self._decoding.append_block(row_idx, len(generation.blocks) - 1, block)
-        room = min(len(each.blocks) * self._block_size - len(each.tokens) for each in generations)
-        return min(room, min(each.num_left for each in generations) - 1)
-
-    def _read(self, ahead: "_Ahead") -> list[Finished]:
-        """Take a launched step's tokens, once they are there."""
+    def _read(self, run: "_Run", launched: Launched, *, ends: bool) -> list[Finished]:
+        """Take a launched step's tokens, once they are there; `ends` if a request may have all of its tokens then."""
         started = time.perf_counter()
-        ahead.launched.wait()
+        launched.wait()
         now = time.perf_counter()
         self.wait_s += now - started
+        tokens, generations = launched.tokens, run.generations
         if self.observer is not None:
-            self.observer(
-                [each.request for each in ahead.generations], [len(each.tokens) for each in ahead.generations], ahead.launched.logits_RV
-            )
-        finished = self._take(ahead.generations, ahead.launched.tokens, ahead.launched.logprobs, now)
-        if finished and self._ahead is not None:
-            self._ahead.stale = True
+            self.observer([each.request for each in generations], [len(each.tokens) for each in generations], launched.logits)
+        if not ends and self._eos.isdisjoint(tokens) and not launched.has_logprobs:
+            for generation, token in zip(generations, tokens, strict=True):  # `_take` of the run's last step brings the rest up to date
+                generation.tokens.append(token)
+                generation.token_times_s.append(now)
+            return []
+        finished = self._take(generations, tokens, launched.logprobs, now)
+        run.stale = bool(finished)
         return finished
 
     def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":
         """None when no prompt came to its end."""
-        sampling = [each.generation for each in prefills if each.samples]
-        logits_WV = self.runner.prefill(self._prefill_batch(prefills))
+        sampling: list[Generation] = []
+        logits: list[torch.Tensor] = []
+        for group, short in self._prefill_groups(prefills):
+            logits.append(self.runner.prefill(self._prefill_batch(group), short=short))
+            sampling += [each.generation for each in group if each.samples]
         for each in prefills:
             each.generation.num_computed += each.num_tokens
         if not sampling:
             return None
-        positions = [len(each.tokens) for each in sampling]
+        logits_WV, positions = torch.cat(logits), [len(each.tokens) for each in sampling]
         return _Prefilled(sampling, positions, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions))
+
+    def _prefill_groups(self, prefills: tuple[Scheduled, ...]) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
+        """What runs at once, and whether it is short prompts: few rows at a time, while chunks of long prompts all run together."""
+        few_rows = self.runner.few_rows
+        group: list[Scheduled] = []
+        long_ones = []
+        for each in prefills:
+            if max(len(each.generation.request.prompt), each.num_tokens) > few_rows:
+                long_ones.append(each)
+                continue
+            if sum(one.num_tokens for one in (*group, each)) > few_rows:
+                yield tuple(group), True
+                group = []
+            group.append(each)
+        if group:
+            yield tuple(group), True
+        if long_ones:
+            yield tuple(long_ones), False
 
     def _read_prefill(self, prefilled: "_Prefilled") -> list[Finished]:
         sampling, choice = prefilled.generations, prefilled.choice

@@ -39,8 +39,13 @@ class Target:
 
     @property
     def max_decode_rows(self) -> int:
-        """Rows up to which decode kernels serve: a full batch, and on CUDA short prompts too, whose time is the bytes of the weights."""
-        return max(self.max_batch_size, FEW_ROWS if self.device.type == "cuda" else 1)
+        """Rows up to which decode kernels serve: a full batch, and short prompts."""
+        return max(self.max_batch_size, self.few_rows)
+
+    @property
+    def few_rows(self) -> int:
+        """Tokens up to which a prompt is short: on CUDA its time is then the bytes of the weights, as in decoding."""
+        return FEW_ROWS if self.device.type == "cuda" else 0
 
     @property
     def machine(self) -> Machine:

@@ -31,7 +31,6 @@ from compress.models.arch import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.loader import LayerWeights, ModelWeights, Placed, Projection, Rows
-from compress.runtime.walks import rows_walked, walks_of
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 """(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
@@ -69,8 +68,6 @@ class ModelRunner:
             "rms_norm": _placed(weights, "rms_norm", arch.hidden_size),
             "act_mul": _placed(weights, "act_mul", widest_ffn),
         }
-        self._walks = walks_of(weights)
-        self._rows_walked = rows_walked(self._walks)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
         self._head_ops = {
@@ -82,21 +79,35 @@ class ModelRunner:
         positions = torch.arange(max_model_len + 1, device=target.device)
         self._rope_tables = {key: cos_sin(*key, positions, target.dtype) for key in {_rope_key(layer) for layer in arch.layers}}
 
-    def decode(self, tokens_R: Tensor, positions_R: Tensor, slots_R: Tensor, block_table_RB: Tensor, context_lens_R: Tensor) -> Tensor:
-        """Logits float32 [R, V] of one row a sequence; nothing waits for the host, so a graph can hold it."""
+    @property
+    def embedding(self) -> Tensor:
+        """[V, D], of which `decode` takes rows."""
+        return self._weights.embed_VD
+
+    @property
+    def few_rows(self) -> int:
+        """Rows of short prompts that `prefill` takes at a time."""
+        return self._weights.target.few_rows
+
+    def decode(self, x_RD: Tensor, positions_R: Tensor, slots_R: Tensor, block_table_RB: Tensor, context_lens_R: Tensor) -> Tensor:
+        """Logits float32 [R, V] of one embedded row a sequence; nothing waits for the host, so a graph can hold it."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
             return fn(q_THC, kv, block_table_RB, context_lens_R, q_len=1, window=shape.window, scale=_scale(shape))
 
-        walked = len(tokens_R) <= self._rows_walked
-        hidden = self._walked if walked else partial(self._hidden, phase="decode")
-        return self._logits(hidden(tokens_R, positions_R, slots_R, self._cache.layer, attend), "decode")
+        x_RD = self._hidden(x_RD, positions_R, slots_R, self._cache.layer, attend, "decode")
+        return self._logits(x_RD, "decode")
 
-    def prefill(self, batch: PrefillBatch) -> Tensor:
-        """Logits float32 [W, V] of the rows wanted."""
+    def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
+        """Logits float32 [W, V] of the rows wanted.
+
+        `short` prompts, `few_rows` rows at most, go through the linears as decode rows do: weight bytes bound them, and a row has the same
+        bits in any company. Whether a prompt is short is the caller's rule, and must depend on nothing but the prompt.
+        """
         attend = partial(self._attend_prefill, batch.block_table_RB, batch.query_lens, batch.context_lens)
-        x_TD = self._hidden(batch.tokens_T, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase="prefill")
+        x_TD = F.embedding(batch.tokens_T, self.embedding)
+        x_TD = self._hidden(x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, "decode" if short else "prefill")
         return self._logits(x_TD[batch.wanted_rows_W], "decode")
 
     def score(self, tokens_BS: Tensor) -> Tensor:
@@ -110,6 +121,9 @@ class ModelRunner:
         (num_sequences, length), device = tokens_BS.shape, self._weights.target.device
         if length > self._max_model_len:
             raise UsageError(f"sequences of {length} tokens cannot be scored: the model length is {self._max_model_len}.")
+        short = 0 < length <= self.few_rows
+        if short and num_sequences * length > self.few_rows:
+            return torch.cat([self.score(each) for each in tokens_BS.split(self.few_rows // length)])
         num_columns = -(-length // _SCRATCH_BLOCK)
         first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
         table_BN = first_block + torch.arange(num_columns, device=device)
@@ -117,9 +131,8 @@ class ModelRunner:
         slots_BS = first_block * _SCRATCH_BLOCK + positions_BS
         pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns)
         attend = partial(self._attend_prefill, table_BN, (length,) * num_sequences, (length,) * num_sequences)
-        x_TD = self._hidden(
-            tokens_BS.to(device).reshape(-1), positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, phase="prefill"
-        )
+        x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
+        x_TD = self._hidden(x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, "decode" if short else "prefill")
         return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
@@ -130,25 +143,12 @@ class ModelRunner:
         return rows + [placed.report(layer=None, linear=op) for (op, _), placed in self._head_ops.items()]
 
     def _hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, pages: Callable[[int], PagedKV], attend: Attend, *, phase: Phase
+        self, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, pages: Callable[[int], PagedKV], attend: Attend, phase: Phase
     ) -> Tensor:
-        """[T, D] after the last layer, before the final norm. Few rows of a prompt go through the linears as decode rows do."""
-        few = self._weights.target.device.type == "cuda" and len(tokens_T) <= self._weights.target.max_decode_rows
-        phase = "decode" if few else phase
-        x_TD = F.embedding(tokens_T, self._weights.embed_VD)
+        """[T, D] after the last layer, before the final norm."""
         for layer_idx, layer in enumerate(self._weights.layers):
             x_TD = self._layer(layer, x_TD, positions_T, slots_T, pages(layer_idx), attend, phase)
         return x_TD
-
-    def _walked(self, tokens_R: Tensor, positions_R: Tensor, slots_R: Tensor, pages: Callable[[int], PagedKV], attend: Attend) -> Tensor:
-        """The same for very few decode rows: a launch from each layer's attention to the next one's."""
-        layers = self._weights.layers
-        x_RD = F.embedding(tokens_R, self._weights.embed_VD)
-        qkv_RF: Tensor | None = layers[0].qkv(self._normed(x_RD, layers[0].attn_norm, layers[0].qkv, "decode"), "decode")
-        for layer_idx, (layer, walk) in enumerate(zip(layers, self._walks, strict=True)):
-            assert qkv_RF is not None
-            x_RD, qkv_RF = walk(self._attended(layer, qkv_RF, positions_R, slots_R, pages(layer_idx), attend), x_RD)
-        return x_RD
 
     def _layer(
         self, layer: LayerWeights, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV, attend: Attend, phase: Phase

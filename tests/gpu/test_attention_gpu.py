@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.kernels.attention_decode import hopper
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.attention_prefill import paged as prefill
@@ -26,6 +27,9 @@ SHAPES = [
     (256, 64, 8, 4, 100, torch.bfloat16),
     (64, 64, 8, 4, None, torch.float32),
 ]
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="its clusters and launches are Hopper's"
+)
 each_format = pytest.mark.parametrize("kv_format", FORMATS)
 each_shape = pytest.mark.parametrize(("head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"), SHAPES)
 
@@ -93,6 +97,69 @@ def test_decode_rows_are_right_and_keep_their_bits(
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
         out = decode.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, window=window, scale=scale)
         assert torch.equal(out, whole[request])
+
+
+@needs_hopper
+@each_format
+@each_shape
+def test_rows_of_lanes_are_right_and_keep_their_bits(
+    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+) -> None:
+    if dtype == torch.float32:
+        pytest.skip("computes in bfloat16 or float16")
+    context_lens, q_len, facts = [9, 2900, 130, 777, 256], 8, {"window": window, "scale": head_dim**-0.5}
+    table, lens = make_table(5, 4096 // block_size), torch.tensor(context_lens, dtype=torch.int32, device="cuda")
+    kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
+    q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
+    rows = q.flatten(0, 1)
+    expected = reference_decode(rows, kv, table.long(), lens.long(), q_len=q_len, **facts)
+    if kv_format == "dense":
+        poison_behind_(kv, table, context_lens)
+    whole = hopper.attention_decode(rows, kv, table, lens, q_len=q_len, **facts)
+    assert_close(whole, expected)
+    whole = whole.view(q.shape)
+    for shorter in (1, 2, 5):
+        for first in range(0, q_len - shorter + 1, 3):
+            part = slice(first, first + shorter)
+            queries, ends = q[:, part].flatten(0, 1).contiguous(), lens - (q_len - first - shorter)
+            out = hopper.attention_decode(queries, kv, table, ends, q_len=shorter, **facts)
+            assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
+    eights = hopper.row_eights_of(num_heads // num_kv_heads)
+    for cluster in hopper.CLUSTERS:
+        out = hopper.attend(q[:, 7].contiguous(), kv, table.long(), lens.long(), q_len=1, row_eights=eights, cluster=cluster, **facts)
+        assert torch.equal(out, whole[:, 7])
+    for request in (0, 1, 4):
+        alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
+        assert torch.equal(
+            hopper.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, **facts), whole[request]
+        )
+
+
+@needs_hopper
+def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
+    """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position that it writes."""
+    num_steps, table = 40, make_table(3, 4)
+    kv, cos = make_pages("dense", (2, 13, 64, 128), torch.bfloat16), randn(256, 128, dtype=torch.bfloat16, seed=7)
+    qkv = randn(num_steps, 3, 12 * 128, dtype=torch.bfloat16, seed=8)
+    firsts = torch.tensor([20, 60, 130], device="cuda")
+    positions = [firsts + step for step in range(num_steps)]
+    slots = [table.long().gather(1, (at // 64).unsqueeze(1)).squeeze(1) * 64 + at % 64 for at in positions]
+
+    lens = [at + 1 for at in positions]
+
+    def run(step: int, pages: PagedKV) -> Tensor:
+        q = fused.rope_store(qkv[step], cos, cos, positions[step], slots[step], pages, num_heads=8, qk_norm=None, eps=1e-5)
+        return hopper.attention_decode(q, pages, table, lens[step], q_len=1, window=None, scale=0.1)
+
+    expected, pages = [], PagedKV(kv.k.clone(), kv.v.clone())
+    for step in range(num_steps):
+        expected.append(run(step, pages))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [run(step, kv) for step in range(num_steps)]
+    graph.replay()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured, expected, strict=True))
 
 
 @each_format

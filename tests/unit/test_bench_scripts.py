@@ -47,7 +47,7 @@ def run(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
     shown = subprocess.run([sys.executable, SCRIPTS / script, "--show", out], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() in done.stdout
     assert document["commit"] == "abc"
-    assert {"device", "driver", "clocks", "versions", "date", "command", "bandwidth_bytes_per_s"} <= document.keys()
+    assert {"device", "driver", "clocks", "host", "versions", "date", "command", "bandwidth_bytes_per_s"} <= document.keys()
     return document
 
 
@@ -79,6 +79,8 @@ def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
     assert all(row["tpot_ms_p50"] > 0 and row["floor_ms"] > 0 and row["kernels"] for row in rows)
     steady = [row for row in rows if row["prompt_tokens"] != 64]
     assert all(0 < row["host_us_p50"] <= row["step_ms_p50"] * 1e3 for row in steady)
+    assert all(row[f"{name}_p10"] <= row[f"{name}_p50"] <= row[f"{name}_p90"] for row in steady for name in ("step_ms", "host_us"))
+    assert {row["max_step_tokens"] for row in rows} == {2048}
     assert [row["ttft_floor_ms"] > 0 for row in rows if row["prompt_tokens"] == 64] == [True, True]
     profiled = [(each["scheme"], each["phase"], each["batch_size"]) for each in document["profiles"]]
     assert profiled == [(scheme, *what) for scheme in schemes for what in (("decode", 1), ("decode", 3), ("prefill", 1))]
@@ -86,6 +88,23 @@ def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
     baseline = [row for row in document["rows"] if row["tool"] != "compress"]
     assert [row["tool"].rpartition("eager")[1] for row in baseline] == ["eager", ""]
     assert all(row["tpot_ms_p50"] > 0 for row in baseline)
+
+
+def test_a_step_holds_all_prompts_of_a_batch_unless_told_otherwise(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_runtime = scripts("bench_runtime")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+
+    def budget(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["bench_runtime.py", "--model", str(config), "--batch-sizes", "1", "9", *options])
+        bench = bench_runtime.Bench.__new__(bench_runtime.Bench)
+        bench.args, bench.device, bench.dtype = bench_runtime.arguments(), CPU, torch.float32
+        bench.arch = tiny_arch(CONFIG)
+        return int(bench._engine("dense").config.max_step_tokens)
+
+    sizes = ["--prompt-tokens", "300", "--output-tokens", "4", "--ttft-tokens", "8"]
+    assert budget(*sizes) == 9 * 300
+    assert budget(*sizes, "--max-step-tokens", "64") == 64
 
 
 def test_what_was_measured_before_a_failure_is_kept(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

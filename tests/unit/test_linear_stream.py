@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import nvrtc
-from compress.kernels.linear import dense16, fp8, w4a16, walk
+from compress.kernels.linear import dense16, fp8, w4a16
 from compress.kernels.linear.plan import FORMATS, MAX_STAGES, Format, Gpu, Plan, Shape, num_parts_of, plan, plans
 from compress.kernels.linear.stream import ACTIVATIONS, Quantizes, Variant
 from compress.kernels.select import Problem, candidates, select
@@ -115,7 +115,6 @@ def test_plans_fit_the_device(gpu: Gpu) -> None:
         assert each.launch.grid[0] % each.split.segments == 0
         assert each.split.segments <= 8, "a larger cluster is not portable"
         assert not each.wgmma or each.tiles % 4 == 0, "four warps of one instruction hold tiles of one part"
-        assert not (each.wgmma and each.resident)
 
 
 @pytest.mark.parametrize("gpu", [H200, A100, RTX3090], ids=lambda gpu: f"sm_{gpu.sm}")
@@ -163,7 +162,7 @@ def problem(**facts: object) -> Problem:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "FP8_STATIC", "BF16"])
 def test_decode_linears_of_a_gpu_are_streamed(scheme: str, activation: str | None) -> None:
-    name = select(problem(scheme=scheme, activation=activation)).name
+    name = select(replace(problem(scheme=scheme, activation=activation), sm=80)).name
     assert name.startswith("stream.")
     assert name.endswith(activation or "")
 
@@ -256,29 +255,3 @@ def test_k_is_split_where_row_tiles_are_few() -> None:
     assert num_parts_of(Shape("w4", 28672, 4096, True), 132) == 1, "enough row tiles for every multiprocessor"
     assert num_parts_of(Shape("w4", 4096, 14336, False), 132) == 8, "two row tiles for each: K is split among warps"
     assert num_parts_of(Shape("w4", 64, 128, False), 132) == 1, "one group cannot be split"
-
-
-def blocks(n: int, k: int, *, gated: bool = False) -> w4a16.PackedW4:
-    return w4a16.PackedW4(torch.empty(0), n, k, torch.bfloat16, symmetric=True, gated=gated)
-
-
-def walk_of(hidden_size: int, ffn_size: int, qkv_size: int) -> walk.Walk:
-    o, gate_up = walk.Link(blocks(hidden_size, hidden_size)), walk.Link(blocks(2 * ffn_size, hidden_size, gated=True))
-    down, following = walk.Link(blocks(hidden_size, ffn_size)), walk.Link(blocks(qkv_size, hidden_size))
-    return walk.Walk(o, gate_up, down, following, "silu", 1e-5, torch.zeros(2, dtype=torch.int32))
-
-
-def test_few_rows_of_a_layer_are_walked_on_hopper_alone() -> None:
-    llama_8b, llama_70b = walk_of(4096, 14336, 6144), walk_of(8192, 28672, 10240)
-    assert [walk.refusal(llama_8b, rows, H200) for rows in (1, 4)] == [None, None]
-    assert "sm_90" in str(walk.refusal(llama_8b, 1, A100))
-    assert "M up to 4" in str(walk.refusal(llama_8b, 5, H200))
-    assert "row tiles" in str(walk.refusal(llama_70b, 1, H200))
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("stages", [4, 7])
-def test_a_walk_compiles(stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for weight_format in ("w4", "w4_asym"):
-        assert nvrtc.compile_cubin(walk.source_of(weight_format, torch.bfloat16, "silu", stages), 90)[:4] == b"\x7fELF"

@@ -39,5 +39,5 @@ def _refusal(problem: Problem) -> str | None:
     return partial_tile(problem)
 
 
-for _kernel in kernels("dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal):
+for _kernel in kernels("stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal):
     register(_kernel)

@@ -1,8 +1,8 @@
-"""Decode linear of e4m3 weights and e4m3 activations (W8A8): a scale for each output row, and for each token or all of them.
+"""Decode linears of e4m3 weights and e4m3 activations (W8A8): a scale for each output row, and for each token or all of them.
 
-Both operands become float16 in registers, exactly (an e4m3 number is a float16 with fewer bits), and multiply as float16 with float32
-sums: every product is exact, and sums keep 24 bits, where the FP8 instruction of Hopper keeps about 14. Decode is bound by weight bytes,
-so this costs no time.
+On Hopper `hopper.cu` multiplies e4m3 as it is. On other devices, and by `linear`, `stream.cu` does: both operands become float16 in
+registers, exactly (an e4m3 number is a float16 with fewer bits), and multiply as float16 with float32 sums. The two agree within the 14
+bits that Hopper's FP8 instruction keeps of a sum of 128 terms, not bit for bit; a device decodes and verifies by one of them.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
 from compress.kernels.rows import QuantizedRows, RawRows
 from compress.kernels.select import register
@@ -24,6 +25,10 @@ class PackedFp8:
     values: Tensor
     scale_O: Tensor
     dtype: torch.dtype
+
+    @property
+    def streamed(self) -> Streamed:
+        return Streamed("fp8", self.values, self.values.shape[0], self.values.shape[1], self.scale_O)
 
 
 def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedFp8:
@@ -46,10 +51,24 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    n, k = packed.values.shape
-    weight = Streamed("fp8", packed.values, n, k, packed.scale_O)
-    return stream(x, weight, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+    return stream(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
-for _kernel in kernels("fp8", schemes=("FP8_DYNAMIC", "FP8_STATIC"), fn=linear, repack=repack, refusal=partial_tile):
+def hopper_linear(
+    x: QuantizedRows | RawRows,
+    packed: PackedFp8,
+    bias_O: Tensor | None,
+    *,
+    activation: str | None,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return multiply(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+
+
+SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
+for _kernel in (
+    *kernels("stream.fp8", schemes=SCHEMES, fn=linear, repack=repack, refusal=partial_tile),
+    *kernels("hopper.fp8", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30),
+):
     register(_kernel)

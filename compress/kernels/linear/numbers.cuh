@@ -3,8 +3,8 @@
 //     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to the model's dtype
 //     scale = max(absmax(y) / 448, 2^-40),  q = e4m3(y / scale)   as kernels/rows.py defines it; a static scale is given
 //
-// Squares are summed in one order whoever sums them: quarter q of a row has the chunks of 16 bytes l + 32 (4 j + q), lane l, j ascending;
-// the quarters of a lane are added, then lanes by halves.
+// Squares are summed in one order whoever sums them: a segment is 32 chunks of 8 numbers, a chunk a lane, its lanes added by halves; then
+// lane l has segments l, l + 32, .. ascending, and lanes are added by halves again. So many warps can share a row.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -38,21 +38,29 @@ __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetc
 __device__ __forceinline__ float low(u32 pair) { return widen((u16)(pair & 0xFFFF)); }
 __device__ __forceinline__ float high(u32 pair) { return widen((u16)(pair >> 16)); }
 
-__device__ __forceinline__ float plus_squares(float sum, uint4 v) {
-    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+constexpr int SEGMENT = 32;  // chunks
+
+__device__ __forceinline__ float sum_of_lanes(float v) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes >>= 1) v += __shfl_xor_sync(0xFFFFFFFFu, v, lanes);
+    return v;
+}
+// A warp's segment: the chunk of this lane, zeros past the end of the row.
+__device__ __forceinline__ float segment_squares(uint4 chunk) {
+    const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         sum = fmaf(low(pairs[i]), low(pairs[i]), sum);
         sum = fmaf(high(pairs[i]), high(pairs[i]), sum);
     }
-    return sum;
+    return sum_of_lanes(sum);
 }
-// 1 / rms of a row of k from the quarters of a warp's lanes.
-__device__ __forceinline__ float inverse_rms(float q0, float q1, float q2, float q3, int k, float eps) {
-    float sum = (q0 + q1) + (q2 + q3);
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lanes);
-    return rsqrtf(sum / (float)k + eps);
+// 1 / rms of a row of k, by a warp, from the squares of its segments.
+template <typename Segment> __device__ __forceinline__ float inverse_rms(int k, float eps, int lane, Segment segment) {
+    float sum = 0.0f;
+    for (int s = lane; s * SEGMENT * 8 < k; s += 32) sum += segment(s);
+    return rsqrtf(sum_of_lanes(sum) / (float)k + eps);
 }
 __device__ __forceinline__ float larger(float a, float b) {  // NaN if either is: a broken row must not look sound
     float v;

@@ -4,14 +4,22 @@
 #define W4 (FORMAT == 1 || FORMAT == 2)
 #define FP8 (FORMAT == 3)
 #define MMA_F16 (F16 || FP8)
-#define TMA (WGMMA && !FP8)  // x by the copy engine: x by cp.async needs a proxy fence before wgmma in every stage
+#define TMA (HOPPER && !RESIDENT && !FP8)  // x by the copy engine
 
 constexpr int K_STAGE = FORMAT == 0 ? 64 : 128;  // of K in one stage
 constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64] of 16 bits, rows of 128 bytes, 16-byte chunks swizzled by token
 constexpr int TOKENS = NT * 8;
 constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
-constexpr int AHEAD = STAGES - 1;
+#ifndef AT_ONCE
+#define AT_ONCE (W4 && NT <= 2 && STAGES > 2 ? 2 : 1)  // stages that a warp multiplies side by side
+#endif
+constexpr bool X_IN_REGISTERS = !WGMMA && NT <= 2;  // before a stage is multiplied
+constexpr int AHEAD = W4 ? STAGES : STAGES - 1;     // the weights of W4 always are, so that their place in the ring is free at once
+
+template <int N> struct Number {
+    static constexpr int value = N;
+};
 
 __device__ __forceinline__ void copy16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -44,10 +52,17 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
 }
 
 #if HOPPER
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
     u32 done = 0;
     while (!done)
-        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
                      : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
 }
 #endif
@@ -58,18 +73,23 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
 #define MMA_TYPES "bf16.bf16"
 #endif
 
-// d = a b + c for one row tile and one token tile
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+// d = a b, or d += a b, for one row tile and one token tile
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {
+    const float c[4] = {accumulate ? d[0] : 0.0f, accumulate ? d[1] : 0.0f, accumulate ? d[2] : 0.0f, accumulate ? d[3] : 0.0f};
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
 #if WGMMA
 #define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 // d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
 __device__ __forceinline__ void wgmma(float (&d)[NT][4], const u32 (&a)[4], u64 b, int accumulate) {
-#if NT == 2
+#if NT == 1
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, p, 1, 1, 0;}"
+                 : D4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+#elif NT == 2
     asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n16k16.f32." MMA_TYPES " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
                  : D4(0), D4(1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
@@ -98,6 +118,12 @@ __device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
 }
 
 #if W4
+// A block of weights, a row tile's share of a stage, to shared memory.
+__device__ __forceinline__ void copy_block(u32 to, const char* from, int lane) {
+    copy16(to + lane * 16, from + lane * 16);
+    copy16(to + 512 + lane * 16, from + 512 + lane * 16);
+    if (lane < SCALE_BYTES / 16) copy16(to + 1024 + lane * 16, from + 1024 + lane * 16);
+}
 #if WGMMA
 #define IN_ORDER asm volatile  // between the asynchronous products that it overlaps, not before all of them
 #else
@@ -119,6 +145,129 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, u32 low_zero, 
 }
 #endif
 
+// Row address of this lane in an x subtile (k16 step s is at `^ (s << 5)`): two steps of one token tile, or one step of two.
+__device__ __forceinline__ u32 x_lane_offset(int lane, int x_rows) {
+    const int matrix = lane >> 3, row = lane & 7;
+#if NT == 1
+    const int there = row < x_rows ? row : 0;
+    return there * 128 + ((matrix ^ there) << 4);
+#else
+    return (row + (matrix >> 1) * 8 < x_rows ? (matrix >> 1) * 8 + row : row) * 128 + (((matrix & 1) ^ row) << 4);
+#endif
+}
+
+// Adds to `total` the products of COUNT stages, in their order; in W4 a stage is a group, which sums from zero on exact integers first.
+// Stages are worked on side by side, so that their matrix instructions do not wait for one another.
+//
+// `refill` starts copies into shared memory, in W4 into the places that the weights were loaded from. Its copies also keep the compiler from
+// putting each load right before its use, and waiting there: it moves no load past them.
+template <int COUNT, typename Refill>
+__device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&a_tile)[COUNT], const u32 (&x_tile)[COUNT], u32 a_lane,
+                                             u32 x_lane, int subtile_bytes, int lane, Refill refill) {
+    constexpr int STEPS = K_STAGE / 16;
+#if W4
+    float sums[COUNT][NT][4];
+    uint4 words[COUNT][2];
+    u32 scales[COUNT], low_zero[COUNT], high_zero[COUNT];
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        words[c][0] = load_shared(a_tile[c] + a_lane), words[c][1] = load_shared(a_tile[c] + 512 + a_lane);
+        scales[c] = load_word(a_tile[c] + 1024 + (lane >> 2) * 4);
+#if FORMAT == 2
+        const u32 zeros = load_word(a_tile[c] + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
+        low_zero[c] = __byte_perm(zeros, 0, 0x1010), high_zero[c] = __byte_perm(zeros, 0, 0x3232);
+#else
+        low_zero[c] = high_zero[c] = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+#endif
+    }
+#endif
+#if !WGMMA && NT <= 2
+    u32 x[COUNT][STEPS / 2 * NT][4];  // two steps of one token tile, or one step of two
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+        for (int f = 0; f < STEPS / 2 * NT; ++f) {
+            const int step = f * 2 / NT;
+            load_matrices(x[c][f], x_tile[c] + (step >> 2) * subtile_bytes + (x_lane ^ ((step & 3) << 5)));
+        }
+#endif
+    if (W4) __syncwarp();
+    refill();
+
+    auto load_a = [&](u32 (&a)[2][4], int c, int pair) {  // two k16 steps
+#if W4
+        const uint4 word = words[c][pair / 2];
+        dequantize(a[0], pair & 1 ? word.z : word.x, low_zero[c], high_zero[c]);
+        dequantize(a[1], pair & 1 ? word.w : word.y, low_zero[c], high_zero[c]);
+#elif FP8
+        u32 r[4];
+        load_matrices(r, a_tile[c] + (a_lane ^ (pair << 5)));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // r: rows g and g + 8 of the first step, then of the second
+            const uint2 v = e4m3_to_f16(r[j]);
+            a[j >> 1][j & 1] = v.x, a[j >> 1][2 + (j & 1)] = v.y;
+        }
+#else
+        load_matrices(a[0], a_tile[c] + (a_lane ^ (pair << 6)));
+        load_matrices(a[1], a_tile[c] + (a_lane ^ (pair << 6) ^ 32));
+#endif
+    };
+#if WGMMA
+    u32 a[STEPS / 2][2][4];
+#pragma unroll
+    for (int pair = 0; pair < STEPS / 2; ++pair) load_a(a[pair], 0, pair);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        wgmma(total, a[step / 2][step % 2], descriptor(x_tile[0] + (step >> 2) * subtile_bytes) + (step & 3) * 2, 1);
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#else
+#pragma unroll
+    for (int pair = 0; pair < STEPS / 2; ++pair)
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+            u32 a[2][4];
+            load_a(a, c, pair);
+#if W4
+            float(&sum)[NT][4] = sums[c];
+#else
+            float(&sum)[NT][4] = total;
+#endif
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const bool accumulate = !W4 || pair > 0 || h > 0;
+#if NT == 1
+                mma(sum[0], a[h], x[c][pair][2 * h], x[c][pair][2 * h + 1], accumulate);
+#else
+                const int step = 2 * pair + h;
+#pragma unroll
+                for (int j = 0; j < NT; j += 2) {
+#if NT == 2
+                    const u32(&b)[4] = x[c][step];
+#else
+                    u32 b[4];
+                    load_matrices(b, x_tile[c] + (step >> 2) * subtile_bytes + j * 1024 + (x_lane ^ ((step & 3) << 5)));
+#endif
+                    mma(sum[j], a[h], b[0], b[1], accumulate);
+                    mma(sum[j + 1], a[h], b[2], b[3], accumulate);
+                }
+#endif
+            }
+        }
+#endif
+#if W4
+#pragma unroll
+    for (int c = 0; c < COUNT; ++c) {
+        const float low_scale = widen(scales[c] & 0xFFFF), high_scale = widen(scales[c] >> 16);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+            total[j][0] = fmaf(low_scale, sums[c][j][0], total[j][0]), total[j][1] = fmaf(low_scale, sums[c][j][1], total[j][1]);
+            total[j][2] = fmaf(high_scale, sums[c][j][2], total[j][2]), total[j][3] = fmaf(high_scale, sums[c][j][3], total[j][3]);
+        }
+    }
+#endif
+}
+
 // term(0) + .. + term(count - 1) for count = 1, 2, 4, 8, as a balanced tree: sums of neighbours may then be formed elsewhere first.
 // No term is -0 (sums start at +0), so that padding by 0 changes nothing.
 template <typename Term> __device__ __forceinline__ float tree_sum(int count, Term term) {
@@ -130,7 +279,7 @@ template <typename Term> __device__ __forceinline__ float tree_sum(int count, Te
 
 __device__ __forceinline__ float activated(float v) {
 #if ACT == 1
-    return v / (1.0f + expf(-v));
+    return __fdividef(v, 1.0f + __expf(-v));  // within 2^-21: the exact division branches, thread by thread
 #elif ACT == 2
     return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
 #else

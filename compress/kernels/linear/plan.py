@@ -31,15 +31,11 @@ TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
 """Of one row tile in one stage."""
 _ALONE_BYTES = 117 * 1024
 """Of shared memory for a block on Hopper, at least: two of these do not fit."""
-_BESIDE_BYTES = 146 * 1024
-"""Of shared memory for a block that leaves room for one of decode attention (78 KB)."""
-STATIC_BYTES = 1536
+STATIC_BYTES = 2560
 """Of shared memory that the kernel declares for barriers, and to spare."""
 _ALIGNMENT = 1024
 _IN_FLIGHT_BYTES = 28 * 1024
 """Weight bytes that one block keeps under way, at least: 29 KB saturate the memory of an H200."""
-_SHORT_K = 2048
-"""Columns of a part up to which a kernel is so short that starting early is worth more than keeping x."""
 
 
 @dataclass(frozen=True)
@@ -142,32 +138,26 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
 
 
 def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -> Iterator[Plan]:
-    """Every way that fits, best first. `wgmma` None: where it is faster."""
+    """Every way that fits, best first. `wgmma` None: where it is faster; four-bit and e4m3 weights have `hopper.py` there."""
     num_parts = num_parts_of(shape, gpu.num_sms)
-    beside, everything = min(gpu.shared_bytes, _BESIDE_BYTES), gpu.shared_bytes
-    ways = {"stages": (everything, False), "resident": (everything, True), "beside": (beside, True), "beside stages": (beside, False)}
-    if shape.format not in ("w4", "w4_asym"):
-        order = ["resident", "stages"]  # bound by memory alone: a deeper ring is worth more than a neighbour
-    elif num_rows <= 8 and shape.k // num_parts > _SHORT_K:
-        order = ["beside", "resident", "beside stages", "stages"]
-    else:
-        order = ["beside", "beside stages", "resident", "stages"]
+    order = (False, True) if shape.format.startswith("w4") and num_rows > 8 else (True, False)
     enough = next((tiles for tiles in TOKEN_TILES if num_rows <= 8 * tiles), TOKEN_TILES[-1])
     for token_tiles in sorted((tiles for tiles in TOKEN_TILES if tiles <= enough), reverse=True):
-        by_wgmma = gpu.sm == 90 and 8 * token_tiles > RESIDENT_TOKENS if wgmma is None else wgmma
-        if by_wgmma and token_tiles == 1:
+        faster = gpu.sm == 90 and shape.format == "dense16" and 8 * token_tiles > RESIDENT_TOKENS
+        by_wgmma = faster if wgmma is None else wgmma
+        if by_wgmma and (token_tiles == 1 or shape.format != "dense16"):
             continue
-        names = order if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else ["stages"]
+        may_stay = order if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else (False,)
         for choice in ((1, 2), (4, 8)):  # segments
-            for limit, resident in (ways[name] for name in names):
+            for resident in may_stay:
                 for split in (Split(num_parts // segments, segments) for segments in choice if num_parts % segments == 0):
-                    found = _fit(shape, num_rows, gpu, token_tiles=token_tiles, split=split, wgmma=by_wgmma, limit=limit, resident=resident)
+                    found = _fit(shape, num_rows, gpu, token_tiles=token_tiles, split=split, wgmma=by_wgmma, resident=resident)
                     if found is not None:
                         yield found
 
 
-def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, limit: int, resident: bool) -> Plan | None:
-    """None where `limit` bytes of shared memory hold too few stages to keep memory busy, or tiles take too many warps."""
+def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, resident: bool) -> Plan | None:
+    """None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
     cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
     clustered = gpu.sm >= 90 and split.segments > 1
     warps, tokens, num_parts = cover.tiles * split.parts, 8 * token_tiles, split.parts * split.segments
@@ -180,13 +170,13 @@ def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Spli
     staged_fp8 = shape.format == "fp8" and not resident
     once = x_stage * iterations if resident else 2 * x_stage if staged_fp8 else 0
     each = warps * TILE_BYTES[shape.format] + (0 if resident or staged_fp8 else x_stage)
-    stages = min((limit - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
+    stages = min((gpu.shared_bytes - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
     busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= _IN_FLIGHT_BYTES
-    if warps > WARPS or stages < 2 or (staged_fp8 and cover.tiles * 16 < tokens) or ((resident or limit < gpu.shared_bytes) and not busy):
+    if warps > WARPS or stages < 2 or (staged_fp8 and cover.tiles * 16 < tokens) or (resident and not busy):
         return None
     sums = split.parts * tokens * (cover.tiles * TILE_ROWS + 4) * 4
     shared_bytes = _ALIGNMENT + arriving + max(once + stages * each, sums)
-    if shared_bytes > limit - STATIC_BYTES:
+    if shared_bytes > gpu.shared_bytes - STATIC_BYTES:
         return None
     launch = Launch(
         grid=(cover.row_blocks * split.segments, num_token_blocks),

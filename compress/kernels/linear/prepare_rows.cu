@@ -1,5 +1,5 @@
 // What a linear wants of its rows, as a kernel of its own: RMSNorm (NORM), then e4m3 with a scale for each row (QUANT 1) or a given one
-// (QUANT 2). The arithmetic is numbers.cuh's. Rows of k, a multiple of 8; a row a block of 128 threads.
+// (QUANT 2). The arithmetic is numbers.cuh's. A row of k, a multiple of 8, a block; a thread keeps KEEP chunks of 8 of it.
 
 struct Args {
     const uint4* x;
@@ -11,50 +11,62 @@ struct Args {
     float eps;
 };
 
-extern "C" __global__ void __launch_bounds__(128) prepare_rows(const __grid_constant__ Args args) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, chunks = args.k / 8;
+extern "C" __global__ void __launch_bounds__(512) prepare_rows(const __grid_constant__ Args args) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, num_warps = blockDim.x >> 5, chunks = args.k / 8;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    uint4 row[KEEP];
+    auto each_chunk = [&](auto visit) {  // rows as long as a compiler can unroll: they stay in registers
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) visit(row[j], (int)(threadIdx.x + j * blockDim.x), j * num_warps + warp);
+    };
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 #if NORM
-    for (int at = threadIdx.x * 128; at < args.k * 2; at += 128 * 128) prefetch((const char*)args.weight + at);
+    uint4 weight[KEEP];
+#pragma unroll
+    for (int j = 0; j < KEEP; ++j) {
+        const int c = threadIdx.x + j * blockDim.x;
+        weight[j] = c < chunks ? args.weight[c] : none;
+    }
 #endif
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     const uint4* x = args.x + (long long)blockIdx.x * chunks;
+    each_chunk([&](uint4& chunk, int c, int) { chunk = c < chunks ? x[c] : none; });
 #if NORM
-    __shared__ float quarters[4][32];
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int c = threadIdx.x; c < chunks; c += 128) sum = plus_squares(sum, x[c]);
-    quarters[warp][lane] = sum;
+    __shared__ float segments[KEEP * 16];
+    each_chunk([&](uint4& chunk, int, int segment) {
+        const float squares = segment_squares(chunk);
+        if (lane == 0) segments[segment] = squares;
+    });
     __syncthreads();
-    const float factor = inverse_rms(quarters[0][lane], quarters[1][lane], quarters[2][lane], quarters[3][lane], args.k, args.eps);
-    auto row = [&](int c) { return normed(x[c], factor, args.weight[c]); };
-#else
-    auto row = [&](int c) { return x[c]; };
+    const float factor = inverse_rms(args.k, args.eps, lane, [&](int s) { return segments[s]; });
+#pragma unroll
+    for (int j = 0; j < KEEP; ++j) row[j] = normed(row[j], factor, weight[j]);
 #endif
 #if QUANT
 #if QUANT == 1
-    __shared__ float most_of[4];
+    __shared__ float most_of[16];
     float most = 0.0f;
-#pragma unroll 8
-    for (int c = threadIdx.x; c < chunks; c += 128) most = max_magnitude(most, row(c));
+    each_chunk([&](uint4& chunk, int, int) { most = max_magnitude(most, chunk); });
     most = warp_max(most);
     if (lane == 0) most_of[warp] = most;
     __syncthreads();
-    const float scale = scale_of(larger(larger(most_of[0], most_of[1]), larger(most_of[2], most_of[3])));
+    const float scale = scale_of(warp_max(lane < num_warps ? most_of[lane] : 0.0f));
 #else
     const float scale = *args.static_scale;
 #endif
     if (threadIdx.x == 0) args.scales[blockIdx.x] = scale;
     uint2* y = (uint2*)args.y + (long long)blockIdx.x * chunks;
-#pragma unroll 4
-    for (int c = threadIdx.x; c < chunks; c += 128) y[c] = e4m3_chunk(row(c), scale);
+    each_chunk([&](uint4& chunk, int c, int) {
+        if (c < chunks) y[c] = e4m3_chunk(chunk, scale);
+    });
 #else
     uint4* y = (uint4*)args.y + (long long)blockIdx.x * chunks;
-#pragma unroll 8
-    for (int c = threadIdx.x; c < chunks; c += 128) y[c] = row(c);
+    each_chunk([&](uint4& chunk, int c, int) {
+        if (c < chunks) y[c] = chunk;
+    });
 #endif
 }

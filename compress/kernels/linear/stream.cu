@@ -35,13 +35,13 @@ struct alignas(64) Args {
     float norm_eps;
 };
 
-extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(512) stream_linear(const __grid_constant__ Args args) {
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
     extern __shared__ char shared_memory[];
     const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;  // known to be the same for all lanes
     const int part = warp / args.tiles, tile_slot = warp - part * args.tiles, num_warps = args.tiles * args.parts;
     const int segment = blockIdx.x % args.segments, row_block = blockIdx.x / args.segments;
     const int num_row_blocks = gridDim.x / args.segments, tile_start = (int)((long long)row_block * args.num_tiles / num_row_blocks);
@@ -66,62 +66,67 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     const int num_own = (segment + 1) * num_outputs / args.segments - output_start;
     if (args.segments > 1) {
         if (threadIdx.x == 0) {
-            asm volatile("mbarrier.init.shared.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived) : "memory");
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                         ::"r"(arrived), "r"(args.segments * num_tokens * num_own * (ACT ? 2 : 1) * 4) : "memory");
+            init_barrier(arrived, 1);
+            publish_barriers();
+            arrive_expecting(arrived, args.segments * num_tokens * num_own * (ACT ? 2 : 1) * 4);
         }
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
 #endif
 
 #if TMA
-    __shared__ u64 x_arrived[STAGES], x_free[STAGES];
-    const u32 x_arrived_at = (u32)__cvta_generic_to_shared(x_arrived), x_free_at = (u32)__cvta_generic_to_shared(x_free);
+    __shared__ u64 x_arrived[8][STAGES], x_free[8][STAGES];  // of each part of the block
+    const u32 x_arrived_at = (u32)__cvta_generic_to_shared(x_arrived[part]), x_free_at = (u32)__cvta_generic_to_shared(x_free[part]);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(x_arrived_at + 8 * i) : "memory");
-            asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(x_free_at + 8 * i), "r"(num_warps) : "memory");
+        for (int i = 0; i < args.parts * STAGES; ++i) {
+            init_barrier((u32)__cvta_generic_to_shared(&x_arrived[i / STAGES][i % STAGES]), 1);
+            init_barrier((u32)__cvta_generic_to_shared(&x_free[i / STAGES][i % STAGES]), args.tiles);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
 #endif
 
     // Weights: `w_next` walks along K, one stage a step.
     const int row_bytes = FP8 ? args.k : args.k * 2;
-    int to_load = tile < tile_stop ? count : 0;
 #if W4
-    const int real_tile = min(tile, args.num_tiles - 1);
-    const char* w_next = args.w + ((long long)real_tile * num_groups + first) * A_BYTES + lane * 16;
-    const u32 a_lane = lane * 16, a_fill = a_warp + lane * 16;
+    const bool idle = tile >= tile_stop;  // a warp without a tile: zeros instead of weights
+    int loaded = 0;
+    const char* w_next = args.w + ((long long)min(tile, args.num_tiles - 1) * num_groups + first) * A_BYTES;
+    const u32 a_lane = lane * 16;
+    if (idle)
+        for (int at = lane * 16; at < STAGES * A_BYTES; at += 512) store_shared(a_warp + at, make_uint4(0, 0, 0, 0));
+    __syncwarp();
 #else
+    int to_load = tile < tile_stop ? count : 0;
     const int real_tile = min(tile, args.num_tiles - 1);
     const char* w_next = args.w + (long long)(real_tile * (ACT ? 8 : 16) + (lane >> 3)) * row_bytes + (long long)first * 128 + (lane & 7) * 16;
     const long long row_quad = 4 * row_bytes, row_half = ACT ? (long long)(args.n / 2) * row_bytes : 8 * row_bytes;
     const u32 a_lane = (((lane >> 3) & 1) * 8 + (lane & 7)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
     const u32 a_fill = a_warp + (lane >> 3) * 128 + (((lane & 7) ^ (lane >> 3)) << 4);
 #endif
-    auto load_weights = [&](u32 slot_bytes) {
-        const u32 to = a_fill + slot_bytes;
+    auto load_weights = [&](int slot) {
+#if W4
+        if (!idle && loaded < (RESIDENT ? count : iterations)) {  // past the end of a part x is zero, and its last block serves again
+            copy_block(a_warp + slot * A_BYTES, w_next, lane);
+            w_next += ++loaded < count ? A_BYTES : 0;
+        }
+        if (RESIDENT || TMA) commit();
+#else
+        const u32 to = a_fill + slot * A_BYTES;
         const bool there = to_load > 0;
 #if RESIDENT
         if (there)
 #endif
         {
-#if W4
-            copy16_or_zero(to, w_next, there);
-            copy16_or_zero(to + 512, w_next + 512, there);
-            if (lane < SCALE_BYTES / 16) copy16_or_zero(to + 1024, w_next + 1024, there);
-            w_next += there ? A_BYTES : 0;
-#else
             copy16_or_zero(to, w_next, there);
             copy16_or_zero((to + 512) ^ 64, w_next + row_quad, there);
             copy16_or_zero(to + 1024, w_next + row_half, there);
             copy16_or_zero((to + 1536) ^ 64, w_next + row_half + row_quad, there);
             w_next += there ? 128 : 0;
-#endif
         }
         --to_load;
         if (RESIDENT || FP8 || TMA) commit();
+#endif
     };
 
     const int part_threads = args.tiles * 32, part_thread = threadIdx.x - part * part_threads;
@@ -136,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
 
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-        load_weights(i * A_BYTES);
+        load_weights(i);
     }
 #if NORM
     for (int at = threadIdx.x * 128; at < args.k * 2; at += num_warps * 32 * 128) prefetch((const char*)args.norm_weight + at);
@@ -151,16 +156,17 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     const uint4* raw = (const uint4*)args.x + (long long)token_start * raw_chunks;
     __shared__ float factors[TOKENS];
 #if NORM
-    for (int row = warp; row < num_tokens; row += num_warps) {
-        const uint4* x = raw + (long long)row * raw_chunks + lane;
-        float quarters[4] = {};
+    const int row_segments = (raw_chunks + SEGMENT - 1) / SEGMENT;
 #pragma unroll 4
-        for (int c = 0; c + lane < raw_chunks; c += 128) {
-#pragma unroll
-            for (int q = 0; q < 4; ++q)
-                if (c + 32 * q + lane < raw_chunks) quarters[q] = plus_squares(quarters[q], x[c + 32 * q]);
-        }
-        const float factor = inverse_rms(quarters[0], quarters[1], quarters[2], quarters[3], args.k, args.norm_eps);
+    for (int at = warp; at < num_tokens * row_segments; at += num_warps) {  // their squares wait where x will be
+        const int row = at / row_segments, c = (at - row * row_segments) * SEGMENT + lane;
+        const float squares = segment_squares(c < raw_chunks ? raw[(long long)row * raw_chunks + c] : make_uint4(0, 0, 0, 0));
+        if (lane == 0) store_float(shared + args.arriving_bytes + 4 * at, squares);
+    }
+    __syncthreads();
+    for (int row = warp; row < num_tokens; row += num_warps) {
+        const u32 squares = shared + args.arriving_bytes + 4 * row * row_segments;
+        const float factor = inverse_rms(args.k, args.norm_eps, lane, [&](int s) { return load_float(squares + 4 * s); });
         if (lane == 0) factors[row] = factor;
     }
     __syncthreads();
@@ -240,24 +246,18 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
     const char* x_next = x_first + (long long)x_token * row_bytes + x_chunk * 16;
     int x_left = count;
 #if TMA
-    const bool uneven = iterations * num_parts != num_groups;
-    auto load_x = [&](int i, int slot) {  // columns past the end of a part come from past the end of x, and are zero
-        if (threadIdx.x != 0) return;
-        const u32 barrier = x_arrived_at + 8 * slot;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(args.parts * x_bytes) : "memory");
-        for (int p = 0; p < args.parts; ++p) {
-            int start = (segment * args.parts + p) * iterations, stop = start + iterations;
-            if (uneven) start = (segment * args.parts + p) * num_groups / num_parts, stop = (segment * args.parts + p + 1) * num_groups / num_parts;
-            const int column = start + i < stop ? (start + i) * K_STAGE : args.k;
-            for (int sub = 0; sub < SUBTILES; ++sub)
-                asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                             ::"r"(x_part + (p * x_slots + slot) * x_bytes + sub * subtile_bytes), "l"(args.x_map), "r"(column + 64 * sub),
-                             "r"(token_start), "r"(barrier) : "memory");
-        }
+    auto load_x = [&](int i) {  // stage i of this part, by its first thread; columns past the end come from past the end of x, and are zero
+        if (part_thread != 0 || i >= iterations) return;
+        const int use = i / STAGES, to = i - use * STAGES, column = i < count ? (first + i) * SUBTILES : args.k / 64;
+        if (use > 0) wait_barrier(x_free_at + 8 * to, (use - 1) & 1);
+        const u32 barrier = x_arrived_at + 8 * to;
+        arrive_expecting(barrier, x_bytes);
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                     ::"r"(x_part + to * x_bytes), "l"(args.x_map), "r"(0), "r"(token_start), "r"(column), "r"(barrier) : "memory");
     };
     __syncthreads();
-    constexpr int X_AHEAD = STAGES > 2 ? STAGES - 2 : 1;  // one less than would fit, so that warps need not keep step
-    for (int i = 0; i < X_AHEAD && i < iterations; ++i) load_x(i, i);
+    constexpr int X_AHEAD = STAGES > AT_ONCE + 1 ? STAGES - AT_ONCE - 1 : 1;  // less than would fit, so that warps need not keep step
+    for (int i = 0; i < X_AHEAD; ++i) load_x(i);
 #elif FP8
     constexpr int X_BATCH = NT > 2 ? 4 : 2 * NT;  // the plan gives a part threads enough
     uint4 x_raw[X_BATCH];
@@ -286,140 +286,67 @@ extern "C" __global__ void __launch_bounds__(512, NT <= 2 ? 2 : 1) stream_linear
 #endif
 
     float total[NT][4] = {};
-    // Row address of this lane in an x subtile (k16 step s is at `^ (s << 5)`): two steps of one token tile, or one step of two.
-    const int matrix = lane >> 3, matrix_row = lane & 7;
-    const u32 x_lane = NT == 1 ? (matrix_row < x_rows ? matrix_row : 0) * 128 + ((matrix ^ (matrix_row < x_rows ? matrix_row : 0)) << 4)
-                               : (matrix_row + (matrix >> 1) * 8 < x_rows ? (matrix >> 1) * 8 + matrix_row : matrix_row) * 128 +
-                                     (((matrix & 1) ^ matrix_row) << 4);
-    u32 x_tile = x_part;
-    int slot = 0, fill = AHEAD;
-    u32 x_phase = 0;
-#if RESIDENT
-    for (int i = 0; i < count; ++i, x_tile += x_bytes) {
-        wait_pending<AHEAD - 1>();
-        __syncwarp();
-        load_weights(fill * A_BYTES);
-        {
-#else
-    for (int i = 0; i < iterations; ++i) {
-#if FP8
-        x_tile = x_part + (i & 1) * x_bytes;
+    const u32 x_lane = x_lane_offset(lane, x_rows);
+    const int steps = RESIDENT ? count : iterations;
+    int slot = 0, fill = AHEAD % STAGES, step = 0;
+    u32 phase = 0;  // of the barriers, which flips as `slot` comes round
+    auto walk = [&](auto number) {  // that many stages, side by side
+        constexpr int COUNT = decltype(number)::value;
+        u32 a_tile[COUNT], x_tile[COUNT];
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+            a_tile[c] = a_warp + (slot + c < STAGES ? slot + c : slot + c - STAGES) * A_BYTES;
+            x_tile[c] = x_part + (RESIDENT ? step + c : FP8 ? (step + c) & 1 : slot + c < STAGES ? slot + c : slot + c - STAGES) * x_bytes;
+        }
+#if FP8 && !RESIDENT
 #pragma unroll
         for (int j = 0; j < X_BATCH; ++j)
             if (x_token + j * x_stride < num_tokens) {
-                if (i >= count) x_raw[j] = make_uint4(0, 0, 0, 0);
-                store_as_f16(x_tile, x_token + j * x_stride, x_chunk, x_raw[j]);
+                if (step >= count) x_raw[j] = make_uint4(0, 0, 0, 0);
+                store_as_f16(x_tile[0], x_token + j * x_stride, x_chunk, x_raw[j]);
             }
-#else
-        x_tile = x_part + slot * x_bytes;
 #endif
-        wait_pending<AHEAD - 1>();
+        wait_pending<AHEAD - COUNT>();
 #if TMA
-        __syncwarp();
-        load_weights(fill * A_BYTES);
-        if (threadIdx.x == 0 && i + X_AHEAD < iterations) {
-            const int use = (i + X_AHEAD) / STAGES, to = i + X_AHEAD - use * STAGES;
-            if (use > 0) wait_barrier(x_free_at + 8 * to, (use - 1) & 1);
-            load_x(i + X_AHEAD, to);
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) load_x(step + c + X_AHEAD);
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+            const bool round = slot + c >= STAGES;
+            wait_barrier(x_arrived_at + 8 * (round ? slot + c - STAGES : slot + c), phase ^ round);
         }
-        wait_barrier(x_arrived_at + 8 * slot, x_phase);
-        __syncwarp();
-        x_phase ^= slot + 1 == STAGES;
-#else
-#if WGMMA
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+#if RESIDENT || TMA
+        __syncwarp();
+#else
         __syncthreads();
-        load_weights(fill * A_BYTES);
-        load_x(fill);
 #endif
-        {
-#endif
-            const u32 a_tile = a_warp + slot * A_BYTES;
-#if W4
-            float sums[NT][4];
-            const u32 scales = load_word(a_tile + 1024 + (lane >> 2) * 4);
-#if FORMAT == 2
-            const u32 zeros = load_word(a_tile + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
-            const u32 low_zero = __byte_perm(zeros, 0, 0x1010), high_zero = __byte_perm(zeros, 0, 0x3232);
-#else
-            const u32 low_zero = F16 ? 0xE408E408 : 0xC308C308, high_zero = low_zero;  // -1032, -136
-#endif
-            uint4 words;
-#else
-            float(&sums)[NT][4] = total;
-#endif
-#pragma unroll
-            for (int pair = 0; pair < K_STAGE / 32; ++pair) {  // two k16 steps
-                u32 a[2][4];
-#if W4
-                if (pair % 2 == 0) words = load_shared(a_tile + (pair / 2) * 512 + a_lane);
-                dequantize(a[0], pair & 1 ? words.z : words.x, low_zero, high_zero);
-                dequantize(a[1], pair & 1 ? words.w : words.y, low_zero, high_zero);
-#elif FP8
-                u32 r[4];
-                load_matrices(r, a_tile + (a_lane ^ (pair << 5)));
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {  // r: rows g and g + 8 of the first step, then of the second
-                    const uint2 v = e4m3_to_f16(r[j]);
-                    a[j >> 1][j & 1] = v.x, a[j >> 1][2 + (j & 1)] = v.y;
-                }
-#else
-                load_matrices(a[0], a_tile + (a_lane ^ (pair << 6)));
-                load_matrices(a[1], a_tile + (a_lane ^ (pair << 6) ^ 32));
-#endif
-                const u32 x_sub = x_tile + (pair >> 1) * subtile_bytes;
-                const int step = (pair & 1) * 2;  // within the subtile
-#if WGMMA
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                wgmma(sums, a[0], descriptor(x_sub) + step * 2, !W4 || pair > 0);
-                wgmma(sums, a[1], descriptor(x_sub) + step * 2 + 2, 1);
-                // One pair stays under way while the next is dequantized.
-                asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
-#else
-                const float none[4] = {};
-#if NT == 1
-                u32 b[4];
-                load_matrices(b, x_sub + (x_lane ^ (step << 5)));
-                if (W4 && pair == 0) mma(sums[0], a[0], b[0], b[1], none);
-                else mma(sums[0], a[0], b[0], b[1], sums[0]);
-                mma(sums[0], a[1], b[2], b[3], sums[0]);
-#else
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int j = 0; j < NT; j += 2) {
-                        u32 b[4];
-                        load_matrices(b, x_sub + j * 1024 + (x_lane ^ ((step + h) << 5)));
-                        if (W4 && pair == 0 && h == 0) {
-                            mma(sums[j], a[h], b[0], b[1], none);
-                            mma(sums[j + 1], a[h], b[2], b[3], none);
-                        } else {
-                            mma(sums[j], a[h], b[0], b[1], sums[j]);
-                            mma(sums[j + 1], a[h], b[2], b[3], sums[j + 1]);
-                        }
-                    }
-#endif
-#endif
-            }
-#if WGMMA
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#endif
+        auto release_x = [&] {
 #if TMA
-            if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(x_free_at + 8 * slot) : "memory");
-#endif
-#if W4
-            const float low = widen(scales & 0xFFFF), high = widen(scales >> 16);
+            if (lane != 0) return;
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
-                total[j][0] = fmaf(low, sums[j][0], total[j][0]), total[j][1] = fmaf(low, sums[j][1], total[j][1]);
-                total[j][2] = fmaf(high, sums[j][2], total[j][2]), total[j][3] = fmaf(high, sums[j][3], total[j][3]);
-            }
+            for (int c = 0; c < COUNT; ++c)
+                asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(x_free_at + 8 * (slot + c < STAGES ? slot + c : slot + c - STAGES)) : "memory");
 #endif
-        }
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
-        fill = fill + 1 == STAGES ? 0 : fill + 1;
-    }
+        };
+        add_products<COUNT>(total, a_tile, x_tile, a_lane, x_lane, subtile_bytes, lane, [&] {
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) {
+                load_weights(fill);
+#if !RESIDENT && !TMA
+                load_x(fill);
+#endif
+                fill = fill + 1 == STAGES ? 0 : fill + 1;
+            }
+            if (X_IN_REGISTERS) release_x();
+        });
+        if (!X_IN_REGISTERS) release_x();
+        step += COUNT;
+        slot += COUNT;
+        if (slot >= STAGES) slot -= STAGES, phase ^= 1;
+    };
+    if (steps % AT_ONCE) walk(Number<1>());
+    while (step < steps) walk(Number<AT_ONCE>());
 
     // Sums go to shared memory as [part][token][row]; a pitch of 4 (mod 8) words keeps the stores free of bank conflicts.
     wait_pending<0>();

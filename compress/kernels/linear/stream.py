@@ -125,26 +125,32 @@ def stream(
     if isinstance(x, RawRows):
         x = x.x_TK if raw is not None else prepare_rows(x)
     x_TI, x_scale_T = (x.values_TK, x.scale_T) if isinstance(x, QuantizedRows) else (x, None)
-    x_TI, residual_TO = _readable(x_TI), None if residual_TO is None else residual_TO.contiguous()
+    x_TI, residual_TO = readable(x_TI), None if residual_TO is None else residual_TO.contiguous()
     tensors = (weight.data, x_TI, weight.scale_O, x_scale_T, bias_O, residual_TO, y_TO, partials, arrivals)
     split = chosen.split
-    copied = chosen.wgmma and weight.format != "fp8"
+    copied = gpu.sm >= 90 and not chosen.resident and weight.format != "fp8"
     arguments = _Arguments(
-        _TileMap.from_buffer_copy(tile_map(x_TI, (8 * chosen.token_tiles, 64))) if copied else _TileMap(),
+        _TileMap.from_buffer_copy(x_map(x_TI, 8 * chosen.token_tiles, shape.stage_k)) if copied else _TileMap(),
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, weight.n, weight.k, shape.num_tiles, chosen.tiles, split.parts, split.segments, chosen.arriving_bytes),
-        *_raw_arguments(raw),
+        *raw_arguments(raw),
     )
     variant = variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw)
     function(variant, device)(chosen.launch, arguments, device=device)
     return y_TO
 
 
+def x_map(x_TI: Tensor, tokens: int, stage_k: int) -> bytes:
+    """Tiles of one stage: subtiles of 128 bytes, one behind the other."""
+    columns = 128 // x_TI.element_size()
+    return tile_map(x_TI.unflatten(1, (-1, columns)).transpose(0, 1), (stage_k // columns, tokens, columns))
+
+
 def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     """What a linear does to raw rows, alone and bit for bit."""
-    x_TK = _readable(raw.x_TK)
+    x_TK = readable(raw.x_TK)
     (num_rows, k), device = x_TK.shape, x_TK.device
-    quantizes, sm = _quantizes(raw), gpu_of(device).sm
+    quantizes, sm = quantizes_of(raw), gpu_of(device).sm
     if raw.quant is not None and sm < 90:  # no e4m3 instruction
         if raw.weight_K is not None:
             normed = prepare_rows(replace(raw, quant=None))
@@ -153,20 +159,22 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
         return quantize_rows(x_TK, raw.quant)
     y_TK = torch.empty(num_rows, k, dtype=x_TK.dtype if quantizes == "no" else FP8, device=device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
-    weight, static_scale, eps = _raw_arguments(raw)
+    weight, static_scale, eps = raw_arguments(raw)
     arguments = _PrepareArguments(x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps)
-    launch = Launch(grid=(num_rows, 1), threads=128, shared_bytes=0, overlap=sm >= 90)
-    _prepare_function(x_TK.dtype, raw.weight_K is not None, quantizes, device)(launch, arguments, device=device)
+    threads = min(32 * -(-k // 256), 512)
+    launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
+    kept = -(-k // (8 * threads))
+    _prepare_function(x_TK.dtype, raw.weight_K is not None, quantizes, kept, device)(launch, arguments, device=device)
     return y_TK if quantizes == "no" else QuantizedRows(y_TK, scale_T)
 
 
-def _quantizes(raw: RawRows | None) -> Quantizes:
+def quantizes_of(raw: RawRows | None) -> Quantizes:
     if raw is None or raw.quant is None:
         return "no"
     return "by row" if raw.quant.static_scale is None else "static"
 
 
-def _raw_arguments(raw: RawRows | None) -> tuple[int | None, int | None, float]:
+def raw_arguments(raw: RawRows | None) -> tuple[int | None, int | None, float]:
     """norm_weight, static_scale, norm_eps."""
     weight_K = None if raw is None else raw.weight_K
     static = None if raw is None or raw.quant is None else raw.quant.static_scale
@@ -180,13 +188,13 @@ def variant_of(
     float32_output = out_dtype == torch.float32
     return Variant(
         shape.format, dtype, activation, float32_output, chosen.token_tiles, chosen.wgmma, chosen.resident, chosen.stages,
-        normed=raw is not None and raw.weight_K is not None, quantizes=_quantizes(raw),
+        normed=raw is not None and raw.weight_K is not None, quantizes=quantizes_of(raw),
     )  # fmt: skip
 
 
 @functools.cache
-def _prepare_function(dtype: torch.dtype, normed: bool, quantizes: Quantizes, device: torch.device) -> Function:
-    macros = (("F16", int(dtype == torch.float16)), ("NORM", int(normed)), ("QUANT", QUANTIZES.index(quantizes)))
+def _prepare_function(dtype: torch.dtype, normed: bool, quantizes: Quantizes, kept: int, device: torch.device) -> Function:
+    macros = (("F16", int(dtype == torch.float16)), ("NORM", int(normed)), ("QUANT", QUANTIZES.index(quantizes)), ("KEEP", kept))
     source = Source(source_text("numbers.cuh", "prepare_rows.cu"), "prepare_rows", macros)
     return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
 
@@ -211,7 +219,7 @@ def source_text(*names: str) -> str:
     return "".join(files(__package__).joinpath(name).read_text() for name in names)
 
 
-def _readable(x_TI: Tensor) -> Tensor:
+def readable(x_TI: Tensor) -> Tensor:
     """Dense rows at an address of 16 bytes."""
     x_TI = x_TI.contiguous()
     return x_TI if x_TI.data_ptr() % 16 == 0 else x_TI.clone()
@@ -240,6 +248,8 @@ def kernels(
     fn: Callable[..., Tensor],
     repack: Repack,
     refusal: Callable[[Problem], str | None],
+    min_sm: int = MIN_SM,
+    rank: int = 20,
 ) -> Iterator[Kernel]:
     """One kernel for each activation of a gated linear, and the plain one."""
     for activation in ACTIVATIONS:
@@ -261,4 +271,4 @@ def kernels(
 
         bound: Callable[..., Any] = functools.partial(fn, activation=activation)
         suffix = f".{activation}" if activation else ""
-        yield Kernel("linear", f"stream.{name}{suffix}", min_sm=MIN_SM, rank=20, supports=supports, fn=bound, repack=repack, prepares=True)
+        yield Kernel("linear", f"{name}{suffix}", min_sm=min_sm, rank=rank, supports=supports, fn=bound, repack=repack, prepares=True)

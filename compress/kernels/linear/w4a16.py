@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.plan import Shape
 from compress.kernels.linear.stream import Streamed, kernels, stream
 from compress.kernels.rows import RawRows
@@ -128,5 +129,21 @@ def linear(
     return stream(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
 
 
-for _kernel in kernels("w4a16", schemes=("W4A16_G128", "W4A16_G128_ASYM"), fn=linear, repack=repack, refusal=anything):
+def hopper_linear(
+    x: Tensor | RawRows,
+    packed: PackedW4,
+    bias_O: Tensor | None,
+    *,
+    activation: str | None,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return multiply(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+
+
+SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
+for _kernel in (
+    *kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
+    *kernels("hopper.w4a16", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30),
+):
     register(_kernel)

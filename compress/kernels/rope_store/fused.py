@@ -60,7 +60,17 @@ def _store(
         tl.store(at + C // 2, second.to(pages_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(unaligned=("positions_ptr", "slots_ptr"))
+@jit()
+def _angles(
+    cos_ptr: tl.tensor, sin_ptr: tl.tensor, position: tl.tensor, columns: tl.tensor, half: tl.tensor, C: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Halves of a position's rows: cos and cos, sin and sin."""
+    at = position * C + columns
+    cos_first, cos_second = tl.load(cos_ptr + at, mask=half, other=0.0), tl.load(cos_ptr + at + C // 2, mask=half, other=0.0)
+    return cos_first, cos_second, tl.load(sin_ptr + at, mask=half, other=0.0), tl.load(sin_ptr + at + C // 2, mask=half, other=0.0)
+
+
+@jit(varying=("num_positions",), unaligned=("positions_ptr", "slots_ptr"))
 def _rope_store(
     qkv_ptr: tl.tensor,
     cos_ptr: tl.tensor,
@@ -73,6 +83,7 @@ def _rope_store(
     v_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    num_positions: tl.tensor,
     row_stride: tl.tensor,
     head_stride: tl.tensor,
     scale_stride: tl.tensor,
@@ -88,25 +99,29 @@ def _rope_store(
     PDL: tl.constexpr,
 ) -> None:
     """Heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
-    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, HALF)[None, :]
     mask = (heads < H + 2 * K) & (columns < C // 2)
     rotated = mask & (heads < H + K)
     dtype = q_ptr.dtype.element_ty
+    half = columns < C // 2
+    # The tables are constant and the position nearly always stands by now: its row is fetched ahead, and again should it turn out another.
+    # Both reads of it pass the first-level cache, which would remember the first.
+    guess = tl.minimum(tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64), 0), num_positions - 1)
+    cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, guess, columns, half, C)
     wait(PDL)
+    launch_dependents(PDL)  # not before the wait: attention reads older pages before its own (`attention_decode/hopper.py`)
     at = qkv_ptr + row * row_stride + heads * C + columns
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + C // 2, mask=mask, other=0.0)
-    position, slot = tl.load(positions_ptr + row).to(tl.int64), tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
     k_scale, v_scale = 1.0, 1.0
     if FORMAT == 2:
         k_scale, v_scale = tl.load(k_scale_ptr), tl.load(v_scale_ptr)
-    angles = position * C + columns
-    half = columns < C // 2
-    cos_first, cos_second = tl.load(cos_ptr + angles, mask=half, other=0.0), tl.load(cos_ptr + angles + C // 2, mask=half, other=0.0)
-    sin_first, sin_second = tl.load(sin_ptr + angles, mask=half, other=0.0), tl.load(sin_ptr + angles + C // 2, mask=half, other=0.0)
+    if position != guess:
+        cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, position, columns, half, C)
 
     x, y = first.to(tl.float32), second.to(tl.float32)
     if norm_ptr is not None:
@@ -197,6 +212,7 @@ def rope_store(
         pages[1],
         kv.k_scale,
         kv.v_scale,
+        cos_PC.shape[0],
         qkv_TF.stride(0),
         kv.k.stride(0),
         kv.k_scale.stride(0) if kv.format == FP8_TOKEN_HEAD and kv.k_scale is not None else 0,

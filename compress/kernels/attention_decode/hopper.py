@@ -1,0 +1,188 @@
+"""Decode attention for Hopper in one launch: `lanes.cu`, which says how it sums, and how the work is dealt out.
+
+Keys and values older than the step's own positions are fetched before the launch waits for the one before it. That is sound because of
+what is read then: context lengths, block tables and pages that earlier steps wrote. The launch before it may not write these, and must
+itself wait before it lets this one start, so that everything before *it* is complete: `rope_store.fused` does both, and so does this
+kernel, and a kernel that is not launched as a programmatic dependent is complete as a whole.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from compress.kernels.launch import compute_capability
+from compress.kernels.nvrtc import Function, Launch, Source
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.select import Kernel, Problem, register
+
+SM = 90
+LANES, WARPS = 16, 4
+CLUSTERS = (4, 2, 1)
+"""Blocks that may share a request and KV head."""
+BLOCKS_AT_ONCE = 264
+"""What an H200 holds: two on each multiprocessor."""
+MAX_HEAD_DIM = 256
+_SUMS = 128
+"""Registers of a thread for sums."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    dtype: torch.dtype
+    kv_format: str
+    head_dim: int
+    block_size: int
+    row_eights: int
+    cluster: int
+    long_table: bool
+    long_lens: bool
+
+    @property
+    def coded(self) -> bool:
+        return self.kv_format in (FP8_TOKEN_HEAD, FP8_STATIC)
+
+    @property
+    def keys(self) -> int:
+        """Of a slice. The bits depend on it, so that it follows from the pages alone."""
+        return 32 if self.coded or self.head_dim <= 128 else 16
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of shared memory, as lanes.cu lays it out: a tile of keys and one of values for each warp."""
+        row_bytes = self.head_dim if self.coded else 2 * self.head_dim
+        pitch = row_bytes + 16 if row_bytes // 16 % 2 == 0 else row_bytes
+        return WARPS * 2 * self.keys * pitch
+
+    def sent_bytes(self, num_rows: int) -> int:
+        """What a warp sends to one block at most: its sums of every `cluster`-th 32 fours of elements."""
+        fours = min(num_rows, 8 * self.row_eights) * self.head_dim // 4
+        return -(-fours // (32 * self.cluster)) * 512
+
+    def shared_bytes(self, num_rows: int) -> int:
+        """Behind the tiles, the sums of all warps arrive."""
+        return self.tile_bytes + WARPS * self.cluster * self.sent_bytes(num_rows)
+
+    @property
+    def source(self) -> Source:
+        macros = {
+            "F16": int(self.dtype == torch.float16),
+            "FORMAT": {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(self.kv_format, 0),
+            "C": self.head_dim,
+            "LANES": LANES,
+            "KEYS": self.keys,
+            "S": self.block_size,
+            "NT": self.row_eights,
+            "P": self.cluster,
+            "LONG_TABLE": int(self.long_table),
+            "LONG_LENS": int(self.long_lens),
+            "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
+        }
+        text = files(__package__).joinpath("lanes.cu").read_text()
+        return Source(text, "attend_lanes", tuple(macros.items()))
+
+
+class _Arguments(ctypes.Structure):
+    """`Args` of lanes.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
+        *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
+        *((name, ctypes.c_int) for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def attention_decode(
+    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
+) -> Tensor:
+    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
+    num_kv_heads, (num_rows, num_heads, head_dim) = kv.k.shape[0], q_THC.shape
+    row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
+    dealt = {"row_eights": row_eights, "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim)}
+    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
+
+
+def row_eights_of(num_rows: int) -> int:
+    """Eights of query rows that a block takes at once: their sums fill its registers. More rows are more blocks, which read keys again."""
+    return 1 if num_rows <= 8 else 2
+
+
+def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
+    """Blocks for each of so many pairs of request and KV head."""
+    return next(each for each in CLUSTERS if pairs * each <= BLOCKS_AT_ONCE or each == _least_cluster(row_eights, head_dim))
+
+
+def _least_cluster(row_eights: int, head_dim: int) -> int:
+    """Fewer blocks have more lanes in a warp, whose sums wait in registers for one another: log2(4 / cluster) beside its own."""
+    sums = head_dim // 4 * row_eights
+    return next((each for each in reversed(CLUSTERS) if sums * (LANES // WARPS // each).bit_length() <= _SUMS), CLUSTERS[0])
+
+
+def attend(
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    *,
+    q_len: int,
+    window: int | None,
+    scale: float,
+    row_eights: int,
+    cluster: int,
+) -> Tensor:
+    """`attention_decode` with the work dealt out as given, which changes no bit."""
+    (num_kv_heads, _, block_size, head_dim), (num_rows, num_heads, _) = kv.k.shape, q_THC.shape
+    num_requests, group, device = num_rows // q_len, num_heads // num_kv_heads, q_THC.device
+    assert num_rows == num_requests * q_len
+    assert q_THC.is_contiguous()
+    assert kv.k[0].is_contiguous()
+    assert kv.k.stride() == kv.v.stride()
+    assert block_table_RB.stride(1) == 1
+    assert context_lens_R.is_contiguous()
+    out_THC = torch.empty_like(q_THC)
+    if num_requests == 0:
+        return out_THC
+    index_types = (block_table_RB.dtype == torch.int64, context_lens_R.dtype == torch.int64)
+    variant = Variant(q_THC.dtype, kv.format, head_dim, block_size, row_eights, cluster, *index_types)
+    tensors = (q_THC, kv.k, kv.v, kv.k_scale, kv.v_scale, block_table_RB, context_lens_R, out_THC)
+    arguments = _Arguments(
+        *(None if each is None else each.data_ptr() for each in tensors),
+        block_table_RB.stride(0),
+        kv.k.stride(0) * kv.k.element_size(),
+        kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
+        *(block_table_RB.shape[1], q_len, group, num_kv_heads, window or 0, variant.sent_bytes(q_len * group)),
+        scale,
+    )
+    launch = Launch(
+        grid=(cluster * num_requests * num_kv_heads, -(-q_len * group // (8 * row_eights))),
+        threads=WARPS * 32,
+        shared_bytes=variant.shared_bytes(q_len * group),
+        cluster=cluster,
+        overlap=True,
+    )
+    _function(variant, device)(launch, arguments, device=device)
+    return out_THC
+
+
+@functools.cache
+def _function(variant: Variant, device: torch.device) -> Function:
+    return Function(variant.source, device=device, shared_bytes=variant.shared_bytes(8 * variant.row_eights), sm=compute_capability(device))
+
+
+def supports(problem: Problem) -> str | None:
+    if problem.sm != SM:
+        return f"for sm_{SM}; its clusters and launches are Hopper's"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in bfloat16 or float16"
+    if problem.n % 16 or problem.n > MAX_HEAD_DIM:
+        return f"a head of {problem.n} dimensions is no multiple of 16 up to {MAX_HEAD_DIM}"
+    return None
+
+
+register(Kernel("attention_decode", "cuda.lanes", min_sm=SM, rank=20, supports=supports, fn=attention_decode))

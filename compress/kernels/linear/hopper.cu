@@ -1,0 +1,473 @@
+// y = x W^T for few rows x (M = 1..128) on Hopper: e4m3 weights by e4m3 rows (W8A8), and four-bit weights by 16-bit rows (W4A16).
+//
+// Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32 or 64), sums are float32. A block owns `tiles` row
+// tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
+// with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. The
+// others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no register
+// ever holds one; four-bit weights become 16-bit integers in registers on the way.
+//
+// The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
+// instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
+// group of four-bit weights, whose scale is applied here. Parts meet in a balanced tree. A stage has K_SLOTS chunks, one for each warpgroup
+// along K. SEGMENTS = 2: a cluster of two blocks shares the chunks of a unit, and each block adds the sums of both for half of the outputs.
+// How many tokens an instruction takes changes no bit (tested, H200).
+//
+// One row may come raw (RAW: before its norm, its rounding to e4m3, or both; numbers.cuh): every block then prepares it by itself while its
+// first weights are on their way, and it stays in shared memory without a swizzle, its 16-byte pieces side by side. The instruction takes the
+// pieces that follow for tokens 1 to 7, whose sums nobody reads.
+//
+// Macros: FORMAT, NT, ACT, F16, OUT32, NORM and QUANT as in stream.cu; RAW; ROW_GROUPS, K_SLOTS, SEGMENTS; KEEP = chunks of 8 numbers of a
+// raw row that a thread keeps.
+
+#define DIRECT_SUMS (K_SLOTS * SEGMENTS == 1)  // a thread has whole sums
+
+constexpr int MAX_STAGES = 16, MAX_ROWS = 128;
+constexpr int CHUNK = 128;                            // columns of one chunk of a stage
+constexpr int X_ROW = FP8 ? CHUNK : 2 * CHUNK;        // bytes of a row of x in it
+constexpr int W_TILE = FP8 ? 16 * CHUNK : A_BYTES;    // of a row tile in it
+constexpr int CONSUMERS = ROW_GROUPS * K_SLOTS * 4;   // warps
+// Four-bit weights want more registers than 17 warps can have: the others of the copying warp's group leave theirs.
+constexpr bool TRADES_REGISTERS = W4;
+constexpr int THREADS = CONSUMERS * 32;               // of theirs
+constexpr int DEEP = W4 && NT <= 4 ? 2 : 1;           // chunks of a warpgroup in one stage
+constexpr int PLACES = DEEP * K_SLOTS;                // chunks in one stage
+constexpr int X_BYTES = RAW ? 0 : TOKENS * X_ROW;     // of x in it
+
+struct alignas(64) Args {
+    char w_map[128];
+    char x_map[128];
+    const float* w_scale;
+    const float* x_scale;
+    const u16* bias;
+    const u16* residual;
+    void* y;
+    const uint4* raw;
+    const uint4* norm_weight;
+    const float* static_scale;
+    int num_tokens, n, k, tiles, stages, num_items, token_blocks, inbox_bytes, x_bytes;
+    float norm_eps;
+};
+
+__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void copy_tiles(u32 to, const char* map, int column, int row, int tile, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(tile), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void copy_weights(u32 to, const char* map, int chunk, int tile, u32 barrier) {
+#if W4
+    copy_tiles(to, map, 0, chunk, tile, barrier);
+#elif ACT
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(0), "r"(tile), "r"(chunk), "r"(barrier) : "memory");
+#else
+    copy_tiles(to, map, 0, tile * 16, chunk, barrier);
+#endif
+}
+__device__ __forceinline__ void copy_rows(u32 to, const char* map, int chunk, int token, u32 barrier) {
+    copy_tiles(to, map, 0, token, chunk * (X_ROW / 128), barrier);
+}
+
+#if FP8
+#define OUT4(j) "=f"(d[j][0]), "=f"(d[j][1]), "=f"(d[j][2]), "=f"(d[j][3])
+#define OUT16(j) OUT4(j), OUT4(j + 1), OUT4(j + 2), OUT4(j + 3)
+#if NT == 1
+#define D_LIST "{%0,%1,%2,%3}"
+#define AB "%4; mov.b64 b, %5;\n"
+#define WIDTH "8"
+#define D_OUT OUT4(0)
+#elif NT == 2
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7}"
+#define AB "%8; mov.b64 b, %9;\n"
+#define WIDTH "16"
+#define D_OUT OUT4(0), OUT4(1)
+#elif NT == 4
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define AB "%16; mov.b64 b, %17;\n"
+#define WIDTH "32"
+#define D_OUT OUT16(0)
+#else
+#define D_LIST                                                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+#define AB "%32; mov.b64 b, %33;\n"
+#define WIDTH "64"
+#define D_OUT OUT16(0), OUT16(4)
+#endif
+#define MULTIPLY "wgmma.mma_async.sync.aligned.m64n" WIDTH "k32.f32.e4m3.e4m3 " D_LIST ", a, b, p, 1, 1;\n"
+#define STEP "add.s64 a, a, 2;\nadd.s64 b, b, 2;\n"
+
+// d = a b: one chunk of 64 rows and all tokens. Waits for it.
+__device__ __forceinline__ void multiply(float (&d)[NT][4], u64 a, u64 b) {
+    asm volatile("{.reg .pred p; .reg .b64 a, b;\nmov.b64 a, " AB
+                 "wgmma.fence.sync.aligned;\n"
+                 "setp.ne.b32 p, 0, 0;\n" MULTIPLY "setp.eq.b32 p, 0, 0;\n" STEP MULTIPLY STEP MULTIPLY STEP MULTIPLY
+                 "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n}"
+                 : D_OUT : "l"(a), "l"(b) : "memory");
+}
+
+#endif
+
+template <int GROUPS> __device__ __forceinline__ void wait_products() {  // until at most GROUPS of the newest are unfinished
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
+}
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }  // the consumers
+
+#if RAW
+// The raw row: a thread keeps its chunks of 8 numbers in registers.
+struct RawRow {
+    uint4 kept[KEEP], weight[NORM ? KEEP : 1];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+
+    __device__ __forceinline__ int segment(int j) { return j * CONSUMERS + warp; }
+    __device__ __forceinline__ int chunk(int j) { return segment(j) * SEGMENT + lane; }
+    __device__ __forceinline__ void load(uint4* to, const uint4* from, int chunks) {
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) to[j] = chunk(j) < chunks ? from[chunk(j)] : make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void load_weight(const Args& args) {
+        if (NORM) load(weight, args.norm_weight, args.k / 8);
+    }
+    // Writes it to `to`, and gives its scale.
+    __device__ __forceinline__ float prepare(const Args& args, u32 to) {
+        load(kept, args.raw, args.k / 8);
+#if NORM
+        __shared__ float squares[KEEP * CONSUMERS];
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) {
+            const float sum = segment_squares(kept[j]);
+            if (lane == 0) squares[segment(j)] = sum;
+        }
+        meet();
+        const float factor = inverse_rms(args.k, args.norm_eps, lane, [&](int s) { return squares[s]; });
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) kept[j] = normed(kept[j], factor, weight[j]);
+#endif
+#if QUANT == 1
+        __shared__ float most_of[CONSUMERS];
+        float most = 0.0f;
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) most = max_magnitude(most, kept[j]);
+        most = warp_max(most);
+        if (lane == 0) most_of[warp] = most;
+        meet();
+        const float scale = scale_of(warp_max(lane < CONSUMERS ? most_of[lane] : 0.0f));
+#elif QUANT == 2
+        const float scale = *args.static_scale;
+#else
+        const float scale = 1.0f;
+#endif
+#pragma unroll
+        for (int j = 0; j < KEEP; ++j) {
+            if (chunk(j) >= args.k / 8) continue;
+#if QUANT
+            const uint2 v = e4m3_chunk(kept[j], scale);
+            asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 8 * chunk(j)), "r"(v.x), "r"(v.y) : "memory");
+#else
+            store_shared(to + 16 * chunk(j), kept[j]);
+#endif
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        meet();
+        return scale;
+    }
+};
+__device__ __forceinline__ u64 raw_descriptor(u32 at) {  // no swizzle, 16 bytes of a row every 16 bytes
+    return (u64)((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32);
+}
+#endif
+
+// Scales and biases of an output: of both rows where it is gated.
+struct Channel {
+    float scale[ACT ? 2 : 1], bias[ACT ? 2 : 1];
+};
+__device__ __forceinline__ Channel channel_of(const Args& args, int channel, bool there) {
+    Channel c = {};
+#pragma unroll
+    for (int half = 0; half < (ACT ? 2 : 1); ++half) {
+        const int row = channel + half * (args.n / 2);
+        if (FP8 && there) c.scale[half] = args.w_scale[row];
+        if (there && args.bias) c.bias[half] = widen(args.bias[row]);
+    }
+    return c;
+}
+__device__ __forceinline__ long long place(const Args& args, int token, int channel) {
+    return (long long)token * (ACT ? args.n / 2 : args.n) + channel;
+}
+__device__ __forceinline__ float residual_at(const Args& args, long long at) { return args.residual ? widen(args.residual[at]) : 0.0f; }
+// An output from its sums, before it is rounded: `up` counts where it is gated.
+__device__ __forceinline__ float finished(const Args& args, const Channel& c, float token_scale, float sum, float up) {
+    auto value = [&](float s, int half) {
+        const float v = FP8 ? s * c.scale[half] * token_scale : s;
+        return args.bias ? v + c.bias[half] : v;
+    };
+#if ACT
+    return rounded(activated(rounded(value(sum, 0)))) * rounded(value(up, 1));
+#else
+    return value(sum, 0);
+#endif
+}
+__device__ __forceinline__ void put(const Args& args, long long at, float v, float residual) {
+#if OUT32
+    ((float*)args.y)[at] = v + residual;
+#else
+    const u16 bits = narrow(v);
+    ((u16*)args.y)[at] = args.residual ? narrow(widen(bits) + residual) : bits;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 : 32), 1) hopper_linear(const __grid_constant__ Args args) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    extern __shared__ char shared_memory[];
+    __shared__ u64 barriers[2 * MAX_STAGES];
+    const u32 shared = ((u32)__cvta_generic_to_shared(shared_memory) + 1023) & ~1023u;  // inbox | raw row | ring
+    const u32 x_at = shared + args.inbox_bytes, ring = x_at + args.x_bytes;
+    const u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * MAX_STAGES;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int block = blockIdx.x / SEGMENTS, num_blocks = gridDim.x / SEGMENTS, segment = SEGMENTS == 1 ? 0 : blockIdx.x & 1;
+    const int num_chunks = args.k / CHUNK, num_blocks_of_chunks = (num_chunks + 2 * K_SLOTS - 1) / (2 * K_SLOTS);
+    const int steps = (num_blocks_of_chunks + SEGMENTS - 1) / SEGMENTS * (2 / DEEP);
+    // A stage: x of its chunks, then W of them: [tile][chunk] of blocks, or [chunk][row] of e4m3.
+    const int w_bytes = PLACES * args.tiles * W_TILE, stage_bytes = (PLACES * X_BYTES + w_bytes + 1023) & ~1023;
+    auto chunk = [&](int step, int place) {  // place = warpgroup along K + K_SLOTS * (0 .. DEEP - 1). Past the end: zeros
+        const int i = step * DEEP + place / K_SLOTS;
+        return ((i / 2 * SEGMENTS + segment) * 2 + i % 2) * K_SLOTS + place % K_SLOTS;
+    };
+
+    // Items are units of `tiles` row tiles by blocks of tokens, those of a unit beside one another.
+    if (warp >= CONSUMERS) {
+        if (TRADES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (warp > CONSUMERS) {
+#if SEGMENTS > 1
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+            __syncthreads();
+#if SEGMENTS > 1
+            asm volatile("barrier.cluster.wait.acquire.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+            return;
+        }
+        const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.stages);
+        const int early = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
+        auto load_weights = [&](int item, int step, int slot) {
+            const u32 barrier = full + 8 * slot;
+            arrive_expecting(barrier, PLACES * X_BYTES + w_bytes);
+            copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
+        };
+        if (lane == 0) {
+            for (int i = 0; i < args.stages; ++i) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, CONSUMERS);
+            publish_barriers();
+            for (int i = 0; i < early; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
+        }
+        __syncwarp();
+#if SEGMENTS > 1
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+        __syncthreads();
+        if (lane == 0) {
+            for (int i = early; i < ahead; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            int slot = 0, done = 0;
+            u32 phase = 1;  // of `empty`: a stage never used is free
+            for (int item = block; item < args.num_items; item += num_blocks)
+                for (int step = 0; step < steps; ++step, ++done) {
+                    if (done >= ahead) {
+                        wait_barrier(empty + 8 * slot, phase);
+                        load_weights(item, step, slot);
+                    }
+#if !RAW
+                    copy_rows(ring + slot * stage_bytes, args.x_map, chunk(step, 0), item % args.token_blocks * TOKENS, full + 8 * slot);
+#endif
+                    if (++slot == args.stages) slot = 0, phase ^= 1;
+                }
+        }
+#if SEGMENTS > 1
+        __syncwarp();
+        asm volatile("barrier.cluster.wait.acquire.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+        return;
+    }
+    if (TRADES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#if SEGMENTS > 1
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+#if RAW
+    RawRow raw_row;
+    raw_row.load_weight(args);
+#endif
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    __shared__ float token_scales[MAX_ROWS];  // read behind a barrier at the end
+#if RAW
+    token_scales[0] = raw_row.prepare(args, x_at);
+#elif FP8
+    for (int token = threadIdx.x; token < args.num_tokens; token += THREADS) token_scales[token] = args.x_scale[token];
+#endif
+
+    const int warpgroup = __shfl_sync(0xFFFFFFFFu, warp / 4, 0), group = warpgroup % ROW_GROUPS, k_slot = warpgroup / ROW_GROUPS;
+    const u32 a_offset = PLACES * X_BYTES + (W4 ? ((group * 4 + (warp & 3)) * PLACES + k_slot) * W_TILE : (k_slot * args.tiles + group * 4) * W_TILE);
+    const u32 b_offset = k_slot * X_BYTES;
+    int slot = 0;
+    u32 phase = 0;
+    for (int item = block; item < args.num_items; item += num_blocks) {
+        const int first_tile = item / args.token_blocks * args.tiles, first_token = item % args.token_blocks * TOKENS;
+        const int num_tokens = min(args.num_tokens - first_token, TOKENS), tile_slot = group * 4 + (warp & 3);
+        float total[NT][4] = {};
+#if DIRECT_SUMS
+        const int tile = first_tile + tile_slot, row = lane >> 2;
+        const bool there = tile_slot < args.tiles && tile < args.n / 16;
+#if ACT
+        const Channel channels[1] = {channel_of(args, tile * 8 + row, there)};
+#else
+        const Channel channels[2] = {channel_of(args, tile * 16 + row, there), channel_of(args, tile * 16 + row + 8, there)};
+#endif
+#else
+        // Each block of a cluster finishes half of the outputs, and sends its sums of the other half as [token][row of that half].
+        const int rows = args.tiles * 16, pitch = rows + 4, own_rows = rows / SEGMENTS, own_outputs = ACT ? own_rows / 2 : own_rows;
+        const int output = threadIdx.x % own_outputs, my_token = threadIdx.x / own_outputs, token_step = THREADS / own_outputs;
+        const int r = ACT ? (output >> 3) * 16 + (output & 7) : output;
+        const int channel = first_tile * (ACT ? 8 : 16) + segment * own_outputs + output;
+        const bool there = my_token < token_step && channel < (ACT ? args.n / 2 : args.n);
+        const Channel scales = channel_of(args, channel, there);
+        constexpr int BATCH = 4;
+        float residuals[BATCH];
+        auto load_residuals = [&](int token) {
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                residuals[i] = there && token + i * token_step < num_tokens
+                                   ? residual_at(args, place(args, first_token + token + i * token_step, channel)) : 0.0f;
+        };
+        load_residuals(my_token);
+#endif
+        for (int step = 0; step < steps; ++step) {
+            const u32 stage = ring + slot * stage_bytes;
+            auto x_of = [&](int deep) {
+#if RAW
+                const int x_chunk = min(chunk(step, k_slot + deep * K_SLOTS), num_chunks - 1);  // past the end W is zero, and x must be a number
+                return raw_descriptor(x_at + x_chunk * X_ROW);
+#else
+                return descriptor(stage + b_offset + deep * K_SLOTS * X_BYTES);
+#endif
+            };
+            wait_barrier(full + 8 * slot, phase);
+            __syncwarp();
+#if FP8
+            float sums[NT][4];
+            multiply(sums, descriptor(stage + a_offset), x_of(0));
+            if (lane == 0) arrive(empty + 8 * slot);
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) total[j][c] += sums[j][c];
+#else
+            // Halves of a chunk: one becomes integers while the one before it is multiplied.
+            uint4 words[DEEP][2];
+            u32 scales[DEEP], low_zero[DEEP], high_zero[DEEP];
+            u64 x[DEEP];
+#pragma unroll
+            for (int deep = 0; deep < DEEP; ++deep) {
+                const u32 at = stage + a_offset + deep * K_SLOTS * W_TILE;
+                words[deep][0] = load_shared(at + lane * 16), words[deep][1] = load_shared(at + 512 + lane * 16);
+                scales[deep] = load_word(at + 1024 + (lane >> 2) * 4);
+#if FORMAT == 2
+                const u32 zeros = load_word(at + 1056 + (lane >> 2) * 4);  // -(128 + zero), or -(1024 + zero) in float16
+                low_zero[deep] = __byte_perm(zeros, 0, 0x1010), high_zero[deep] = __byte_perm(zeros, 0, 0x3232);
+#else
+                low_zero[deep] = high_zero[deep] = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+#endif
+                x[deep] = x_of(deep);
+            }
+            float sums[NT <= 4 ? DEEP : 1][NT][4];
+            u32 a[2][4][4];
+            auto begin_half = [&](int deep, int half) {
+                const uint4 word = words[deep][half];
+                const u32 each[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+                for (int s = 0; s < 4; ++s) dequantize(a[half][s], each[s], low_zero[deep], high_zero[deep]);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+                    wgmma(sums[NT <= 4 ? deep : 0], a[half][s], x[deep] + half * (RAW ? 8 : TOKENS * 8) + s * 2, half > 0 || s > 0);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            };
+            auto add_scaled = [&](int deep) {
+                const float low_scale = widen(scales[deep] & 0xFFFF), high_scale = widen(scales[deep] >> 16);
+#pragma unroll
+                for (int j = 0; j < NT; ++j)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c)
+                        total[j][c] = fmaf(c < 2 ? low_scale : high_scale, sums[NT <= 4 ? deep : 0][j][c], total[j][c]);
+            };
+            begin_half(0, 0), begin_half(0, 1);
+#pragma unroll
+            for (int deep = 0; deep < DEEP; ++deep) {
+                const bool more = deep + 1 < DEEP;
+                if (more && NT <= 4) wait_products<1>(), begin_half(deep + 1, 0), wait_products<1>();
+                else wait_products<0>();
+                if (!more && lane == 0) arrive(empty + 8 * slot);
+                add_scaled(deep);
+                if (more && NT > 4) begin_half(deep + 1, 0);
+                if (more) begin_half(deep + 1, 1);
+            }
+#endif
+            if (++slot == args.stages) slot = 0, phase ^= 1;
+        }
+
+#if DIRECT_SUMS
+        meet();
+        auto token_of = [&](int j, int c) { return first_token + j * 8 + (lane & 3) * 2 + (c & 1); };
+#pragma unroll
+        for (int j = 0; j < NT; ++j)  // all before the first is stored, so that they overlap
+#pragma unroll
+            for (int c = 0; c < (ACT ? 2 : 4); ++c)
+                total[j][c] = finished(args, channels[c >> 1], token_scales[token_of(j, c)], total[j][c], total[j][2 + (c & 1)]);
+        if (there)
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < (ACT ? 2 : 4); ++c) {
+                    if (token_of(j, c) >= args.num_tokens) continue;
+                    const long long at = place(args, token_of(j, c), tile * (ACT ? 8 : 16) + (c >> 1) * 8 + row);
+                    put(args, at, total[j][c], residual_at(args, at));
+                }
+#else
+        // Sums go where the ring was, as [part][token][row]: the plan gives a block of this kind one item.
+        auto sum_at = [&](int part, int token, int r) { return ring + 4 * ((part * TOKENS + token) * pitch + r); };
+        meet();
+        if (tile_slot < args.tiles)
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    store_float(sum_at(k_slot, j * 8 + (lane & 3) * 2 + (c & 1), tile_slot * 16 + (c >> 1) * 8 + (lane >> 2)), total[j][c]);
+        meet();
+        auto part_sum = [&](int token, int r) { return tree_sum(K_SLOTS, [&](int p) { return load_float(sum_at(p, token, r)); }); };
+#if SEGMENTS > 1
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        u32 inbox;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(inbox) : "r"(shared), "r"(segment ^ 1));
+        for (int at = threadIdx.x; at < num_tokens * own_rows; at += THREADS) {
+            const int token = at / own_rows, r = at - token * own_rows;
+            const float sum = part_sum(token, (segment ^ 1) * own_rows + r);
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(inbox + 4 * at), "f"(sum) : "memory");
+        }
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+        if (there)
+            for (int token = my_token; token < num_tokens; token += BATCH * token_step) {
+                if (token != my_token) load_residuals(token);
+#pragma unroll
+                for (int i = 0; i < BATCH; ++i) {
+                    const int each = token + i * token_step;
+                    if (each >= num_tokens) break;
+                    auto sum = [&](int at) {
+                        const float mine = part_sum(each, segment * own_rows + at);
+                        return SEGMENTS == 1 ? mine : mine + load_float(shared + 4 * (each * own_rows + at));
+                    };
+                    const float v = finished(args, scales, token_scales[first_token + each], sum(r), ACT ? sum(r + 8) : 0.0f);
+                    put(args, place(args, first_token + each, channel), v, residuals[i]);
+                }
+            }
+#endif
+    }
+}
