@@ -41,8 +41,7 @@ def linear_cases(bench: Bench, schemes: Sequence[str], names: Sequence[str]) -> 
 
 def _linear(bench: Bench, scheme: Scheme | None, name: str) -> Iterator[Case]:
     linears, weights = PROJECTIONS.get(name, ("head",)), _weights(bench, scheme, name)
-    # As the loader does: an FP8 linear behind the gate wants quantized rows, which the op between them gives.
-    gate = bench.arch.activation if name == "gate_up" and (scheme is None or scheme.activation is None) else None
+    gate = bench.arch.activation if name == "gate_up" else None
     first = place(linears, weights, bench.target, activation=gate)
     copies = [first]
     while len(copies) < num_copies(first.weight_bytes, bench.device):

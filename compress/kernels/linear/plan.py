@@ -8,7 +8,6 @@ A block takes more than half of a multiprocessor's shared memory even where it n
 Sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears alone gain by it. But a whole step
 loses more (docs/LOG.md has the timeline): behind a small kernel linears then end late, probably because a launch that finds the device
 partly empty deals two blocks to one multiprocessor.
-What is left beside a block is room for one of attention's.
 """
 
 import functools

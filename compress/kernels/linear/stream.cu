@@ -1,4 +1,5 @@
-// y = x W^T for few rows x (decode and verification, M = 1..128): weights stream once from memory through tensor cores.
+// y = x W^T for few rows x (decode and verification, M = 1..128): weights stream once from memory through tensor cores. Every device from
+// sm_80 on; on Hopper itself `hopper.cu` serves four-bit and e4m3 weights, except shapes that fill no tile.
 //
 // Orientation: W is the A operand of the matrix instruction (16 output rows x 16 of K), tokens are its n8 columns, accumulators are float32.
 // A block owns up to `tiles` row tiles of 16 over one segment of K. Its warps are (row tile) x (part of the segment). Every warp keeps a ring
