@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from compress.kernels.launch import compute_capability
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD
+from compress.kernels.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.select import DENSE_SCHEMES, Op, Problem, candidates
 from compress.models.arch import Arch
 from compress.quant.scheme import SCHEMES
@@ -122,7 +122,7 @@ def coverage(arch: Arch, machine: Machine) -> list[Served]:
     repeat = layer.num_heads // layer.num_kv_heads
     cached: tuple[tuple[Op, Phase], ...] = (("rope_store", "decode"), ("attention_decode", "decode"), ("attention_prefill", "prefill"))
     for op, phase in cached:
-        for kv_format in (machine.dense, FP8_TOKEN_HEAD, FP8_STATIC):
+        for kv_format in (machine.dense, *TOKEN_HEAD_FORMATS, FP8_STATIC):
             rows.append(_served(op, phase, [machine.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)]))
     row_wise: tuple[tuple[Op, int], ...] = (
         ("rms_norm", arch.hidden_size),

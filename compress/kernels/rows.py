@@ -1,7 +1,10 @@
-"""Rows of activations as an FP8 linear reads them: values on the e4m3 grid and one scale a row.
+"""Rows of activations as an 8-bit linear reads them: values on the grid of e4m3 or int8, and one scale a row.
 
-    scale = max(absmax(x) / 448, tiny)        dynamic, per token: a row's values depend on the row alone
-    values = round_to_e4m3(x / scale)         saturating at +-448, the largest e4m3 number (arXiv 2209.05433)
+    scale = max(absmax(x) / largest, tiny)    dynamic, per token: a row's values depend on the row alone
+    values = round(x / scale)                 to the nearest, ties to even; saturating at +-largest
+
+The largest e4m3 number is 448 (arXiv 2209.05433). Of int8 it is 127, so that no row saturates, as in SmoothQuant (arXiv 2211.10438) and
+vLLM; compressed-tensors divides by 127.5 and clips the largest number of a row by half a step.
 
 A static scale is one number for the whole tensor, found by calibration. Dynamic per tensor is not offered: it would couple rows.
 Shapes: T rows, K features.
@@ -12,22 +15,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8_MAX, INT8_MAX = 448.0, 127.0
+LARGEST = {FP8: FP8_MAX, INT8: INT8_MAX}
 TINY_SCALE = 2.0**-40
 """Scale of a row of zeros; far above the least normal float32, so that x / scale cannot overflow."""
 
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """How a linear wants its input. `static_scale` is a float32 scalar on the device, or None for one dynamic scale per token."""
+    """How a linear wants its input. `static_scale` is a float32 scalar on the device, or None for one dynamic scale per token.
+
+    Rows of int8 have dynamic scales: an integer cannot be NaN, so the scale is what tells that a row is broken.
+    """
 
     static_scale: Tensor | None = None
+    dtype: torch.dtype = FP8
+
+    def __post_init__(self) -> None:
+        assert self.dtype == FP8 or self.static_scale is None, "int8 rows take their own scales"
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """x [T, K] ~ values * scale: e4m3 values [T, K], float32 scale [T]."""
+    """x [T, K] ~ values * scale: e4m3 or int8 values [T, K], float32 scale [T]."""
 
     values_TK: Tensor
     scale_T: Tensor
@@ -55,18 +66,18 @@ class RawRows:
         return self.x_TK.shape
 
 
-def dynamic_scale(x_f32: Tensor) -> Tensor:
+def dynamic_scale(x_f32: Tensor, largest: float = FP8_MAX) -> Tensor:
     """Over the last axis. The divisor is a tensor: by a number, torch multiplies with the reciprocal on CUDA, which rounds otherwise."""
     absmax = x_f32.abs().amax(dim=-1)
-    return (absmax / absmax.new_full((), FP8_MAX)).clamp_min(TINY_SCALE)
+    return (absmax / absmax.new_full((), largest)).clamp_min(TINY_SCALE)
 
 
 def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
     """The definition that every kernel is held to."""
-    x_f32 = x_TK.to(torch.float32)
+    x_f32, largest = x_TK.to(torch.float32), LARGEST[quant.dtype]
     if quant.static_scale is None:
-        scale_T = dynamic_scale(x_f32)
+        scale_T = dynamic_scale(x_f32, largest)
     else:
         scale_T = quant.static_scale.to(torch.float32).expand(x_TK.shape[0]).contiguous()
-    values = (x_f32 / scale_T.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return QuantizedRows(values, scale_T)
+    scaled = (x_f32 / scale_T.unsqueeze(1)).clamp(-largest, largest)
+    return QuantizedRows((scaled.round() if quant.dtype == INT8 else scaled).to(quant.dtype), scale_T)

@@ -8,27 +8,51 @@ nobody: block tables are padded with it, and rows that only fill up a batch writ
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.paged import DENSE_FORMATS, FP8_STATIC, FP8_TOKEN_HEAD, PADDING_BLOCK, PagedKV
+from compress.kernels.paged import (
+    DENSE_FORMATS,
+    FP8_STATIC,
+    FP8_TOKEN_HEAD,
+    INT4_TOKEN_HEAD,
+    INT_FORMATS,
+    PADDING_BLOCK,
+    TOKEN_HEAD_FORMATS,
+    PagedKV,
+)
 from compress.kernels.rows import FP8
 from compress.models.arch import Arch, LayerShape
 
 BLOCK_SIZES = (16, 32, 64, 128)
-KV_FORMATS = (*DENSE_FORMATS.values(), FP8_TOKEN_HEAD, FP8_STATIC)
+KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC)
 _SCALE_BYTES = 4
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     """Bytes of keys and values of one position, all layers, scales included."""
     dtype = _storage_dtype(kv_format)
-    scale_bytes = _SCALE_BYTES if kv_format == FP8_TOKEN_HEAD else 0
-    return sum(2 * layer.num_kv_heads * (layer.head_dim * dtype.itemsize + scale_bytes) for layer in arch.layers)
+    scale_bytes = _SCALE_BYTES if kv_format in TOKEN_HEAD_FORMATS else 0
+    return sum(2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes) for layer in arch.layers)
 
 
 def _storage_dtype(kv_format: str) -> torch.dtype:
-    dense = {name: dtype for dtype, name in DENSE_FORMATS.items()}
+    plain = {name: dtype for dtype, name in (DENSE_FORMATS | INT_FORMATS).items()}
     if kv_format not in KV_FORMATS:
         raise UsageError(f"KV cache format '{kv_format}' is not known; formats are {', '.join(KV_FORMATS)}.")
-    return dense.get(kv_format, FP8)
+    return plain.get(kv_format, FP8)
+
+
+def _stored_dim(layer: LayerShape, kv_format: str) -> int:
+    """Elements of one position and head.
+
+    Raises:
+        UsageError: an odd head cannot be packed in pairs.
+    """
+    if kv_format != INT4_TOKEN_HEAD:
+        return layer.head_dim
+    if layer.head_dim % 2:
+        raise UsageError(
+            f"KV cache format {INT4_TOKEN_HEAD} packs pairs of dimensions, and heads have {layer.head_dim}; choose another format."
+        )
+    return layer.head_dim // 2
 
 
 class KVCache:
@@ -74,8 +98,8 @@ def _make_pages(
 ) -> PagedKV:
     """Zeroed pages of one layer."""
     shape, dtype = (layer.num_kv_heads, num_blocks, block_size), _storage_dtype(kv_format)
-    k, v = (torch.zeros(*shape, layer.head_dim, dtype=dtype, device=device) for _ in range(2))
-    if kv_format == FP8_TOKEN_HEAD:
+    k, v = (torch.zeros(*shape, _stored_dim(layer, kv_format), dtype=dtype, device=device) for _ in range(2))
+    if kv_format in TOKEN_HEAD_FORMATS:
         return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
     if kv_format == FP8_STATIC:
         return PagedKV(k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales))

@@ -201,7 +201,7 @@ class _ScratchPages:
 
     def layer(self, layer_idx: int) -> PagedKV:
         like = self._cache.layer(layer_idx)
-        key = like.k.shape[0], like.k.shape[3]
+        key = like.k.shape[0], like.head_dim
         made = self._made.get(key) or self._made.setdefault(key, like.empty_like(self._num_blocks, _SCRATCH_BLOCK))
         return replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
 

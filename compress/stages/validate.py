@@ -5,6 +5,7 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -64,6 +65,9 @@ class Validate(Spec):
     data: str = Field("builtin://python-eval", description="evaluation text: a data card or builtin://python-eval")
     num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
+    kv_format: Literal["FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"] | None = Field(
+        None, description="of the candidate's KV cache; the model's dtype by default. The source keeps the model's"
+    )
     latency: Latency | None = Latency()
     gates: Annotated[dict[str, float | dict[str, float]], checked_by(parse_gates)] = Field(
         default_factory=dict, description="metric -> limit, latency per device"
@@ -136,7 +140,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     ctx.boundary(0, num_steps, "loading both models")
     config = _engine_config(spec)
     source = Engine(open_weights(inputs.source.path), device=device, config=config)
-    candidate = Engine(open_weights(candidate_input.path), device=device, config=config)
+    candidate = Engine(open_weights(candidate_input.path), device=device, config=replace(config, kv_format=spec.kv_format))
     if source.arch.vocab_size != candidate.arch.vocab_size:
         raise UsageError(
             f"the source {inputs.source.name} has {source.arch.vocab_size} tokens and the artifact {candidate.arch.vocab_size}: "

@@ -178,3 +178,14 @@ def test_overlapping_kernels_cover_their_union_once(scripts: Any) -> None:
 def test_an_unknown_shape_lists_the_known_ones(scripts: Any) -> None:
     with pytest.raises(Exception, match="llama-3\\.1-8b"):
         scripts("bench_setup").read_arch("no-such-model")
+
+
+def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "kv.json"
+    command = [sys.executable, SCRIPTS / "bench_kv.py", "--device", "cpu", "--num-samples", "2", "--seq-len", "48", "--out", out]
+    done = subprocess.run([*command, "--commit", "abc"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["kv_format"]: row for row in json.loads(out.read_text())["rows"]}
+    assert 0 < rows["INT8_TOKEN_HEAD"]["kl_mean"] < rows["FP8_TOKEN_HEAD"]["kl_mean"] < rows["INT4_TOKEN_HEAD"]["kl_mean"]
+    assert rows["INT4_TOKEN_HEAD"]["bytes_per_token"] < rows["INT8_TOKEN_HEAD"]["bytes_per_token"]
+    assert all(name in done.stdout for name in rows)

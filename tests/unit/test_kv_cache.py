@@ -6,6 +6,7 @@ from tiny_decoder import tiny_arch
 
 from compress.errors import UsageError
 from compress.kernels.paged import PADDING_BLOCK, dequantized
+from compress.kernels.select import Problem, candidates, select
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 
 CPU = torch.device("cpu")
@@ -93,3 +94,37 @@ def test_a_block_is_freed_by_its_holder_only() -> None:
             allocator.free(not_held)
     with pytest.raises(AssertionError, match="4 blocks asked for, 3 free"):
         allocator.allocate(4)
+
+
+@pytest.mark.parametrize(("kv_format", "largest", "bytes_per_head"), [("INT8_TOKEN_HEAD", 127, 8 + 4), ("INT4_TOKEN_HEAD", 7, 4 + 4)])
+def test_integers_are_the_nearest_of_their_position_and_head(kv_format: str, largest: int, bytes_per_head: int) -> None:
+    arch = tiny_arch()
+    layer = arch.layers[0]
+    cache = KVCache(arch, num_blocks=3, block_size=16, kv_format=kv_format, device=CPU)
+    k, v = torch.randn(2, 20, layer.num_kv_heads, layer.head_dim, generator=torch.Generator().manual_seed(0))
+    k[3] *= 1000
+    v[4] = 0
+    cache.layer(0).write_(torch.arange(16, 36), k, v)
+    assert cache.layer(0).format == kv_format
+    assert cache.layer(0).empty_like(2, 32).format == kv_format
+    assert kv_bytes_per_token(arch, kv_format) == sum(2 * each.num_kv_heads * bytes_per_head for each in arch.layers)
+    for read, written in zip(cache.layer(0).gather(torch.tensor([1, 2]), 20, torch.float32), (k, v), strict=True):
+        step = written.double().abs().amax(-1, keepdim=True) / largest
+        expected = (written.double() / step.clamp_min(1e-30)).round() * step
+        torch.testing.assert_close(read.transpose(0, 1).double(), expected, rtol=1e-6, atol=0)
+        assert int((read.transpose(0, 1) / step.clamp_min(1e-30)).round().unique().abs().max()) == largest
+
+
+def test_odd_heads_are_not_packed_in_pairs() -> None:
+    arch = tiny_arch()
+    odd = arch.replace(layers=tuple(type(each)(1, 1, 7, 48, each.rope) for each in arch.layers))
+    with pytest.raises(UsageError, match="packs pairs"):
+        KVCache(odd, num_blocks=3, block_size=16, kv_format="INT4_TOKEN_HEAD", device=CPU)
+
+
+def test_fast_kernels_leave_integer_pages_to_the_reference() -> None:
+    for op in ("rope_store", "attention_decode", "attention_prefill"):
+        for kv_format in ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"):
+            asked = Problem(op, 128, 4, 1, 8, True, kv_format, torch.bfloat16, "cuda", 90)  # type: ignore[arg-type]
+            assert "reference" in select(asked).name
+            assert all(kv_format in str(each.refusal(asked)) for each in candidates(op) if each.rank > 0)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.kernels.launch import compute_capability
 from compress.kernels.nvrtc import Function, Launch, Source
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 SM = 90
@@ -182,7 +182,7 @@ def supports(problem: Problem) -> str | None:
         return "computes in bfloat16 or float16"
     if problem.n % 16 or problem.n > MAX_HEAD_DIM:
         return f"a head of {problem.n} dimensions is no multiple of 16 up to {MAX_HEAD_DIM}"
-    return None
+    return integers_refused(problem.scheme)
 
 
 register(Kernel("attention_decode", "cuda.lanes", min_sm=SM, rank=20, supports=supports, fn=attention_decode))

@@ -22,7 +22,7 @@ from torch import Tensor
 from compress.kernels.block_table import block_of
 from compress.kernels.e4m3 import decode_even, decode_odd, load_queries
 from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 MAX_Q_LEN = 8
@@ -301,7 +301,7 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    return triton_refusal(problem, native_fp8=False)
+    return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
 register(Kernel("attention_decode", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_decode))

@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.kernels.block_table import block_of
 from compress.kernels.e4m3 import e4m3_values
 from compress.kernels.launch import jit, launch_dependents, pdl_enabled, pdl_options, tensor_descriptor, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, PagedKV
+from compress.kernels.paged import FP8_STATIC, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 
@@ -329,7 +329,7 @@ def _query_tiles(query_lens: tuple[int, ...], context_lens: tuple[int, ...], siz
 
 
 def supports(problem: Problem) -> str | None:
-    return triton_refusal(problem, native_fp8=False)
+    return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
 register(Kernel("attention_prefill", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_prefill))

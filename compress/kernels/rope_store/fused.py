@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.kernels.e4m3 import encode_e4m3
 from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.rows import FP8_MAX, TINY_SCALE
 from compress.kernels.select import Kernel, Problem, register
 
@@ -235,7 +235,7 @@ def rope_store(
 def supports(problem: Problem) -> str | None:
     if problem.n % 2:
         return f"a head of {problem.n} dimensions has no halves to rotate"
-    return triton_refusal(problem, native_fp8=False)
+    return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
 register(Kernel("rope_store", "triton.fused", min_sm=80, rank=10, supports=supports, fn=rope_store))

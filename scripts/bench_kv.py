@@ -1,0 +1,125 @@
+"""What a quantized KV cache costs in accuracy: every format against the same model with keys and values as they are.
+
+    python scripts/bench_kv.py                                       the bundled model and text, at its full context
+    python scripts/bench_kv.py --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
+
+Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1 agreement, and the mean KL of the first
+and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_setup import markdown, write_results
+from torch import Tensor
+
+from compress.calibrate.dataset import TokenSet
+from compress.cli.run import pick_device
+from compress.export import open_weights
+from compress.kernels.paged import TOKEN_HEAD_FORMATS
+from compress.pipeline import resolve_text
+from compress.runtime.engine import Engine, EngineConfig
+from compress.stages.calibrate import read_tokens
+from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
+
+
+class Watched:
+    """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on the way."""
+
+    def __init__(self, dense: Engine, quantized: Engine) -> None:
+        self._dense, self._quantized = dense, quantized
+        self._kl: list[Tensor] = []
+
+    def source(self, tokens_1S: Tensor) -> Tensor:
+        self._logits_SV = self._dense.runner.score(tokens_1S)[0]
+        return self._logits_SV.unsqueeze(0)
+
+    def candidate(self, tokens_1S: Tensor) -> Tensor:
+        logits_1SV = self._quantized.runner.score(tokens_1S)
+        self._kl.append(score_window(self._logits_SV, logits_1SV[0], tokens_1S[0]).kl)
+        return logits_1SV
+
+    def quarters(self) -> tuple[float, float]:
+        """Mean KL of the first and of the last quarter of the scored positions."""
+        kl_NT = torch.stack(self._kl)
+        quarter = kl_NT.shape[1] // 4
+        return float(kl_NT[:, :quarter].mean()), float(kl_NT[:, -quarter:].mean())
+
+
+def row_of(kv_format: str, engine: Engine, accuracy: Accuracy, first: float, last: float) -> dict[str, Any]:
+    return {
+        "kv_format": kv_format,
+        "bytes_per_token": engine.kv_bytes_per_token,
+        "kl_mean": accuracy.kl_mean.value,
+        "kl_mean_interval": [accuracy.kl_mean.lower, accuracy.kl_mean.upper],
+        "kl_p99": accuracy.kl_p99.value,
+        "kl_max": accuracy.kl_max,
+        "top1": accuracy.top1.value,
+        "ppl_ratio": accuracy.ppl_ratio.value,
+        "kl_first_quarter": first,
+        "kl_last_quarter": last,
+    }
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    source = resolve_text(args.model)
+    weights = open_weights(source.path)
+    length = args.seq_len or weights.arch.max_position
+    tokens, _ = read_tokens(source, args.data, num_samples=args.num_samples, seq_len=length, seed=None, offline=True)
+
+    def engine(kv_format: str | None) -> Engine:
+        return Engine(weights, device=device, config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format))
+
+    dense, rows = engine(None), []
+    for kv_format in args.formats:
+        rows.append(compared(kv_format, dense, engine(kv_format), tokens, device))
+        print(f"{kv_format}: KL {rows[-1]['kl_mean']:.2e}", file=sys.stderr, flush=True)
+    return rows, {"model": source.name, "evaluation": args.data, "num_samples": args.num_samples, "seq_len": length}
+
+
+def compared(kv_format: str, dense: Engine, quantized: Engine, tokens: TokenSet, device: torch.device) -> dict[str, Any]:
+    watched = Watched(dense, quantized)
+    accuracy = measure_accuracy(
+        watched.source, watched.candidate, tokens.tokens_NS.to(device), num_bytes=tokens.num_scored_bytes, batch_size=1
+    )
+    return row_of(kv_format, quantized, accuracy, *watched.quarters())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    header = ("KV cache", "bytes/token", "mean KL", "95 % interval", "p99 KL", "top-1", "first quarter", "last quarter")
+    return markdown(
+        header,
+        [
+            (
+                row["kv_format"], f"{row['bytes_per_token']:,}", f"{row['kl_mean']:.2e}",
+                "{:.2e} .. {:.2e}".format(*row["kl_mean_interval"]), f"{row['kl_p99']:.2e}", f"{row['top1']:.4f}",
+                f"{row['kl_first_quarter']:.2e}", f"{row['kl_last_quarter']:.2e}",
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin://reference")
+    parser.add_argument("--data", default="builtin://python-eval", help="evaluation text: a data card")
+    parser.add_argument("--formats", nargs="+", default=list(TOKEN_HEAD_FORMATS), choices=TOKEN_HEAD_FORMATS)
+    parser.add_argument("--num-samples", type=int, default=24)
+    parser.add_argument("--seq-len", type=int, default=None, help="of a window; the model's longest by default")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser.add_argument("--out", type=Path, default=None, help="write the result file here, e.g. benchmarks/kv.json")
+    args = parser.parse_args()
+    device = torch.device(pick_device(args.device))
+    rows, facts = measure(args, device)
+    print(table(rows))
+    if args.out is not None:
+        write_results(args.out, rows, device=device, commit=args.commit, facts=facts)
+
+
+if __name__ == "__main__":
+    main()
