@@ -1,4 +1,4 @@
-"""compressed-tensors `pack-quantized` and `float-quantized`: the default format; `transformers` and vLLM load it as it is.
+"""compressed-tensors `pack-quantized`, `float-quantized` and `int-quantized`: the default format; `transformers` and vLLM load it as it is.
 
 Integer codes                                           Float codes (FP8 e4m3)
 
@@ -7,9 +7,10 @@ Integer codes                                           Float codes (FP8 e4m3)
     <module>.weight_shape       int64 [2] = [O, I]          <module>.input_scale    float32 [1], static activations only
     <module>.weight_zero_point  int32 [ceil(O*b/32), G]
 
-Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. One group
-of `quantization_config` in `config.json` says how all linears are coded, a second one the head if it is quantized; linears that stay dense
-are listed in `ignore` by exact name. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
+Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. Where the
+inputs are rounded to integers too, codes are int8 and lie as float codes do. One group of `quantization_config` in `config.json` says how
+all linears are coded, a second one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. Checked
+against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
@@ -28,9 +29,9 @@ from compress.quant.packing import pack, unpack
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORMAT_VERSION = "0.20.0"
-PACK_FORMAT, FLOAT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "mixed-precision"
-FLOAT_FORMATS = (FLOAT_FORMAT, "naive-quantized")
-"""Two names of one form on disk."""
+PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "int-quantized", "mixed-precision"
+NAIVE_FORMAT = "naive-quantized"
+"""Another name of the two forms that keep codes as they are."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
@@ -39,13 +40,13 @@ class CompressedTensorsCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        if scheme.type == "float":
+        if _format(scheme) != PACK_FORMAT:
             return frozenset({"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set()))
         return frozenset({"weight_packed", "weight_scale", "weight_shape"} | (set() if scheme.symmetric else {"weight_zero_point"}))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         bits, leaves = weight.scheme.num_bits, {"weight_scale": weight.scale_OG}
-        if weight.scheme.type == "float":
+        if _format(weight.scheme) != PACK_FORMAT:
             leaves["weight"] = weight.codes_OI
         else:
             leaves["weight_packed"] = pack(weight.codes_OI, bits)
@@ -57,8 +58,8 @@ class CompressedTensorsCodec:
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        if scheme.type == "float":
-            return _decode_float(leaves, scheme)
+        if _format(scheme) != PACK_FORMAT:
+            return _decode_unpacked(leaves, scheme)
         out_features, in_features = leaves["weight_shape"].tolist()
         codes_OI = unpack(leaves["weight_packed"], scheme.num_bits, in_features)
         zero_point_OG = None
@@ -88,11 +89,14 @@ class CompressedTensorsCodec:
         return {linear: scheme for linear, scheme in found.items() if scheme is not None}
 
 
-def _decode_float(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+def _decode_unpacked(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
     """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype."""
     codes_OI, scale = leaves["weight"], leaves["weight_scale"]
     if codes_OI.dtype != scheme.code_dtype:
-        raise UnsupportedFormat(f"the checkpoint says that its weights are float of 8 bits and stores them as {codes_OI.dtype}, not e4m3.")
+        form = "e4m3" if scheme.type == "float" else "int8"
+        raise UnsupportedFormat(
+            f"the checkpoint says that its weights are {scheme.type} of 8 bits and stores them as {codes_OI.dtype}, not {form}."
+        )
     scale_OG = scale if scale.numel() == codes_OI.shape[0] else scale.reshape(1).expand(codes_OI.shape[0])
     static = leaves["input_scale"].to(torch.float32).reshape(()) if scheme.activation == "tensor" else None
     return QuantizedWeight(scheme, codes_OI, scale_OG.reshape(-1, 1).contiguous(), input_scale=static)
@@ -123,19 +127,21 @@ def _names(pattern: str, module: str) -> bool:
 def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
     if group.get("output_activations"):
         raise UnsupportedFormat("the checkpoint quantizes the output activations of linears; input activations are read.")
-    return _read_float(group, form) if (group.get("weights") or {}).get("type") == "float" else _read_int(group, form)
+    if (group.get("weights") or {}).get("type") == "float":
+        return _read_float(group, form)
+    return _read_int(group, form) if form == PACK_FORMAT else _read_int8(group, form)
 
 
 def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
-    if form != PACK_FORMAT or kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
             f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
         )
     if group.get("input_activations"):
-        raise UnsupportedFormat("the checkpoint quantizes the input activations of integer weights; only FP8 activations are read.")
+        raise UnsupportedFormat(f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in other formats.")
     if weights.get("actorder") == "group":
         raise UnsupportedFormat("the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed.")
     symmetric, group_size = bool(weights.get("symmetric")), weights.get("group_size") if strategy == "group" else None
@@ -143,15 +149,34 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     return _known(Scheme(name, bits, symmetric, group_size))
 
 
+def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
+    weights = group.get("weights") or {}
+    facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
+    strategy, said = weights.get("strategy"), _said_of_inputs(group)
+    read = form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
+    if not read or said != (8, "int", True, "token", True):
+        raise UnsupportedFormat(
+            f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy {strategy}, with input activations "
+            f"(bits, type, symmetric, strategy, dynamic) = {said}; {PACK_FORMAT} of 4 or 8 bits, per group or channel, is read, and "
+            f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per token."
+        )
+    return _known(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
+
+
+def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    inputs = group.get("input_activations") or {}
+    return tuple(inputs.get(key) for key in ("num_bits", "type", "symmetric", "strategy", "dynamic"))
+
+
 def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
-    weights, inputs = group["weights"], group.get("input_activations") or {}
+    weights, said = group["weights"], _said_of_inputs(group)
     bits, strategy, symmetric = weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric")
-    said = (inputs.get("num_bits"), inputs.get("type"), inputs.get("symmetric"), inputs.get("strategy"), inputs.get("dynamic"))
     activations: dict[tuple[Any, ...], Literal["token", "tensor"]] = {
         (8, "float", True, "token", True): "token",
         (8, "float", True, "tensor", False): "tensor",
     }
-    if form not in FLOAT_FORMATS or bits != 8 or not symmetric or strategy not in ("channel", "tensor") or said not in activations:
+    known_form = form in (FLOAT_FORMAT, NAIVE_FORMAT)
+    if not known_form or bits != 8 or not symmetric or strategy not in ("channel", "tensor") or said not in activations:
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, with input activations "
             f"(bits, type, symmetric, strategy, dynamic) = {said}; {FLOAT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs "
@@ -168,6 +193,7 @@ def _known(scheme: Scheme) -> Scheme:
 
 class CompressedTensors:
     quant_method = "compressed-tensors"
+    scale_dtype = None
     codec: ForeignCodec = CompressedTensorsCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
@@ -221,13 +247,17 @@ def _vllm_note(scheme: ModelScheme) -> str:
     notes = [f"reads {' and '.join(sorted({_format(each) for each in scheme.all}))} natively"]
     if any(each.type == "float" for each in scheme.all):
         notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
+    if any(_format(each) == INT_FORMAT for each in scheme.all):
+        notes.append("multiplies in INT8 from sm_75 to sm_90")
     if any(each.activation == "tensor" for each in scheme.all):
         notes.append("its CPU kernel takes no static scale beside channel scales")
     return "; ".join(notes)
 
 
 def _format(scheme: Scheme) -> str:
-    return FLOAT_FORMAT if scheme.type == "float" else PACK_FORMAT
+    if scheme.type == "float":
+        return FLOAT_FORMAT
+    return PACK_FORMAT if scheme.activation is None else INT_FORMAT
 
 
 def _group(scheme: Scheme, target: str) -> dict[str, Any]:

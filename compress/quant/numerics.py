@@ -20,6 +20,8 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 GRID_SIZE = 40
 """Steps of the range search; the last is `SMALLEST_RANGE_FRAC` of the full range."""
 SMALLEST_RANGE_FRAC = 0.5
+_SMALL_SCALE = 2.0**-17
+"""From here on float16 has every bfloat16 number (up to its largest, which no scale comes near)."""
 
 
 def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
@@ -34,10 +36,10 @@ def min_max_scale(
     num_steps = scheme.max_code - scheme.min_code
     if scheme.symmetric:
         absmax = w_OGN.abs().amax(dim=-1).to(torch.float32) * range_frac
-        return _stored(absmax * 2 / num_steps, scale_dtype), None
+        return stored_scale(absmax * 2 / num_steps, scheme, scale_dtype), None
     low = w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0) * range_frac
     high = w_OGN.amax(dim=-1).to(torch.float32).clamp(min=0) * range_frac
-    scale = _stored((high - low) / num_steps, scale_dtype)
+    scale = stored_scale((high - low) / num_steps, scheme, scale_dtype)
     zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(scheme.min_code, scheme.max_code)
     return scale, zero_point.to(torch.int8)
 
@@ -106,7 +108,7 @@ def nearest_weight(w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Qu
 
 def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
     """Float32 scalar that takes inputs up to `absmax` onto the codes. Rounded to `scale_dtype`, which some consumers keep it in."""
-    return _stored(absmax.to(torch.float32) / scheme.max_code, scale_dtype).to(torch.float32)
+    return stored_scale(absmax.to(torch.float32) / scheme.max_code, scheme, scale_dtype).to(torch.float32)
 
 
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
@@ -116,10 +118,19 @@ def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
     return float(((delta @ h) * delta).sum() / signal) if signal > 0 else 0.0
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     """The scale as stored; a group of zeros gets 1 so that no division by zero reaches a consumer."""
-    stored = scale.to(dtype)
+    stored = storable(scale, scheme, dtype)
     return torch.where(stored > 0, stored, torch.ones_like(stored))
+
+
+def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
+    """Rounded to `dtype`. The formats gptq and awq keep float16, whose least numbers lie wider than bfloat16's: integer weights take one
+    that both have, so that every format holds them as they are."""
+    stored = scale.to(dtype)
+    if dtype == torch.bfloat16 and scheme.type == "int":
+        stored = torch.where(stored.abs() < _SMALL_SCALE, stored.to(torch.float16).to(dtype), stored)
+    return stored
 
 
 def _group_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetri
 value = (code - zero_point) * scale. Float codes are numbers of the e4m3 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest
 448, no infinity); value = code * scale. Packing to words on disk is `packing.py`'s, choosing scales and codes is `numerics.py`'s.
 
-A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product runs on FP8 tensor cores:
+A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product runs on 8-bit tensor cores:
 `token` computes one scale for each row as it comes, `tensor` has one fixed scale for the whole input, found by calibration.
 
 Shapes: O out, I in, G groups along I (one group for a channel scheme).
@@ -27,7 +27,8 @@ FP8_MAX = 448
 class Scheme:
     """`group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits.
 
-    Float codes are symmetric, of 8 bits, with one scale per output channel: what the FP8 kernels of every consumer take.
+    Float codes, and integer codes whose inputs are rounded too, are symmetric, of 8 bits, with one scale per output channel: what the 8-bit
+    kernels of every consumer take.
     """
 
     name: str
@@ -90,7 +91,14 @@ SCHEMES = {
     for scheme in (
         Scheme("W4A16_G128", num_bits=4, symmetric=True, group_size=128),
         Scheme("W4A16_G128_ASYM", num_bits=4, symmetric=False, group_size=128),
+        Scheme("W4A16_G64", num_bits=4, symmetric=True, group_size=64),
+        Scheme("W4A16_G64_ASYM", num_bits=4, symmetric=False, group_size=64),
+        Scheme("W4A16_G32", num_bits=4, symmetric=True, group_size=32),
+        Scheme("W4A16_G32_ASYM", num_bits=4, symmetric=False, group_size=32),
+        Scheme("W4A16_CHANNEL", num_bits=4, symmetric=True, group_size=None),
+        Scheme("W4A16_CHANNEL_ASYM", num_bits=4, symmetric=False, group_size=None),
         Scheme("W8A16", num_bits=8, symmetric=True, group_size=None),
+        Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
         Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
     )

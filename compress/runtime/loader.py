@@ -233,7 +233,7 @@ def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) ->
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    return ActivationQuant(torch.stack(scales).amax().to(target.device) if scales else None)
+    return ActivationQuant(torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme.code_dtype)
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:

@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
 from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.rows import FP8, ActivationQuant, quantize
+from compress.kernels.rows import FP8, INT8, ActivationQuant, quantize
 from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, candidates, refusals, select
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -124,7 +124,7 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(scheme: Any
         scale_OG, zero_point_OG = min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)
         parts.append(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))
     x = randn(11, 256, device=device, dtype="BF16", seed=2)
-    rows = quantize(x, ActivationQuant()) if scheme.activation is not None else None
+    rows = quantize(x, ActivationQuant(dtype=scheme.code_dtype)) if scheme.activation is not None else None
     packed = kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device), gated=False)
     y_TO = kernel.fn(x if rows is None else rows, packed, None)
     w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()
@@ -226,10 +226,10 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel:
 
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("static", [False, True])
-def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, static: bool) -> None:
+@pytest.mark.parametrize("how", ["dynamic", "static", "int8"])
+def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, how: str) -> None:
     fn = select(problem(op, device, "BF16", n=384)).fn
-    quant = ActivationQuant(torch.tensor(0.03, device=device) if static else None)
+    quant = ActivationQuant(torch.tensor(0.03, device=device) if how == "static" else None, INT8 if how == "int8" else FP8)
     x = randn(7, 768, device=device, dtype="BF16")
     x[2] = 0
     weight = randn(768, device=device, dtype="BF16", seed=1)

@@ -1,5 +1,6 @@
 """A quantized checkpoint as `transformers` sees it: it loads without a stray key and computes what our own decoder computes of it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,20 @@ EXPORTED = [
     ("qwen3-biases", "W4A16_G128_ASYM"),
     ("qwen2", "FP8_DYNAMIC"),
     ("llama-all-biases", "FP8_STATIC"),
+    ("qwen2", "W4A16_G64"),
+    ("llama-gqa", "W4A16_G64_ASYM"),
+    ("llama-gqa", "W4A16_G32"),
+    ("mistral-window", "W4A16_G32_ASYM"),
+    ("qwen3", "W4A16_CHANNEL"),
+    ("llama-tied", "W4A16_CHANNEL_ASYM"),
+    ("qwen3-biases", "INT8_DYNAMIC"),
 ]
-WITH_HEAD = [("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"), ("qwen3", "FP8_STATIC", "FP8_DYNAMIC"), ("mistral-window", "W4A16_G128", "W8A16")]
+WITH_HEAD = [
+    ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),
+    ("qwen3", "FP8_STATIC", "FP8_DYNAMIC"),
+    ("mistral-window", "W4A16_G128", "W8A16"),
+    ("qwen2", "INT8_DYNAMIC", "INT8_DYNAMIC"),
+]
 
 
 class Stored:
@@ -84,9 +97,12 @@ def quantized(tmp_path: Path, case: str, scheme: Scheme, head: Scheme | None = N
     return stored, tmp_path / "exported"
 
 
-def rounded_input(x: Tensor, input_scale: Tensor | None) -> Tensor:
-    """x on the e4m3 grid, in x's dtype: one scale a row from its largest number, or the one given."""
+def rounded_input(x: Tensor, input_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x on the grid of e4m3 or int8, in x's dtype: one scale a row from its largest number, or the one given."""
     x_f32 = x.to(torch.float32)
+    if dtype == torch.int8:
+        scale = x_f32.abs().amax(-1, keepdim=True) / 127
+        return ((x_f32 / scale).round() * scale).to(x.dtype)
     scale = x_f32.abs().amax(-1, keepdim=True) / 448 if input_scale is None else input_scale
     return ((x_f32 / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32) * scale).to(x.dtype)
 
@@ -99,8 +115,12 @@ def decoder_of(source: WeightSource, dtype: torch.dtype) -> Decoder:
         for name, value in values.items():
             if isinstance(value, QuantizedWeight) and value.scheme.activation is not None:
                 linear = decoder.get_submodule(prefix + name.removesuffix(".weight"))
-                linear.register_forward_pre_hook(lambda _, inputs, scale=value.input_scale: (rounded_input(inputs[0], scale),))
+                linear.register_forward_pre_hook(_rounding(value))
     return decoder
+
+
+def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
+    return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, weight.scheme.code_dtype),)
 
 
 def rms(x: Tensor) -> float:
@@ -142,8 +162,13 @@ def test_transformers_loads_the_export_and_computes_the_same(case: str, scheme_n
     assert rms(theirs - ours) < 2**0.5 * bound
     if scheme.num_bits == 4:
         assert rms(before - exact) > 2 * bound  # 4-bit codes differ from the source by more than bf16 does
-    if scheme.activation is not None:
+    if scheme.type == "float":
         assert rms(theirs - unrounded) > of_bf16  # they round the inputs too
+    elif scheme.activation is not None:  # to integers, by less than bf16 moves them
+        in_float32 = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            shift = rms(in_float32.eval()(tokens_BS).logits - unrounded)
+        assert 0.5 < shift / rms(exact - unrounded) < 2
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])

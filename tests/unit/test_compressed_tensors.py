@@ -11,7 +11,7 @@ from torch import nn
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
-from compress.quant.scheme import SCHEMES, ModelScheme, Scheme
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORM = FORMATS.get("compressed-tensors")
 LINEARS = ["model.layers.0.mlp.up_proj", "lm_head"]
@@ -31,15 +31,16 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     assert weights.type == scheme.type
     assert not weights.dynamic
     assert parsed.ignore == ["lm_head"]
-    assert parsed.format == group.format == ("float-quantized" if scheme.type == "float" else "pack-quantized")
+    unpacked = "float-quantized" if scheme.type == "float" else "int-quantized"
+    assert parsed.format == group.format == ("pack-quantized" if scheme.activation is None and scheme.type == "int" else unpacked)
     inputs = group.input_activations
     assert (inputs is None) == (scheme.activation is None)
     if inputs is not None:
-        assert (inputs.num_bits, inputs.type, inputs.symmetric) == (8, "float", True)
+        assert (inputs.num_bits, inputs.type, inputs.symmetric) == (8, scheme.type, True)
         assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation == "token")
 
 
-@pytest.mark.parametrize("head", ["FP8_DYNAMIC", "W8A16"])
+@pytest.mark.parametrize("head", ["FP8_DYNAMIC", "W8A16", "INT8_DYNAMIC"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> None:
     said = FORM.quantization_config(ModelScheme(SCHEMES[scheme], SCHEMES[head]), head="lm_head")
@@ -50,14 +51,20 @@ def test_the_library_gives_the_head_its_own_scheme(scheme: str, head: str) -> No
         found = model[name].quantization_scheme
         assert (found.weights.num_bits, found.weights.type, found.weights.strategy) == (expected.num_bits, expected.type, expected.strategy)
         assert (found.input_activations is None) == (expected.activation is None)
-    one_form = SCHEMES[scheme].type == SCHEMES[head].type
+    kinds = {(each.type, each.activation is None) for each in (SCHEMES[scheme], SCHEMES[head])}
+    one_form = len(kinds) == 1
     assert (parsed.format == "mixed-precision") != one_form
 
 
 def test_a_scheme_that_has_no_name_here_is_read_all_the_same() -> None:
     said = config()
-    said["config_groups"]["group_0"]["weights"].update(group_size=64, symmetric=False)
-    assert FORM.codec.schemes(said, LINEARS)["model.layers.0.mlp.up_proj"] == Scheme("W4A16_G64_ASYM", 4, symmetric=False, group_size=64)
+    said["config_groups"]["group_0"]["weights"].update(group_size=16, symmetric=False)
+    assert FORM.codec.schemes(said, LINEARS)["model.layers.0.mlp.up_proj"] == Scheme("W4A16_G16_ASYM", 4, symmetric=False, group_size=16)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_scheme_that_has_a_name_here_is_read_under_it(scheme: Scheme) -> None:
+    assert FORM.codec.schemes(config(scheme.name), LINEARS) == {LINEARS[0]: scheme}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +134,44 @@ def test_other_activations_than_those_computed_here_are_refused(change: dict[str
     said["config_groups"]["group_0"]["input_activations"].update(change)
     with pytest.raises(UnsupportedFormat, match="input activations"):
         FORM.codec.schemes(said, LINEARS)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("input_activations", {"dynamic": False}),
+        ("input_activations", {"symmetric": False}),
+        ("input_activations", {"type": "float"}),
+        ("input_activations", {"strategy": "tensor"}),
+        ("weights", {"symmetric": False}),
+        ("weights", {"num_bits": 4}),
+        ("weights", {"strategy": "group", "group_size": 128}),
+    ],
+)
+def test_other_int8_linears_than_those_computed_here_are_refused(part: str, change: dict[str, Any]) -> None:
+    said = config("INT8_DYNAMIC")
+    said["config_groups"]["group_0"][part].update(change)
+    with pytest.raises(UnsupportedFormat, match="int-quantized of 8 bits"):
+        FORM.codec.schemes(said, LINEARS)
+
+
+def test_the_naive_name_of_a_form_is_read_by_the_type_of_its_numbers() -> None:
+    for name in ("INT8_DYNAMIC", "FP8_STATIC"):
+        said = config(name)
+        said["config_groups"]["group_0"]["format"] = "naive-quantized"
+        assert FORM.codec.schemes(said, LINEARS) == {LINEARS[0]: SCHEMES[name]}
+
+
+def test_int8_lies_unpacked_as_the_librarys_own_compressor_lays_it() -> None:
+    scheme = SCHEMES["INT8_DYNAMIC"]
+    codes_OI = torch.randint(-128, 128, (6, 5), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    leaves = FORM.codec.encode(QuantizedWeight(scheme, codes_OI, torch.full((6, 1), 0.5)))
+    assert {name: (leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items()} == {
+        "weight": (torch.int8, (6, 5)),
+        "weight_scale": (torch.float32, (6, 1)),
+    }
+    with pytest.raises(UnsupportedFormat, match=r"stores them as torch\.uint8, not int8"):
+        FORM.codec.decode({**leaves, "weight": leaves["weight"].view(torch.uint8)}, scheme)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])

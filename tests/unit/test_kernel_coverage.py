@@ -84,6 +84,17 @@ def test_a_faster_kernel_that_refuses_is_named_beside_the_one_that_serves(linear
     assert (row.kernel, row.refused) == ("reference", {"hopper": "needs sm_90 or newer and this device is cpu"})
 
 
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name.startswith("W4A16") and "G128" not in name])
+def test_groups_that_no_fast_kernel_reads_are_served_by_the_reference_which_says_why(scheme: str) -> None:
+    """On Hopper too."""
+    wide = tiny_arch(LLAMA, hidden_size=1024, intermediate_size=2048)
+    rows = [row for row in coverage(wide, Machine("cuda", 90, torch.bfloat16)) if row.problem.scheme == scheme]
+    assert {row.phase: row.kernel for row in rows} == {"decode": "reference.dequantized.tile4", "prefill": "reference.dequantized.tile256"}
+    for row in rows:
+        for kernel in ("stream.w4a16", "hopper.w4a16"):
+            assert row.refused[kernel] == "for W4A16_G128, W4A16_G128_ASYM"
+
+
 def test_nobody_serving_is_said_rather_than_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     empty: PluginSet[Kernel] = PluginSet("rms_norm kernel", "compress.kernels.rms_norm")
     empty._loaded = True

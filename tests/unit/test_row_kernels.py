@@ -29,8 +29,10 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
 
     pdl = sm >= 90
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
+    row = {"SIZE": 14336, "BLOCK": 16384, "CONVERTS": sm >= 89}
     cases = [
-        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {"SIZE": 14336, "BLOCK": 16384, "QUANT": 1, "CONVERTS": sm >= 89}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 1}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 3}, 32),
         (choose._filter, ["*fp32", "*i64", "*fp32", *drawn, "*i64"], {"VOCAB": 128256, "SPAN": 4096, "SPANS": 126, "BLOCK": 128}, 32),
         (
             prefill_w4a16._dequantize,
@@ -68,7 +70,7 @@ if INTERPRETED:
     from compress.runtime.sampler import gumbel, sample
 
     DYNAMIC = ActivationQuant()
-    QUANTS = [DYNAMIC, ActivationQuant(torch.tensor(0.013))]
+    QUANTS = [DYNAMIC, ActivationQuant(torch.tensor(0.013)), ActivationQuant(dtype=torch.int8)]
     ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh"]
     SIZES = [1, 65, 384, 1000]
 
@@ -90,6 +92,15 @@ if INTERPRETED:
     def test_rows_are_quantized_by_the_definition(quant: ActivationQuant, size: int, dtype: torch.dtype) -> None:
         x = extreme_rows(size, dtype)
         assert_same_rows(quantize_rows(x, quant), quantize(x, quant))
+
+    def test_halves_between_integers_go_to_the_even_one() -> None:
+        whole = torch.arange(-127, 128, dtype=torch.float32)
+        between = [torch.nextafter(whole[1:] - 0.5, bound) for bound in (whole[1:], whole[:-1])]
+        x = torch.cat((whole, whole[1:] - 0.5, *between)).unsqueeze(0)
+        rows = quantize_rows(x, ActivationQuant(dtype=torch.int8))
+        assert isinstance(rows, QuantizedRows)
+        assert rows.scale_T.tolist() == [1.0]
+        assert rows.values_TK.tolist() == [[round(each) for each in x[0].tolist()]]  # Python rounds halves to even too
 
     def test_every_e4m3_number_and_tie_is_rounded_as_torch_rounds_it() -> None:
         codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)

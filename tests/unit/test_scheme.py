@@ -53,6 +53,14 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused() -> None:
     with pytest.raises(UsageError, match=r"multiple of 128.*K = 192"):
         SCHEMES["W4A16_G128"].num_groups(192)
     assert SCHEMES["W8A16"].num_groups(193) == 1
+    assert (SCHEMES["W4A16_G64"].num_groups(192), SCHEMES["W4A16_G32"].num_groups(192)) == (3, 6)
+
+
+def test_a_name_says_bits_group_and_symmetry() -> None:
+    for name, scheme in SCHEMES.items():
+        if scheme.type == "int" and scheme.num_bits == 4:
+            group = "CHANNEL" if scheme.group_size is None else f"G{scheme.group_size}"
+            assert name == f"W4A16_{group}" + ("" if scheme.symmetric else "_ASYM")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

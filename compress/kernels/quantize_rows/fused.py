@@ -1,9 +1,10 @@
-"""Rows to the e4m3 grid in one pass, and the end of every row kernel: its result is stored as it is, or quantized on the way out.
+"""Rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result is stored as it is, or quantized on its way.
 
-    scale = max(absmax(x) / 448, tiny),  value = round_to_e4m3(x / scale)        `kernels/rows.py`; both quotients rounded as in IEEE 754
+    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)        `kernels/rows.py`; both quotients rounded as in IEEE 754
 
 One program holds one whole row in registers, and its shape follows from the size of a row alone: a row's bits depend on nothing but the
-row. Rounding to e4m3 (half to even) is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes.
+row. Rounding to e4m3 (half to even) is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes. Rounding to int8
+is the addition of a number so large that its last bit is 1.
 
 Shapes: T rows, K features.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from compress.kernels.e4m3 import encode_e4m3
 from compress.kernels.launch import FP8_SM, compute_capability, interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.rows import FP8, ActivationQuant, QuantizedRows
+from compress.kernels.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 
 MAX_ROW_SIZE = 65536
@@ -40,15 +41,17 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
-    """Fresh rows [T, K], and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic, 2 static."""
+    """Fresh rows [T, K], and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic,
+    2 static, 3 dynamic int8."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
         return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
     static = scale_T if quant.static_scale is None else quant.static_scale
-    arguments = {"out_ptr": values, "scale_ptr": scale_T, "static_ptr": static, "QUANT": 1 if static is scale_T else 2}
-    return QuantizedRows(values.view(FP8), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
+    how = 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
+    arguments = {"out_ptr": values, "scale_ptr": scale_T, "static_ptr": static, "QUANT": how}
+    return QuantizedRows(values.view(quant.dtype), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
 
 
 def converts_e4m3(device: torch.device) -> bool:
@@ -75,11 +78,15 @@ def store_row(
         tl.store(out_ptr, y, mask=columns < SIZE)
     else:
         y = y.to(tl.float32)
-        if QUANT == 1:
-            scale = _larger(tl.div_rn(tl.reduce(tl.abs(y), 0, _larger), 448.0), 1 / (1 << 40))  # FP8_MAX, TINY_SCALE
-        else:
+        if QUANT == 2:
             scale = tl.load(static_ptr)
-        tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
+        else:
+            largest = 448.0 if QUANT == 1 else 127.0  # FP8_MAX, INT8_MAX
+            scale = _larger(tl.div_rn(tl.reduce(tl.abs(y), 0, _larger), largest), 1 / (1 << 40))  # TINY_SCALE
+        if QUANT == 3:
+            tl.store(out_ptr, int8(y, scale), mask=columns < SIZE)
+        else:
+            tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
 
 
@@ -101,6 +108,13 @@ def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
         quotient = tl.where(x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient))  # the sum would lose the sign of -0
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))
+
+
+@jit()
+def int8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Codes of x / scale as bytes, both in float32, |x / scale| at most 127 but for its rounding; the last bit of 1.5 * 2^23 is 1."""
+    number = tl.div_rn(x, scale) + 12582912.0
+    return number.to(tl.int32, bitcast=True).to(tl.uint8)
 
 
 @jit()

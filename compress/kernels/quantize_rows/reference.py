@@ -1,4 +1,4 @@
-"""Reference quantization of rows to the e4m3 grid: the definition itself, in `kernels/rows.py`."""
+"""Reference quantization of rows to the grid of e4m3 or int8: the definition itself, in `kernels/rows.py`."""
 
 from compress.kernels.rows import quantize
 from compress.kernels.select import Kernel, anything, register

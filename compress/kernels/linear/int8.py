@@ -1,0 +1,81 @@
+"""W8A8 linear of int8 weights and int8 rows: the reference, exact in int32 and slow only where a device has no integer product.
+
+    y = (x_values W_codes^T) x_scale w_scale        the product exact in int32, scaled in float32, rounded once
+
+Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one kernel serves decode and prefill.
+Codes stay int8 in memory. On one thread of a Xeon with AMX, 4, 64 and 2,048 rows by a 1024 x 1024 weight take 0.1, 0.1 and 5 ms; the
+same products of float32 numbers 0.2, 1.7 and 47 ms.
+
+On CUDA the library wants more than 16 rows, and N and K in multiples of 8: rows and weights are padded with zeros, which add nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.kernels.rows import INT8, QuantizedRows
+from compress.kernels.select import Kernel, Problem, register
+from compress.quant.scheme import QuantizedWeight
+
+SCHEMES = ("INT8_DYNAMIC",)
+MULTIPLE, FEWEST_ROWS = 8, 32
+MAX_K = ((1 << 31) - 1) // (127 * 128)
+"""Products of 127 and -128 that an int32 sum holds."""
+
+
+@dataclass(frozen=True)
+class PackedInt8:
+    """Codes int8 [O, I], padded to multiples of 8, and float32 scale [O], not padded; `dtype` is the model's."""
+
+    codes_OI: Tensor
+    scale_O: Tensor
+    dtype: torch.dtype
+
+
+def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedInt8:
+    """Stacked along O."""
+    assert not gated, "the reference applies no activation"
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert len(quantized) == len(weights), "a dense weight among int8 weights"
+    codes_OI = torch.cat([weight.codes_OI.to(device) for weight in quantized])
+    scale_O = torch.cat([weight.scale_OG.to(device=device, dtype=torch.float32).flatten() for weight in quantized])
+    return PackedInt8(F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype)
+
+
+def linear(
+    x: QuantizedRows,
+    packed: PackedInt8,
+    bias_O: Tensor | None,
+    *,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, O]."""
+    assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
+    product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.scale_O.shape[0]]
+    y_TO = product_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
+    y_TO = y_TO.to(packed.dtype if out_dtype is None else out_dtype)
+    y_TO = y_TO if bias_O is None else y_TO + bias_O
+    return y_TO if residual_TO is None else residual_TO + y_TO
+
+
+def int_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:
+    """int32 [T, O]; x int8 [T, K] of a weight that may be padded beyond K."""
+    num_rows, k = x_TK.shape
+    short = max(FEWEST_ROWS - num_rows, 0) if x_TK.is_cuda else 0
+    padded = F.pad(x_TK, (0, w_OI.shape[1] - k, 0, short)) if short or w_OI.shape[1] > k else x_TK.contiguous()
+    return torch._int_mm(padded, w_OI.t())[:num_rows]
+
+
+def refusal(problem: Problem) -> str | None:
+    if problem.scheme not in SCHEMES:
+        return f"for {', '.join(SCHEMES)}"
+    if problem.activation is not None:
+        return "applies no activation"
+    return f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow" if problem.k > MAX_K else None
+
+
+register(Kernel("linear", "reference.int8", min_sm=0, rank=1, supports=refusal, fn=linear, repack=repack))
