@@ -33,9 +33,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "rtn+search": {"round": {"kind": "rtn", "scale": "hessian"}},
     "gptq": {"round": {"kind": "gptq", "scale": "min_max"}},
     "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
+    "rtn+search+descent": {"round": {"kind": "rtn", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "gptq+search+codes": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent", "refit": False}},
     "awq-scales": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "min_max"}},
     "awq": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "hessian"}},
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
+    "balanced": {"preset": "balanced"},  # gptq+search and descent; `preset: fast` is rtn+search
 }
 
 

@@ -1,8 +1,8 @@
-"""Quantization = smoother x rounder x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
+"""Quantization = smoother x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
 
-A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes. Both see the
-inputs of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py` puts them
-together.
+A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes; a refiner
+improves codes and scales that a rounder gave, whichever it was. All see the inputs of the group only through statistics. Methods know
+nothing of layers, files or one another; `stages/quantize.py` puts them together.
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,16 @@ class Rounder(Protocol):
         """Codes of float32 weights [O, I]; rows are independent, so linears that share an input may be stacked along O."""
 
 
+class Refiner(Protocol):
+    """A Spec that improves what a rounder gave."""
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        """Statistics it needs of the linears' input, by name."""
+
+    def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat]) -> Rounded:
+        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I]; rows are independent, as in `round`."""
+
+
 class Smoother(Protocol):
     """A Spec that proposes scales."""
 
@@ -50,4 +60,5 @@ class Smoother(Protocol):
 
 
 ROUNDERS: PluginSet[type[Rounder]] = PluginSet("rounder", "compress.methods")
+REFINERS: PluginSet[type[Refiner]] = PluginSet("refiner", "compress.methods")
 SMOOTHERS: PluginSet[type[Smoother]] = PluginSet("smoother", "compress.methods")

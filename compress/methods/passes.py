@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Rounder, Smoother
+from compress.methods import Refiner, Rounded, Rounder, Smoother
 from compress.models.surgery import fold_
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -41,21 +41,22 @@ class SmoothPass:
 
 
 class RoundPass:
-    """Rounds every group of linears and notes, per linear, the output error before (plain nearest rounding) and after."""
+    """Rounds every group of linears, refines the codes if asked, and notes, per linear, the output error that is left."""
 
-    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype) -> None:
-        self._rounder, self._scheme, self._stored_dtype = rounder, scheme, stored_dtype
+    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None) -> None:
+        self._rounder, self._refiner, self._scheme, self._stored_dtype = rounder, refiner, scheme, stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if self._scheme.activation == "tensor" else {}
-        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats()}
+        of_refiner: Mapping[str, StatFactory] = {} if self._refiner is None else self._refiner.stats()
+        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **of_refiner}
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
             stats = state.stats[group.tap]
             weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
-                rounded = self._rounder.round(torch.cat(weights), stats, self._scheme, scale_dtype=self._stored_dtype)
+                rounded = self._rounded(torch.cat(weights), stats)
                 stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
@@ -63,6 +64,13 @@ class RoundPass:
             for linear, weight, piece in zip(group.linears, weights, pieces, strict=True):
                 state.quantized[linear] = piece
                 state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
+
+    def _rounded(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Rounded:
+        rounded = self._rounder.round(w_OI, stats, self._scheme, scale_dtype=self._stored_dtype)
+        if self._refiner is None:
+            return rounded
+        refined = self._refiner.refine(w_OI, rounded.weight, stats)
+        return Rounded(refined.weight, {**rounded.facts, **refined.facts})
 
     def _input_scale(self, stats: Mapping[str, Stat]) -> Tensor | None:
         """Raises UsageError: the inputs reached NaN or infinity."""

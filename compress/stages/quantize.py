@@ -1,6 +1,7 @@
-"""`quantize`: smoother x rounder x scheme over every decoder linear, layer by layer, resumable at each layer; the head, if asked, after
-them, by plain rounding to nearest."""
+"""`quantize`: smoother x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head, if
+asked, after them, by plain rounding to nearest."""
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,12 +15,14 @@ from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.sequential import LayerPass, run_sequential
-from compress.errors import UnsupportedFormat, UsageError
+from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
-from compress.methods import ROUNDERS, SMOOTHERS, Rounder, Smoother
+from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, Refiner, Rounder, Smoother
 from compress.methods.awq import Awq
+from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
+from compress.methods.smoothquant import SmoothQuant
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.weights import dense
@@ -32,10 +35,21 @@ from compress.stages.calibrate import TOKENS_NAME, Calibrate
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
 HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
+    "balanced": {"round": {"kind": "gptq"}, "refine": {"kind": "descent"}},
+}
+"""What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
+(`scripts/bench_quality.py`, CPU): plain rounding 0.0916, GPTQ with min-max scales 0.0359, balanced 0.0296."""
 
 
 def _specs(methods: Any) -> Mapping[str, type[Spec]]:
     return {name: cast(type[Spec], method) for name, method in methods.items()}
+
+
+def _preset_named(name: str | None) -> None:
+    if name is not None and name not in PRESETS:
+        raise UsageError(f"unknown preset '{name}'.{did_you_mean(name, PRESETS)}")
 
 
 def _scheme_of_a_head(name: str | None) -> None:
@@ -54,8 +68,23 @@ class Quantize(Spec):
         description=f"scheme of the output head, {' or '.join(HEAD_SCHEMES)}; left out, it stays dense",
         json_schema_extra={"enum": [*HEAD_SCHEMES, None]},
     )
+    preset: Annotated[str | None, checked_by(_preset_named)] = Field(
+        None,
+        exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
+        description="`fast` or `balanced` settings for those of smooth, round and refine that are left out",
+        json_schema_extra={"enum": [*PRESETS, None]},
+    )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
+    refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, raw: Any) -> Any:
+        """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
+            return raw  # None, or a value that its field refuses
+        return {**PRESETS[raw["preset"]], **raw}
 
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
@@ -65,10 +94,26 @@ class Quantize(Spec):
                 f"smooth: awq does nothing for {self.scheme}: it gives large channels finer integer steps, and the steps of a float are "
                 "relative already. Leave out `smooth`."
             )
+        if isinstance(self.smooth, SmoothQuant) and scheme_named(self.scheme).activation is None:
+            raise ValueError(
+                f"smooth: smoothquant does nothing for {self.scheme}: it moves outliers out of the inputs, which this scheme leaves in 16 "
+                "bits. Use `awq`, or leave out `smooth`."
+            )
         return self
+
+    def method(self) -> str:
+        """Smoother, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
+        parts = {"smooth": self.smooth, "round": self.round, "refine": self.refine}
+        return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
     def model_scheme(self) -> ModelScheme:
         return ModelScheme(scheme_named(self.scheme), None if self.head is None else scheme_named(self.head))
+
+
+def _settings(spec: Spec) -> str:
+    settings = spec.model_dump(mode="json")
+    kind = settings.pop("kind")
+    return f"{kind} ({', '.join(f'{key} {json.dumps(value)}' for key, value in settings.items())})"
 
 
 def quantization_passes(spec: Quantize, stored_dtype: torch.dtype) -> list[LayerPass]:
@@ -77,7 +122,7 @@ def quantization_passes(spec: Quantize, stored_dtype: torch.dtype) -> list[Layer
     passes: list[LayerPass] = [BaselinePass(scheme, stored_dtype)]
     if spec.smooth is not None:
         passes.append(SmoothPass(cast(Smoother, spec.smooth), scheme, stored_dtype))
-    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype))
+    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype, cast(Refiner | None, spec.refine)))
     return passes
 
 
@@ -157,7 +202,8 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     outer = outer_bytes(arch, spec.model_scheme())
     forward = 2 * 2.0 * arch.num_linear_params * num_tokens
     grams = 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
-    searches = 22 if spec.smooth is not None else 2
+    sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
+    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps
     in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
     flops = forward + grams + slower * in_float32
@@ -165,14 +211,14 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         peak,
         codes + outer,
         flops,
-        num_launches=8 * arch.num_layers * sum(inputs.values()),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time",),
+        num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
+        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}"),
     )
 
 
 @STAGES.stage(
     "quantize",
-    version=1,
+    version=2,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.QUANTIZED,
     spec=Quantize,
@@ -203,4 +249,4 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = source.arch.to_json()
     shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"layers": rows})
+    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})

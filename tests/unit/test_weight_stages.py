@@ -128,6 +128,25 @@ def test_a_model_goes_through_to_a_checkpoint_that_opens_with_the_same_codes(ben
         )
 
 
+def test_refined_codes_are_stored_and_the_artifact_says_how_they_came_to_be(tmp_path: Path) -> None:
+    source = model(tmp_path / "model")
+    spec = Quantize.model_validate({"scheme": "W8A16", "preset": "balanced", "round": {"kind": "rtn"}})
+    found = {}
+    for name, each in (("plain", spec.model_copy(update={"refine": None})), ("refined", spec)):
+        bench = Bench(tmp_path / name, source)
+        (tmp_path / name).mkdir()
+        calibrated(bench, tmp_path / name)
+        found[name] = bench.run("quantize", each)
+        assert found[name].manifest.facts["method"] == each.method()
+    plain, refined = ([row for row in artifact.manifest.facts["layers"] if row["layer"] == 0] for artifact in found.values())
+    for before, after in zip(plain, refined, strict=True):  # of the first layer, whose inputs are the same in both
+        assert after["error_after"] < before["error_after"] == pytest.approx(before["error_before"])
+        assert after["codes_moved"] > 0
+    assert "preset" not in str(found["refined"].manifest.facts)
+    stores = [open_weights(artifact.path).layer(2) for artifact in found.values()]
+    assert any(not torch.equal(dense(stores[0][name]), dense(stores[1][name])) for name in stores[0])
+
+
 def test_a_stopped_stage_resumes_to_the_same_artifact(tmp_path: Path) -> None:
     source = model(tmp_path / "model")
     digests = []
@@ -167,6 +186,8 @@ def test_options_of_methods_reach_the_cache_key() -> None:
         Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "gptq", "damping": 0.02}}),
         Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}}),
         Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn", "scale": "mse"}}),
+        Quantize.model_validate({"scheme": "W8A16", "refine": {"kind": "descent"}}),
+        Quantize.model_validate({"scheme": "W8A16", "refine": {"kind": "descent", "sweeps": 2}}),
     ]
     dumps = [str(spec.model_dump(mode="json")) for spec in specs]
     assert len(set(dumps)) == len(specs)
