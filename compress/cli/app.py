@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import compress
-from compress.cli import doctor, init, inspect, plan, pull, push, run, schema, validate, verify
+from compress.cli import convert, doctor, init, inspect, plan, pull, push, run, schema, validate, verify
 from compress.errors import CompressError, StorageError
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "resume": run.resume,
     "validate": validate.validate,
     "inspect": inspect.inspect,
+    "convert": convert.convert,
     "push": push.push,
     "pull": pull.pull,
     "verify": verify.verify,

@@ -3,20 +3,23 @@
 The same file reads the format back, so that somebody else's checkpoint and our own artifact come in through one door (`open_checkpoint`).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore
-from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.family import family_of
 from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
-from compress.quant.scheme import ModelScheme
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,13 @@ class Rule:
 
 
 class ExportFormat(Protocol):
-    """`quant_method` is the name in a checkpoint's `quantization_config`."""
+    """`quant_method` is the name in a checkpoint's `quantization_config`; `scale_dtype` is None where scales keep their dtype on disk."""
 
     @property
     def quant_method(self) -> str: ...
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None: ...
 
     @property
     def codec(self) -> ForeignCodec: ...
@@ -90,3 +96,60 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme) -> None:
     if broken:
         reasons = " ".join(f"[{rule.name}] {rule.problem}" for rule in broken)
         raise UnsupportedFormat(f"scheme {scheme.name} cannot be exported as {name}: {reasons}")
+
+
+def check_scales(name: str, source: WeightSource) -> None:
+    """Refuse a format whose scales could not say the same numbers; reads every quantized weight, if the format has a dtype of its own.
+
+    Raises:
+        UnsupportedFormat: saying how many scales would change.
+    """
+    dtype = FORMATS.get(name).scale_dtype
+    if dtype is None:
+        return
+    num_changed, num_scales = 0, 0
+    for weight in _quantized_weights(source):
+        num_changed += count_changed(weight.scale_OG, dtype)
+        num_scales += weight.scale_OG.numel()
+    if num_changed:
+        raise UnsupportedFormat(
+            f"[exact-scales] {name} keeps scales in {_name(dtype)}, which holds {num_scales - num_changed:,} of this model's "
+            f"{num_scales:,} {source.arch.dtype} scales exactly; {num_changed:,} would change, and weights with them. "
+            "compressed-tensors keeps them as they are."
+        )
+
+
+def count_changed(scale_OG: torch.Tensor, dtype: torch.dtype) -> int:
+    """Scales that `dtype` does not hold exactly; overflow and underflow count."""
+    return int((scale_OG.to(dtype).to(torch.float64) != scale_OG.to(torch.float64)).sum())
+
+
+def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme, *, ignore: Iterable[str] = ()) -> None:
+    """Write a quantized model as a Hugging Face directory in the format of that name; `ignore` are disk names of dense linears in layers.
+
+    Raises:
+        UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
+    """
+    check_rules(name, source.arch, scheme)
+    check_scales(name, source)
+    form = FORMATS.get(name)
+    head = family_of({"model_type": source.arch.family}).to_disk("head")
+    config = form.quantization_config(scheme, head=head, ignore=ignore)
+    write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
+
+
+def weight_only_scheme(num_bits: int, *, symmetric: bool, group_size: int | None) -> Scheme:
+    """The weight-only integer scheme of these facts, under its name here if it has one."""
+    name = f"W{num_bits}A16" + ("_CHANNEL" if group_size is None else f"_G{group_size}") + ("" if symmetric else "_ASYM")
+    scheme = Scheme(name, num_bits, symmetric, group_size)
+    return next((each for each in SCHEMES.values() if replace(each, name=name) == scheme), scheme)
+
+
+def _quantized_weights(source: WeightSource) -> Iterator[QuantizedWeight]:
+    yield from (value for value in source.outer().values() if isinstance(value, QuantizedWeight))
+    for idx in range(source.arch.num_layers):
+        yield from (value for value in source.layer(idx).values() if isinstance(value, QuantizedWeight))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ checkpoint's `quant_method`; `write_checkpoint` is the way back.
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ class Checkpoint:
         if leaf == "weight" and disk in self._schemes:
             assert self._codec is not None
             scheme = self._schemes[disk]
-            return self._codec.decode({each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}, scheme)
+            leaves = {each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}
+            try:
+                return _scaled_in(self._arch.dtype, self._codec.decode(leaves, scheme))
+            except UnsupportedFormat as error:
+                raise UnsupportedFormat(f"{self.path}: {disk} is not read: {error}") from None
         return self._files.get(f"{disk}.{leaf}")
 
     def _canonical_linears(self) -> Iterator[tuple[str, str]]:
@@ -114,8 +119,12 @@ class Checkpoint:
                 "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if it is not."
             )
         for name in self._files.names():
-            if name not in expected and name != tied and not ignored.search(name):
+            if name not in expected and name != tied and not ignored.search(name) and not self._is_idle_bias(name):
                 raise UnsupportedArch(f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know.")
+
+    def _is_idle_bias(self, name: str) -> bool:
+        """Zeros that some tools store beside each linear that they quantized, whether it has a bias or not."""
+        return name.removesuffix(".bias") in self._schemes and not bool(self._files.get(name).any())
 
     def _disk_embed(self) -> str:
         return self.family.to_disk("embed") + ".weight"
@@ -189,3 +198,13 @@ def _quantization(
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}.")
     return codecs[method], codecs[method].schemes(said, linears)
+
+
+def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight with its scales in the model's dtype where that changes none of them. GPTQ and AWQ keep float16 for every model, so this
+    is what a model of another dtype had before; scales that only float16 holds stay in it."""
+    wanted, scale_OG = getattr(torch, dtype, None), weight.scale_OG
+    if scale_OG.dtype != torch.float16 or wanted not in (torch.bfloat16, torch.float32):
+        return weight
+    again = scale_OG.to(wanted)
+    return replace(weight, scale_OG=again) if torch.equal(again.to(torch.float32), scale_OG.to(torch.float32)) else weight

@@ -9,10 +9,8 @@ from compress.artifact.context import Context
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.errors import UsageError
-from compress.export import FORMATS, check_rules
+from compress.export import FORMATS, check_rules, write_format
 from compress.models.canonical import CanonicalStore
-from compress.models.checkpoint import write_checkpoint
-from compress.models.family import family_of
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
@@ -52,12 +50,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     store = CanonicalStore(artifact)
     assert artifact.manifest.scheme is not None
     scheme, name = ModelScheme.from_json(artifact.manifest.scheme), spec.formats[0]
-    check_rules(name, store.arch, scheme)
-    form = FORMATS.get(name)
     ctx.boundary(0, 1, f"writing {name}")
-    head = family_of({"model_type": store.arch.family}).to_disk("head")
-    config = form.quantization_config(scheme, head=head)
-    write_checkpoint(out.path, store, codec=form.codec, quantization_config=config)
+    write_format(name, out.path, store, scheme)
     for file in inputs.source.text_files():
         shutil.copyfile(file, out.path / file.name)
     manifest = artifact.manifest

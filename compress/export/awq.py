@@ -1,0 +1,126 @@
+"""AWQ checkpoints in AutoAWQ's GEMM layout: vLLM loads them as they are.
+
+    <module>.qweight  int32 [I, ceil(O/8)]   codes + 8, packed along O
+    <module>.qzeros   int32 [G, ceil(O/8)]   zero_point + 8, packed along O
+    <module>.scales   float16 [G, O]         value = (code - zero_point) * scale
+
+Of the eight columns of a word, nibble j (low bits first) holds column `COLUMNS[j]`, the order in which the format's kernel unpacks pairs.
+The format has zero points always; a symmetric scheme is 8 everywhere, and `sym` in `quantization_config`, a word of ours that consumers
+pass over, lets it come back as what it was. Scales are float16 whatever the model's dtype; the head stays dense. Checked against vLLM
+0.32; `transformers` needs the package gptqmodel beside it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import FORMATS, Consumer, Rule, weight_only_scheme
+from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
+from compress.models.arch import Arch
+from compress.quant.codec import ForeignCodec
+from compress.quant.packing import pack, unpack
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+
+BITS = 4
+COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class AwqCodec:
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        return frozenset({"qweight", "qzeros", "scales"})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        zero_OG = weight.zero_point_OG
+        zero_GO = torch.zeros_like(weight.scale_OG, dtype=torch.int8).t() if zero_OG is None else zero_OG.t()
+        return {
+            "qweight": _pack_columns(weight.codes_OI.t()),
+            "qzeros": _pack_columns(zero_GO),
+            "scales": float16_scales(weight.scale_OG),
+        }
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        scale_GO = leaves["scales"]
+        num_groups, out_features = scale_GO.shape
+        codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
+        if num_groups != scheme.num_groups(codes_IO.shape[0]):
+            raise UnsupportedFormat(f"it has {num_groups} groups of scales where {scheme.name} has {scheme.num_groups(codes_IO.shape[0])}.")
+        if scheme.symmetric and bool((zero_GO != 0).any()):
+            raise UnsupportedFormat("the checkpoint's config says that its codes are symmetric and its zero points are not all 8.")
+        zero_OG = None if scheme.symmetric else zero_GO.t().contiguous()
+        return QuantizedWeight(scheme, codes_IO.t().contiguous(), scale_GO.t().contiguous(), zero_OG)
+
+    def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        said = quantization_config
+        bits, group_size = said.get("bits", said.get("w_bit")), said.get("group_size", said.get("q_group_size"))
+        version, backend = str(said.get("version") or "gemm").lower(), said.get("backend") or "autoawq"
+        if (
+            bits != BITS
+            or version != "gemm"
+            or backend != "autoawq"
+            or not isinstance(group_size, int)
+            or (group_size < 1 and group_size != -1)
+        ):
+            raise UnsupportedFormat(
+                f"the checkpoint is AWQ of {bits} bits in groups of {group_size}, version {version} of {backend}; 4 bits in AutoAWQ's "
+                "version gemm are read."
+            )
+        if said.get("lm_head"):
+            raise UnsupportedFormat("the checkpoint has an AWQ head (lm_head); linears of the layers are read.")
+        symmetric = bool(said.get("sym")) or not said.get("zero_point", True)
+        scheme = weight_only_scheme(BITS, symmetric=symmetric, group_size=None if group_size == -1 else group_size)
+        dense = said.get("modules_to_not_convert") or ()  # parts of names, as AutoAWQ and vLLM take them
+        return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
+
+
+def _pack_columns(codes_RO: Tensor) -> Tensor:
+    """int8 [R, O] -> int32 [R, ceil(O/8)]; a last word that is not full ends in zero bits."""
+    rows, columns = codes_RO.shape
+    padded = torch.nn.functional.pad(codes_RO, (0, whole_words(columns, BITS) - columns), value=-8)
+    return pack(padded.reshape(rows, -1, len(COLUMNS))[..., COLUMNS].reshape(rows, -1), BITS)
+
+
+def _unpack_columns(words: Tensor, columns: int) -> Tensor:
+    """int32 [R, W] -> int8 [R, O]."""
+    rows, num_words = words.shape
+    nibbles = unpack(words, BITS, num_words * len(COLUMNS)).view(rows, num_words, len(COLUMNS))
+    codes = torch.empty_like(nibbles)
+    codes[..., COLUMNS] = nibbles
+    return codes.view(rows, -1)[:, :columns]
+
+
+class Awq:
+    quant_method = "awq"
+    scale_dtype = torch.float16
+    codec: ForeignCodec = AwqCodec()
+
+    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+        return {
+            "quant_method": self.quant_method,
+            "bits": scheme.layers.num_bits,
+            "group_size": scheme.layers.group_size or -1,
+            "zero_point": True,
+            "sym": scheme.layers.symmetric,
+            "version": "gemm",
+            "modules_to_not_convert": sorted({*ignore, head}),
+        }
+
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
+        rules = packed_rules(arch, scheme, bits=(BITS,))
+        if scheme.head is not None:
+            rules.append(Rule("dense-head", "an AWQ checkpoint has a dense head."))
+        return rules
+
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        return [
+            Consumer("compress runtime", loads=True, note="any scheme that is exported"),
+            Consumer("transformers", loads=False, note="not without the package gptqmodel"),
+            Consumer("vLLM", loads=True, note="reads awq natively"),
+        ]
+
+
+FORMATS.add("awq", Awq())

@@ -1,0 +1,148 @@
+"""GPTQ checkpoints (AutoGPTQ, format version 1): vLLM loads them as they are.
+
+    <module>.qweight  int32 [ceil(I*b/32), O]   codes + 2^(b-1), packed along I, low bits first
+    <module>.qzeros   int32 [G, ceil(O*b/32)]   zero_point + 2^(b-1) - 1, packed along O: the format stores zeros minus one
+    <module>.scales   float16 [G, O]            value = (code - zero_point) * scale
+    <module>.g_idx    int32 [I]                 group of each input feature, i // group_size; anything else is activation order
+
+`quantization_config` says one number of bits, one group size (-1: one group) and `sym` for all linears of the layers, and in `lm_head`
+whether the head is one of them. Linears that stay dense are patterns behind `-:` in `dynamic`. Scales are float16 whatever the model's
+dtype. Checked against vLLM 0.32; `transformers` needs the package gptqmodel beside it.
+
+A zero point of 0 (stored: -1) is read in two ways by programs of this format, so it is refused here in both directions.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import FORMATS, Consumer, Rule, weight_only_scheme
+from compress.export.rules import float16_scales, in_layers, packed_rules
+from compress.models.arch import Arch
+from compress.quant.codec import ForeignCodec
+from compress.quant.packing import pack, unpack
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+
+BITS = (4, 8)
+SKIP = "-:"
+"""What a pattern in `dynamic` begins with that names dense linears."""
+_AMBIGUOUS = "a zero point of 0, which GPTQ checkpoints store as -1 and programs read as 0 or as {above}"
+
+
+class GptqCodec:
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        return frozenset({"qweight", "qzeros", "scales", "g_idx"})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        scheme, zero_OG = weight.scheme, weight.zero_point_OG
+        zero_GO = torch.zeros_like(weight.scale_OG, dtype=torch.int16).t() if zero_OG is None else zero_OG.t().to(torch.int16)
+        if bool((zero_GO == scheme.min_code).any()):
+            raise UnsupportedFormat(f"a linear has {_AMBIGUOUS.format(above=1 << scheme.num_bits)}.")
+        return {
+            "qweight": pack(weight.codes_OI, scheme.num_bits).t().contiguous(),
+            "qzeros": pack(zero_GO - 1, scheme.num_bits),
+            "scales": float16_scales(weight.scale_OG),
+            "g_idx": _in_order(weight.shape[1], scheme),
+        }
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        scale_GO, g_idx = leaves["scales"], leaves["g_idx"]
+        in_features, out_features = g_idx.shape[0], scale_GO.shape[1]
+        if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
+            raise UnsupportedFormat(
+                "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose groups are scattered over the "
+                "input. A checkpoint made with desc_act off, or with static_groups in the order of the input, is read."
+            )
+        if scale_GO.shape[0] != scheme.num_groups(in_features):
+            raise UnsupportedFormat(
+                f"it has {scale_GO.shape[0]} groups of scales where {scheme.name} has {scheme.num_groups(in_features)}."
+            )
+        codes_OI = unpack(leaves["qweight"].t().contiguous(), scheme.num_bits, in_features).contiguous()
+        stored_GO = unpack(leaves["qzeros"], scheme.num_bits, out_features)
+        zero_OG = _zero_points(stored_GO, scheme)
+        return QuantizedWeight(scheme, codes_OI, scale_GO.t().contiguous(), zero_OG)
+
+    def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        said = quantization_config
+        bits, group_size, form = said.get("bits"), said.get("group_size"), said.get("checkpoint_format") or "gptq"
+        if form != "gptq" or said.get("is_marlin_format") or said.get("pack_dtype") not in (None, "int32"):
+            raise UnsupportedFormat(
+                f"the checkpoint is GPTQ in checkpoint_format {form}, packed in {said.get('pack_dtype') or 'int32'}; "
+                "checkpoint_format gptq (version 1: zeros stored minus one, int32 words) is read."
+            )
+        if bits not in BITS or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
+            raise UnsupportedFormat(f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read.")
+        if said.get("modules_in_block_to_quantize"):
+            raise UnsupportedFormat("the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not read.")
+        skipped = _skipped(said.get("dynamic") or {})
+        scheme = weight_only_scheme(bits, symmetric=bool(said.get("sym", True)), group_size=None if group_size == -1 else group_size)
+        quantized = linears if said.get("lm_head") else in_layers(linears)
+        return {linear: scheme for linear in quantized if not any(re.match(pattern, linear) for pattern in skipped)}
+
+
+def _in_order(in_features: int, scheme: Scheme) -> Tensor:
+    """The g_idx of groups that follow each other."""
+    return torch.arange(in_features, dtype=torch.int32) // (scheme.group_size or in_features)
+
+
+def _zero_points(stored_GO: Tensor, scheme: Scheme) -> Tensor | None:
+    """int8 [O, G] of what was stored minus one, None for a symmetric scheme, whose stored zeros must say so."""
+    if scheme.symmetric:
+        if bool((stored_GO != -1).any()):
+            raise UnsupportedFormat(
+                f"the checkpoint's config says that its codes are symmetric and its zero points are not all {1 << (scheme.num_bits - 1)}."
+            )
+        return None
+    if bool((stored_GO == scheme.max_code).any()):
+        raise UnsupportedFormat(f"it has {_AMBIGUOUS.format(above=1 << scheme.num_bits)}.")
+    return (stored_GO + 1).t().contiguous()
+
+
+def _skipped(dynamic: Mapping[str, Any]) -> list[str]:
+    if other := [pattern for pattern in dynamic if not pattern.startswith(SKIP)]:
+        raise UnsupportedFormat(f"the checkpoint's dynamic gives '{other[0]}' a scheme of its own; patterns behind '{SKIP}' are read.")
+    return [pattern.removeprefix(SKIP) for pattern in dynamic]
+
+
+class Gptq:
+    quant_method = "gptq"
+    scale_dtype = torch.float16
+    codec: ForeignCodec = GptqCodec()
+
+    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+        dense = sorted(ignore)
+        dynamic: dict[str, Any] = {"dynamic": {f"{SKIP}^{re.escape(name)}$": {} for name in dense}} if dense else {}
+        return {
+            "quant_method": self.quant_method,
+            "bits": scheme.layers.num_bits,
+            "group_size": scheme.layers.group_size or -1,
+            "desc_act": False,
+            "sym": scheme.layers.symmetric,
+            "checkpoint_format": "gptq",
+            "lm_head": scheme.head is not None,
+            **dynamic,
+        }
+
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
+        rules = packed_rules(arch, scheme, bits=BITS)
+        if not scheme.layers.symmetric:
+            rules.append(Rule("symmetric", "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use awq."))
+        if scheme.head not in (None, scheme.layers):
+            rules.append(Rule("one-scheme", "a quantized head has the scheme of the layers or stays dense."))
+        return rules
+
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        return [
+            Consumer("compress runtime", loads=True, note="any scheme that is exported"),
+            Consumer("transformers", loads=False, note="not without the package gptqmodel"),
+            Consumer("vLLM", loads=True, note="reads gptq natively"),
+        ]
+
+
+FORMATS.add("gptq", Gptq())

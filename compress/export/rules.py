@@ -1,0 +1,66 @@
+"""Limits that GPTQ and AWQ checkpoints share: one weight-only integer scheme for all linears of the layers, in whole words, with scales in
+float16."""
+
+import re
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import Rule, count_changed
+from compress.models.arch import Arch
+from compress.quant.scheme import ModelScheme
+
+GROUP_SIZES = (None, 32, 64, 128)
+"""Those of vLLM's Marlin kernels, which serve both formats."""
+
+
+def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> list[Rule]:
+    """What breaks a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
+    layers, rules = scheme.layers, []
+    if layers.type != "int" or layers.activation is not None:
+        rules.append(Rule("weight-only", f"{layers.name} is not a scheme of integer weights with 16-bit inputs."))
+    if layers.num_bits not in bits:
+        rules.append(Rule("bits", f"{layers.num_bits} bits; {' and '.join(map(str, sorted(bits)))} are read by consumers."))
+    if layers.group_size not in GROUP_SIZES:
+        rules.append(Rule("group-size", f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels."))
+    if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
+        rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
+    per_word = 32 // layers.num_bits
+    shapes = _shapes(arch) | ({"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {})
+    for name, (out_features, in_features) in sorted(shapes.items()):
+        if layers.group_size is not None and in_features % layers.group_size:
+            rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}."))
+        if out_features % per_word or in_features % per_word:
+            rules.append(Rule("whole-words", f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a word."))
+    if scheme.head is not None and arch.tied_head:
+        rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
+    return rules
+
+
+def whole_words(size: int, num_bits: int) -> int:
+    """`size` codes rounded up to whole words."""
+    per_word = 32 // num_bits
+    return -(-size // per_word) * per_word
+
+
+def float16_scales(scale_OG: Tensor) -> Tensor:
+    """[O, G] -> float16 [G, O], each number as it was.
+
+    Raises:
+        UnsupportedFormat: a scale is no number of float16.
+    """
+    changed = count_changed(scale_OG, torch.float16)
+    if changed:
+        raise UnsupportedFormat(f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of float16.")
+    return scale_OG.to(torch.float16).t().contiguous()
+
+
+def in_layers(linears: Sequence[str]) -> list[str]:
+    """Those that belong to a numbered layer: all but the head."""
+    return [linear for linear in linears if re.search(r"\.\d+\.", linear)]
+
+
+def _shapes(arch: Arch) -> dict[str, tuple[int, int]]:
+    return {name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears}

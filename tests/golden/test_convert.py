@@ -1,0 +1,341 @@
+"""`compress convert` on tiny models: the same logits, and the way back gives the same bytes; and checkpoints made by others."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packed_numpy
+import pytest
+import torch
+from packed_numpy import Linear
+from safetensors.torch import load_file, save_file
+from tiny_hf import CASES, saved, tokens
+from torch import Tensor
+
+from compress.artifact.manifest import open_artifact, verify_artifact
+from compress.cli.app import main
+from compress.errors import EnvironmentUnfit
+from compress.export import open_checkpoint, write_format
+from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint
+from compress.models.weights import dense
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.runtime.engine import Engine, EngineConfig
+
+WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+Say = Callable[..., tuple[int, str, str]]
+
+
+class Rounded:
+    """A dense model with every linear of its layers rounded to nearest, except those in `left`."""
+
+    def __init__(self, source: Checkpoint, scheme: ModelScheme, left: tuple[str, ...] = ()) -> None:
+        self._source, self._scheme, self._left = source, scheme, left
+
+    @property
+    def arch(self) -> Arch:
+        return self._source.arch
+
+    def _round(self, weight: Any, scheme: Scheme) -> QuantizedWeight:
+        return nearest_weight(dense(weight), scheme, getattr(torch, self.arch.dtype))
+
+    def outer(self) -> dict[str, Any]:
+        outer, head = self._source.outer(), self._scheme.head
+        return outer if head is None else outer | {"head.weight": self._round(outer["head.weight"], head)}
+
+    def layer(self, layer_idx: int) -> dict[str, Any]:
+        linears = self.arch.layers[layer_idx].linears.keys() - set(self._left)
+        return {
+            name: self._round(value, self._scheme.layers) if name.removesuffix(".weight") in linears else value
+            for name, value in self._source.layer(layer_idx).items()
+        }
+
+
+def compressed(
+    tmp_path: Path, case: str, scheme: str, *, head: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Path:
+    """A compressed-tensors checkpoint of a tiny model."""
+    family, of_case = CASES[case]
+    saved(tmp_path / "source", family, {**of_case, **WHOLE_GROUPS, **changes}, dtype=dtype)
+    whole = ModelScheme(SCHEMES[scheme], SCHEMES[head] if head else None)
+    (tmp_path / "compressed").mkdir()
+    write_format("compressed-tensors", tmp_path / "compressed", Rounded(Checkpoint(tmp_path / "source"), whole), whole)
+    (tmp_path / "compressed" / "tokenizer.json").write_text("{}")
+    return tmp_path / "compressed"
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs the command: (exit code, stdout, stderr)."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(each) for each in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def logits(path: Path) -> Tensor:
+    config = EngineConfig(dtype=torch.float32, max_batch_size=2, max_model_len=48, kv_cache_bytes=1 << 24)
+    engine = Engine(open_checkpoint(path), device=torch.device("cpu"), config=config)
+    with torch.inference_mode():
+        return engine.runner.score(tokens(2, 24)).clone()
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in sorted(path.iterdir()) if each.name != "compress.json"}
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme", "to"),
+    [
+        ("llama-gqa", "W4A16_G128", "gptq"),
+        ("llama-gqa", "W4A16_G128", "awq"),
+        ("qwen3-biases", "W4A16_G128_ASYM", "awq"),
+        ("llama-all-biases", "W8A16", "gptq"),
+        ("mistral-window", "W4A16_G32", "gptq"),
+        ("qwen2-tied-upper-windows", "W4A16_G64_ASYM", "awq"),
+        ("llama-tied", "W4A16_CHANNEL", "gptq"),
+    ],
+)
+def test_there_the_logits_are_the_same_and_the_way_back_gives_the_same_bytes(
+    case: str, scheme: str, to: str, say: Say, tmp_path: Path
+) -> None:
+    source = compressed(tmp_path, case, scheme)
+    code, out, err = say("convert", source, "--to", to, "--out", tmp_path / "there", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert (document["format"], document["scheme"]["name"], document["path"]) == (to, scheme, str(tmp_path / "there"))
+    verify_artifact(open_artifact(tmp_path / "there"))
+    assert document["digest"] == open_artifact(tmp_path / "there").digest
+    there = open_checkpoint(tmp_path / "there")
+    assert there.schemes == open_checkpoint(source).schemes
+    assert torch.equal(logits(tmp_path / "there"), logits(source))
+    code, _, err = say("convert", tmp_path / "there", "--to", "compressed-tensors", "--out", tmp_path / "back")
+    assert code == 0, err
+    assert content(tmp_path / "back") == content(source)
+
+
+@pytest.mark.parametrize("to", ["gptq", "awq"])
+def test_the_tensors_on_disk_mean_what_numpy_reads(to: str, say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
+    assert say("convert", source, "--to", to, "--out", tmp_path / "there")[0] == 0
+    tensors = load_file(tmp_path / "there" / "model.safetensors")
+    layer = open_checkpoint(source).layer(1)
+    for disk, name in (("self_attn.k_proj", "attn.k.weight"), ("mlp.down_proj", "ffn.down.weight")):
+        prefix = f"model.layers.1.{disk}."
+        leaves = {key.removeprefix(prefix): value.numpy() for key, value in tensors.items() if key.startswith(prefix)}
+        read = packed_numpy.awq_unpacked(leaves) if to == "awq" else packed_numpy.gptq_unpacked(leaves, bits=4)
+        weight = layer[name]
+        assert isinstance(weight, QuantizedWeight)
+        assert torch.equal(torch.from_numpy(read.values()), weight.dequantize(torch.float32))
+
+
+def test_a_quantized_head_goes_into_gptq_in_the_scheme_of_the_layers_only(say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W8A16", head="W8A16", vocab_size=104)
+    code, _, err = say("convert", source, "--to", "gptq", "--out", tmp_path / "there")
+    assert code == 0, err
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]["lm_head"] is True
+    assert open_checkpoint(tmp_path / "there").schemes == open_checkpoint(source).schemes
+    assert torch.equal(logits(tmp_path / "there"), logits(source))
+
+
+def test_linears_that_are_dense_stay_dense(say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
+    scheme = ModelScheme(SCHEMES["W4A16_G128"])
+    left = ("ffn.down",)
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    ignored = [f"model.layers.{idx}.mlp.down_proj" for idx in range(2)]
+    write_format("compressed-tensors", mixed, Rounded(Checkpoint(tmp_path / "source"), scheme, left), scheme, ignore=ignored)
+    assert not torch.equal(logits(mixed), logits(source))
+    for to in ("gptq", "awq"):
+        assert say("convert", mixed, "--to", to, "--out", tmp_path / to)[0] == 0
+        assert open_checkpoint(tmp_path / to).schemes == open_checkpoint(mixed).schemes
+        assert torch.equal(logits(tmp_path / to), logits(mixed))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "head", "to", "rule"),
+    [
+        ("W4A16_G128_ASYM", None, "gptq", "symmetric"),
+        ("W8A16", None, "awq", "bits"),
+        ("FP8_DYNAMIC", None, "gptq", "weight-only"),
+        ("FP8_DYNAMIC", None, "awq", "weight-only"),
+        ("W4A16_G128", "W8A16", "awq", "dense-head"),
+        ("W4A16_G128", "W8A16", "gptq", "one-scheme"),
+        ("W8A16", "W8A16", "gptq", "whole-words"),  # a vocabulary of 97
+    ],
+)
+def test_what_a_format_cannot_say_is_refused_by_name_and_nothing_is_written(
+    scheme: str, head: str | None, to: str, rule: str, say: Say, tmp_path: Path
+) -> None:
+    source = compressed(tmp_path, "llama-gqa", scheme, head=head)
+    before = sorted(tmp_path.iterdir())
+    code, out, err = say("convert", source, "--to", to, "--out", tmp_path / "there")
+    assert (code, out) == (2, "")
+    assert f"[{rule}]" in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_scales_are_never_rounded_but_counted_and_refused(say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128", dtype=torch.float32)
+    scales = [value for name, value in load_file(source / "model.safetensors").items() if name.endswith("weight_scale")]
+    num_scales = sum(each.numel() for each in scales)
+    num_changed = sum(int((each.half().float() != each).sum()) for each in scales)
+    assert 0 < num_changed <= num_scales
+    code, _, err = say("convert", source, "--to", "awq", "--out", tmp_path / "there")
+    assert code == 2
+    assert "[exact-scales]" in err
+    assert f"{num_changed:,} would change" in err
+    assert f"{num_scales:,} float32 scales" in err
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_dense_model_has_nothing_to_convert(say: Say, tmp_path: Path) -> None:
+    saved(tmp_path / "source", "llama", {})
+    code, _, err = say("convert", tmp_path / "source", "--to", "gptq", "--out", tmp_path / "there")
+    assert code == 2
+    assert "dense" in err
+    assert not (tmp_path / "there").exists()
+
+
+def test_an_unknown_format_and_a_missing_source_are_usage_errors(say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
+    code, _, err = say("convert", source, "--to", "gptx", "--out", tmp_path / "there")
+    assert code == 2
+    assert "Did you mean 'gptq'?" in err
+    assert say("convert", tmp_path / "nowhere", "--to", "gptq", "--out", tmp_path / "there")[0] == 2
+
+
+def test_what_is_there_is_not_replaced(say: Say, tmp_path: Path) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
+    before = content(source)
+    code, _, err = say("convert", source, "--to", "gptq", "--out", source)
+    assert code == 2
+    assert "not an empty directory" in err
+    assert content(source) == before
+    (tmp_path / "empty").mkdir()
+    assert say("convert", source, "--to", "gptq", "--out", tmp_path / "empty")[0] == 0
+
+
+def test_a_disk_that_fails_leaves_nothing_half_written(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
+    before = sorted(tmp_path.iterdir())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("compress.artifact.tensors.ShardWriter.finish", full)
+    code, _, err = say("convert", source, "--to", "gptq", "--out", tmp_path / "there")
+    assert code == 5
+    assert "No space left" in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# ------------------------------------------------------------------------------------------------------- made by others
+
+
+def foreign(
+    tmp_path: Path, method: str, said: dict[str, Any], *, dtype: torch.dtype = torch.float16, symmetric: bool = False
+) -> tuple[Path, Path]:
+    """A checkpoint as another tool writes it, packed by numpy, and the dense checkpoint of what it means (float32)."""
+    saved(tmp_path / "plain", "llama", WHOLE_GROUPS, dtype=dtype)
+    tensors, meant = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    meant = {name: value.float() for name, value in tensors.items()}
+    for seed, name in enumerate(f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
+        n_size, k_size = tensors.pop(f"{name}.weight").shape
+        num_groups = k_size // said["group_size"]
+        linear = packed_numpy.random_linear(n_size, k_size, num_groups=num_groups, seed=seed, least_zero=1, scale=k_size**-0.5 / 5)
+        if symmetric:
+            linear = Linear(linear.codes, linear.zeros * 0 + 8, linear.scales)
+        packed = packed_numpy.gptq_packed(linear) if method == "gptq" else packed_numpy.awq_packed(linear)
+        tensors |= {f"{name}.{leaf}": torch.from_numpy(array) for leaf, array in packed.items()}
+        half = torch.from_numpy(linear.values()).to(torch.float16)  # rounded to the dtype of the scale, as consumers do
+        meant[f"{name}.weight"] = half.float()
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    for place, values, changes in (
+        (tmp_path / "foreign", tensors, {"quantization_config": {"quant_method": method, **said}}),
+        (tmp_path / "meant", meant, {"dtype": "float32"}),
+    ):
+        place.mkdir()
+        save_file(values, place / "model.safetensors", metadata={"format": "pt"})
+        (place / "config.json").write_text(json.dumps({**config, **changes}))
+    return tmp_path / "foreign", tmp_path / "meant"
+
+
+AWQ = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": False, "damp_percent": 0.01, "static_groups": False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("method", "said", "scheme"),
+    [("awq", AWQ, "W4A16_G128_ASYM"), ("gptq", GPTQ, "W4A16_G128_ASYM"), ("gptq", GPTQ | {"sym": True}, "W4A16_G128")],
+)
+def test_a_checkpoint_of_another_tool_runs_as_what_it_means(
+    method: str, said: dict[str, Any], scheme: str, dtype: torch.dtype, say: Say, tmp_path: Path
+) -> None:
+    theirs, meant = foreign(tmp_path, method, said, dtype=dtype, symmetric=SCHEMES[scheme].symmetric)
+    assert set(open_checkpoint(theirs).schemes.values()) == {SCHEMES[scheme]}
+    assert torch.equal(logits(theirs), logits(meant))
+    code, _, err = say("convert", theirs, "--to", "compressed-tensors", "--out", tmp_path / "ours")
+    assert code == 0, err
+    assert "no tokenizer" in err
+    assert torch.equal(logits(tmp_path / "ours"), logits(meant))
+    code, _, err = say("convert", tmp_path / "ours", "--to", "awq", "--out", tmp_path / "again")
+    assert code == 0, err
+    if method == "awq":
+        before, after = (load_file(path / "model.safetensors") for path in (theirs, tmp_path / "again"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_bias_of_zeros_beside_a_quantized_linear_is_passed_over_and_another_is_not(say: Say, tmp_path: Path) -> None:
+    theirs, meant = foreign(tmp_path, "gptq", GPTQ)
+    tensors = load_file(theirs / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.bias"
+    for value in (0.0, 0.5):
+        save_file(tensors | {name: torch.full((128,), value)}, theirs / "model.safetensors", metadata={"format": "pt"})
+        if not value:
+            assert torch.equal(logits(theirs), logits(meant))
+    code, _, err = say("convert", theirs, "--to", "awq", "--out", tmp_path / "ours")
+    assert code == 2
+    assert name in err
+
+
+def test_activation_order_is_refused_naming_the_linear(say: Say, tmp_path: Path) -> None:
+    theirs, _ = foreign(tmp_path, "gptq", GPTQ | {"desc_act": True})
+    assert say("convert", theirs, "--to", "awq", "--out", tmp_path / "in-order")[0] == 0  # the tensors decide: these are in order
+    tensors = load_file(theirs / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"].flip(0)
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    code, _, err = say("convert", theirs, "--to", "awq", "--out", tmp_path / "ours")
+    assert code == 2
+    assert name in err
+    assert "activation order" in err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_group_size_without_a_scheme_is_opened_and_refused_by_the_runtime(tmp_path: Path) -> None:
+    theirs, _ = foreign(tmp_path, "awq", AWQ | {"group_size": 16})
+    assert {scheme.name for scheme in open_checkpoint(theirs).schemes.values()} == {"W4A16_G16_ASYM"}
+    with pytest.raises(EnvironmentUnfit, match="no linear kernel for scheme W4A16_G16_ASYM"):
+        logits(theirs)
+
+
+def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> None:
+    theirs, _ = foreign(tmp_path, "awq", AWQ)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        json.dumps({"version": 1, "model": str(theirs), "stages": [{"kind": "calibrate", "seq_len": 16}, {"kind": "quantize"}]})
+    )
+    code, _, err = say("plan", recipe)
+    assert code == 2
+    assert "quantized already (quant_method 'awq')" in err
