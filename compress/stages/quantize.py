@@ -40,7 +40,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "balanced": {"round": {"kind": "gptq"}, "refine": {"kind": "descent"}},
 }
 """What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
-(`scripts/bench_quality.py`, CPU): plain rounding 0.0916, GPTQ with min-max scales 0.0359, balanced 0.0296."""
+(`scripts/bench_quality.py`, CPU): plain rounding 0.0916, GPTQ with min-max scales 0.0353, balanced 0.0297."""
 
 
 def _specs(methods: Any) -> Mapping[str, type[Spec]]:
