@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.hopper import multiply, refusal
-from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
-from compress.kernels.rows import QuantizedRows, RawRows
+from compress.kernels.linear.stream import Streamed, kernels, of_packed, partial_tile, stream
 from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
@@ -42,29 +41,7 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
     )
 
 
-def linear(
-    x: QuantizedRows | RawRows,
-    packed: PackedFp8,
-    bias_O: Tensor | None,
-    *,
-    activation: str | None,
-    residual_TO: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return stream(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
-
-
-def hopper_linear(
-    x: QuantizedRows | RawRows,
-    packed: PackedFp8,
-    bias_O: Tensor | None,
-    *,
-    activation: str | None,
-    residual_TO: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return multiply(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
-
+linear, hopper_linear = of_packed(stream), of_packed(multiply)
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
 for _kernel in (

@@ -43,11 +43,11 @@ _STATIC_BYTES = 2048
 _ALONE_BYTES = 117 * 1024
 """Of shared memory for a block, at least: no two blocks of linears share a multiprocessor (plan.py says why)."""
 _CLUSTER_TILES = 4
-"""Row tiles up to which two blocks share the chunks of a unit of as many: one with half as many rows reads memory more slowly (llama-3.1-8b
-down on an H200, 1 row: 18.4 us, by clusters 15.7), and reads all of x (64 rows: 26.8 us and 20.3)."""
+"""Row tiles up to which two blocks share the chunks of a unit of as many: one with half as many rows would read memory more slowly, and all
+of x."""
 _KEEP = 8
-"""Chunks of 8 numbers of a raw row that a thread keeps, at most. Blocks prepare a single row alone: on an H200 that takes 0.4 to
-1.2 us less than a kernel of its own for llama-3.1-8b's o, qkv and gate_up, as much for down, and from two rows on no less for any."""
+"""Chunks of 8 numbers of a raw row that a thread keeps, at most. Blocks prepare a single row alone: from two rows on, a kernel of its own is
+as quick."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
     y = (x_values W_codes^T) x_scale w_scale        the product exact in int32, scaled in float32, rounded once
 
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one kernel serves decode and prefill.
-Codes stay int8 in memory. On one thread of a Xeon with AMX, 4, 64 and 2,048 rows by a 1024 x 1024 weight take 0.1, 0.1 and 5 ms; the
-same products of float32 numbers 0.2, 1.7 and 47 ms.
+Codes stay int8 in memory.
 
 On CUDA the library wants more than 16 rows, and N and K in multiples of 8: rows and weights are padded with zeros, which add nothing.
 """

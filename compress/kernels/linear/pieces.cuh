@@ -11,9 +11,7 @@ constexpr int SUBTILES = K_STAGE / 64;           // an x subtile is [tokens][64]
 constexpr int TOKENS = NT * 8;
 constexpr int SCALE_BYTES = W4 ? (FORMAT == 2 ? 64 : 32) : 0;
 constexpr int A_BYTES = W4 ? 1024 + SCALE_BYTES : 2048;  // one row tile in one stage
-#ifndef AT_ONCE
-#define AT_ONCE (W4 && NT <= 2 && STAGES > 2 ? 2 : 1)  // stages that a warp multiplies side by side
-#endif
+constexpr int AT_ONCE = W4 && NT <= 2 && STAGES > 2 ? 2 : 1;  // stages that a warp multiplies side by side
 constexpr bool X_IN_REGISTERS = !WGMMA && NT <= 2;  // before a stage is multiplied
 constexpr int AHEAD = W4 ? STAGES : STAGES - 1;     // the weights of W4 always are, so that their place in the ring is free at once
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -233,6 +233,33 @@ def _meeting_place(chosen: Plan, device: torch.device) -> tuple[Tensor | None, T
     block_size = 8 * chosen.token_tiles * chosen.tiles * TILE_ROWS
     sums = torch.empty(blocks * block_size, dtype=torch.float32, device=device)
     return sums, torch.zeros(blocks // chosen.split.segments, dtype=torch.int32, device=device)
+
+
+class Packed(Protocol):
+    """A weight in the layout that these kernels read; `dtype` is the model's."""
+
+    @property
+    def streamed(self) -> Streamed: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def of_packed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A linear of a `Packed` weight through `stream`, or another product of a `Streamed` one."""
+
+    def linear(
+        x: Tensor | QuantizedRows | RawRows,
+        packed: Packed,
+        bias_O: Tensor | None,
+        *,
+        activation: str | None,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return product(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+
+    return linear
 
 
 def partial_tile(problem: Problem) -> str | None:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.plan import Shape
-from compress.kernels.linear.stream import Streamed, kernels, stream
-from compress.kernels.rows import RawRows
+from compress.kernels.linear.stream import Streamed, kernels, of_packed, stream
 from compress.kernels.select import anything, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -117,29 +116,7 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes[order], vector(CODE_BYTES)[order], zero
 
 
-def linear(
-    x: Tensor | RawRows,
-    packed: PackedW4,
-    bias_O: Tensor | None,
-    *,
-    activation: str | None,
-    residual_TO: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return stream(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
-
-
-def hopper_linear(
-    x: Tensor | RawRows,
-    packed: PackedW4,
-    bias_O: Tensor | None,
-    *,
-    activation: str | None,
-    residual_TO: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return multiply(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
-
+linear, hopper_linear = of_packed(stream), of_packed(multiply)
 
 SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
 for _kernel in (
