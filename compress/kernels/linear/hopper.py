@@ -43,11 +43,11 @@ _STATIC_BYTES = 2048
 _ALONE_BYTES = 117 * 1024
 """Of shared memory for a block, at least: no two blocks of linears share a multiprocessor (plan.py says why)."""
 _CLUSTER_TILES = 4
-"""Row tiles up to which two blocks share the chunks of a unit of as many: one with half as many rows would read memory more slowly, and all
-of x."""
+"""Row tiles up to which two blocks share the chunks of a unit of as many: one with half as many rows would read memory more slowly, and
+all of x."""
 _KEEP = 8
-"""Chunks of 8 numbers of a raw row that a thread keeps, at most. Blocks prepare a single row alone: from two rows on, a kernel of its own is
-as quick."""
+"""Chunks of 8 numbers of a raw row that a thread keeps, at most. Blocks prepare a single row alone: from two rows on, a kernel of its own
+is as quick."""
 
 
 @dataclass(frozen=True)
