@@ -81,7 +81,7 @@ class KVCache:
         if kv_format == FP8_STATIC and static_scales is None:
             raise UsageError(
                 f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this model has "
-                f"none. Quantize it with `kv_cache: fp8`, which calibrates them. {FP8_TOKEN_HEAD} finds its scales as positions are written."
+                f"none. Quantize it with `kv_cache: fp8`, which finds them; {FP8_TOKEN_HEAD} finds its scales as positions are written."
             )
         self.block_size = block_size
         self.kv_format = kv_format
