@@ -133,7 +133,7 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         report,
         base_model=inputs.source.name,
         license_id=_license(inputs),
-        serve_command=" ".join(["vllm serve <this directory>", *filter(None, [VLLM_KV_FLAGS.get(report["artifact"].get("kv_cache"))])]),
+        serve_command=f"vllm serve <this directory> {VLLM_KV_FLAGS.get(report['artifact'].get('kv_cache'), '')}".rstrip(),
         eval_command=f"compress validate <this directory> --against {inputs.source.name} --data {spec.data}",
     )
     write_atomic(out.path / MODEL_CARD, card.encode())

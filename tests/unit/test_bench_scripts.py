@@ -191,7 +191,9 @@ def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -
         (healthy if row["model"] == "as it is" else collapsing)[row["kv_format"]] = row
     kl = {name: row["kl_mean"] for name, row in healthy.items()}
     assert 0 < kl["BF16"] < kl["INT8_TOKEN_HEAD"] < kl["FP8_TOKEN_HEAD"] < kl["FP8_STATIC"] < kl["INT4_TOKEN_HEAD"]
-    assert healthy["INT4_TOKEN_HEAD"]["bytes_per_token"] < healthy["FP8_STATIC"]["bytes_per_token"] == healthy["BF16"]["bytes_per_token"] / 2
+    assert (
+        healthy["INT4_TOKEN_HEAD"]["bytes_per_token"] < healthy["FP8_STATIC"]["bytes_per_token"] == healthy["BF16"]["bytes_per_token"] / 2
+    )
     assert collapsing["DENSE"]["kl_mean"] == 0
     assert collapsing["FP8_STATIC"]["kl_mean"] > 20 * kl["FP8_STATIC"]
     assert collapsing["FP8_STATIC"]["error"] > 0.9 > 0.03 > healthy["FP8_STATIC"]["error"]
