@@ -2,8 +2,8 @@
 
     A B ~ A1 B1 + A1 B2 + A2 B1,   A1 = bf16(A), A2 = bf16(A - A1)
 
-Products of bfloat16 numbers are exact in float32, where they are summed; what is left out is 2^-16 of A B. On an H200 three such products
-take a fifth of the time of one in float32 (`torch.mm` without TF32, 51 TFLOP/s). For losses and errors, which are compared and reported, and
+Products of bfloat16 numbers are exact in float32, where they are summed; what is left out is 2^-16 of A B. An H200 multiplies float32 at
+51 TFLOP/s (`torch.mm` without TF32), and bfloat16 at more than ten times that. For losses and errors, which are compared and reported, and
 not for what is stored.
 """
 
