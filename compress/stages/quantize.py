@@ -238,7 +238,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "quantize",
-    version=2,
+    version=3,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.QUANTIZED,
     spec=Quantize,
