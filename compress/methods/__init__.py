@@ -32,7 +32,8 @@ class Rounder(Protocol):
         """Statistics it needs of the linears' input, by name."""
 
     def round(self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
-        """Codes of float32 weights [O, I]; rows are independent, so linears that share an input may be stacked along O."""
+        """Codes of float32 weights [O, I]; blocks of rows are independent, and rows where each has its own scale, so linears that share
+        an input may be stacked along O, each filled up to whole blocks (`whole_blocks`)."""
 
 
 class Refiner(Protocol):
@@ -42,7 +43,7 @@ class Refiner(Protocol):
         """Statistics it needs of the linears' input, by name."""
 
     def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat]) -> Rounded:
-        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I]; rows are independent, as in `round`."""
+        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`."""
 
 
 class Smoother(Protocol):

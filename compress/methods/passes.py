@@ -1,7 +1,8 @@
 """How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
 
 A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
-second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input.
+second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input; no
+block of rows that has one scale reaches from a linear into the next.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods import Refiner, Rounded, Rounder, Smoother
 from compress.models.surgery import fold_
-from compress.quant.numerics import nearest_weight, output_error, static_input_scale
+from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 
@@ -56,7 +57,7 @@ class RoundPass:
             stats = state.stats[group.tap]
             weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
-                rounded = self._rounded(torch.cat(weights), stats)
+                rounded = self._rounded(torch.cat([whole_blocks(weight, self._scheme) for weight in weights]), stats)
                 stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
@@ -109,6 +110,9 @@ def _moment(stats: Mapping[str, Stat]) -> Tensor:
 
 
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
-    codes, scales = weight.codes_OI.split(rows), weight.scale_OG.split(rows)
+    scheme = weight.scheme
+    scale_rows = [scheme.num_scale_rows(each) for each in rows]
+    blocks = weight.codes_OI.split([each * scheme.block_rows for each in scale_rows])
+    codes, scales = [block[:each] for block, each in zip(blocks, rows, strict=True)], weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [QuantizedWeight(weight.scheme, *each, weight.input_scale) for each in zip(codes, scales, zeros, strict=True)]

@@ -86,14 +86,23 @@ class Checkpoint:
         module, _, leaf = name.rpartition(".")
         disk = self.family.to_disk(module)
         if leaf == "weight" and disk in self._schemes:
-            assert self._codec is not None
             scheme = self._schemes[disk]
-            leaves = {each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}
+            leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
+            assert self._codec is not None
             try:
                 return _scaled_in(self._arch.dtype, self._codec.decode(leaves, scheme))
             except UnsupportedFormat as error:
                 raise UnsupportedFormat(f"{self.path}: {disk} is not read: {error}") from None
         return self._files.get(f"{disk}.{leaf}")
+
+    def _leaves(self, disk: str) -> dict[str, str]:
+        """Leaf of a quantized linear -> the tensor that holds it."""
+        assert self._codec is not None
+        names = {leaf: f"{disk}.{leaf}" for leaf in self._codec.leaves(self._schemes[disk])}
+        others = {leaf: f"{disk}.{alias}" for leaf, alias in self._codec.aliases.items()}
+        return {
+            leaf: others[leaf] if name not in self._files and others.get(leaf, "") in self._files else name for leaf, name in names.items()
+        }
 
     def _canonical_linears(self) -> Iterator[tuple[str, str]]:
         for idx, layer in enumerate(self._arch.layers):
@@ -140,8 +149,7 @@ class Checkpoint:
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module)
             if leaf == "weight" and disk in self._schemes:
-                assert self._codec is not None
-                expected.update(dict.fromkeys(f"{disk}.{each}" for each in self._codec.leaves(self._schemes[disk])))
+                expected.update(dict.fromkeys(self._leaves(disk).values()))
             else:
                 expected[f"{disk}.{leaf}"] = shape
         return expected
