@@ -1,8 +1,10 @@
-"""Quantization = smoother x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
+"""Quantization = smoother x target x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures
+it.
 
-A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes; a refiner
-improves codes and scales that a rounder gave, whichever it was. All see the inputs of the group only through statistics. Methods know
-nothing of layers, files or one another; `stages/quantize.py` puts them together.
+A smoother proposes a per-channel scale that may be moved in front of a group of linears; a target says which weights the codes are to come
+near, if not the linear's own; a rounder turns weights into codes; a refiner improves codes and scales that a rounder gave, whichever it
+was. All see the inputs of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py`
+puts them together.
 """
 
 from collections.abc import Mapping
@@ -46,6 +48,16 @@ class Refiner(Protocol):
         """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`."""
 
 
+class Target(Protocol):
+    """A Spec that moves what is aimed at."""
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        """Statistics it needs of the linears' input, by name."""
+
+    def target(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Tensor:
+        """The float32 weights [O, I] that rounder and refiner take for float32 weights [O, I]; rows are independent."""
+
+
 class Smoother(Protocol):
     """A Spec that proposes scales."""
 
@@ -62,4 +74,5 @@ class Smoother(Protocol):
 
 ROUNDERS: PluginSet[type[Rounder]] = PluginSet("rounder", "compress.methods")
 REFINERS: PluginSet[type[Refiner]] = PluginSet("refiner", "compress.methods")
+TARGETS: PluginSet[type[Target]] = PluginSet("target", "compress.methods")
 SMOOTHERS: PluginSet[type[Smoother]] = PluginSet("smoother", "compress.methods")

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Refiner, Rounded, Rounder, Smoother
+from compress.methods import Refiner, Rounded, Rounder, Smoother, Target
 from compress.models.surgery import fold_
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -42,15 +42,19 @@ class SmoothPass:
 
 
 class RoundPass:
-    """Rounds every group of linears, refines the codes if asked, and notes, per linear, the output error that is left."""
+    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, how far the output of the codes is
+    from that of its own weights."""
 
-    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None) -> None:
-        self._rounder, self._refiner, self._scheme, self._stored_dtype = rounder, refiner, scheme, stored_dtype
+    def __init__(
+        self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None, target: Target | None = None
+    ) -> None:
+        self._rounder, self._refiner, self._target, self._scheme, self._stored_dtype = rounder, refiner, target, scheme, stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if self._scheme.activation == "tensor" else {}
-        of_refiner: Mapping[str, StatFactory] = {} if self._refiner is None else self._refiner.stats()
-        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **of_refiner}
+        optional = [each.stats() for each in (self._refiner, self._target) if each is not None]
+        asked = {name: factory for stats in optional for name, factory in stats.items()}
+        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **asked}
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
@@ -67,6 +71,7 @@ class RoundPass:
                 state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
 
     def _rounded(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Rounded:
+        w_OI = w_OI if self._target is None else self._target.target(w_OI, stats)
         rounded = self._rounder.round(w_OI, stats, self._scheme, scale_dtype=self._stored_dtype)
         if self._refiner is None:
             return rounded

@@ -1,5 +1,5 @@
-"""`quantize`: smoother x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head, if
-asked, after them, by plain rounding to nearest."""
+"""`quantize`: smoother x target x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head,
+if asked, after them, by plain rounding to nearest."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from compress.calibrate.dataset import load_token_set
 from compress.calibrate.sequential import LayerPass, run_sequential
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
-from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, Refiner, Rounder, Smoother
+from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Refiner, Rounder, Smoother, Target
 from compress.methods.awq import Awq
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
@@ -71,10 +71,11 @@ class Quantize(Spec):
     preset: Annotated[str | None, checked_by(_preset_named)] = Field(
         None,
         exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
-        description="`fast` or `balanced` settings for those of smooth, round and refine that are left out",
+        description="`fast` or `balanced` settings for those of smooth, target, round and refine that are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
 
@@ -102,8 +103,8 @@ class Quantize(Spec):
         return self
 
     def method(self) -> str:
-        """Smoother, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
-        parts = {"smooth": self.smooth, "round": self.round, "refine": self.refine}
+        """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
+        parts = {"smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
     def model_scheme(self) -> ModelScheme:
@@ -122,7 +123,8 @@ def quantization_passes(spec: Quantize, stored_dtype: torch.dtype) -> list[Layer
     passes: list[LayerPass] = [BaselinePass(scheme, stored_dtype)]
     if spec.smooth is not None:
         passes.append(SmoothPass(cast(Smoother, spec.smooth), scheme, stored_dtype))
-    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype, cast(Refiner | None, spec.refine)))
+    refiner, target = cast(Refiner | None, spec.refine), cast(Target | None, spec.target)
+    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype, refiner, target))
     return passes
 
 
@@ -181,7 +183,8 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
-    """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set."""
+    """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set; with a
+    target, also those of the source model, and their moments with the others."""
     arch, scheme = facts.arch, scheme_named(spec.scheme)
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
@@ -195,15 +198,16 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     stacked = max(sum(shapes[n][0] * shapes[n][1] for n in shapes if layer.linears[n] == tap) for tap in inputs)
     hessians, largest = 4 * sum(size**2 for size in inputs.values()), 4 * max(inputs.values()) ** 2
     # Observing holds the merge tree's statistics; rounding holds those of the layer, and copies of a stack of linears or of the largest H.
-    working = max(4 * hessians, hessians + 6 * 4 * stacked, hessians + 6 * largest)
+    streams = 1 if spec.target is None else 2  # of activations: of the compressed model, and of the source
+    working = max(4 * streams * hessians, streams * hessians + 6 * 4 * stacked, streams * hessians + 6 * largest)
     params = sum(rows * columns for rows, columns in shapes.values())
-    peak = params * (width + 4) + num_tokens * arch.hidden_size * width + working
+    peak = params * (width + 4) + streams * num_tokens * arch.hidden_size * width + working
     codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
     outer = outer_bytes(arch, spec.model_scheme())
-    forward = 2 * 2.0 * arch.num_linear_params * num_tokens
-    grams = 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
+    forward = (1 + streams) * 2.0 * arch.num_linear_params * num_tokens
+    grams = streams * 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
-    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps
+    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps + (6 if spec.target is not None else 0)  # in float64, as two
     in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
     flops = forward + grams + slower * in_float32

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import Stat
-from compress.methods import REFINERS, ROUNDERS, SMOOTHERS
+from compress.calibrate.stats import SourceStat, Stat
+from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS
 from compress.quant.numerics import nearest_weight, output_error, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.recipe import Spec
@@ -16,6 +16,7 @@ from compress.recipe import Spec
 IN, ROWS = 256, (6, 3, 5)
 EACH_ROUNDER = pytest.mark.parametrize("rounder", ROUNDERS.names())
 EACH_REFINER = pytest.mark.parametrize("refiner", REFINERS.names())
+EACH_TARGET = pytest.mark.parametrize("target", TARGETS.names())
 EACH_SMOOTHER = pytest.mark.parametrize("smoother", SMOOTHERS.names())
 EACH_SCHEME = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -45,7 +46,7 @@ def statistics(method: Any) -> dict[str, Stat]:
     return stats
 
 
-@pytest.mark.parametrize(("name", "method"), [*ROUNDERS.items(), *REFINERS.items(), *SMOOTHERS.items()])
+@pytest.mark.parametrize(("name", "method"), [*ROUNDERS.items(), *REFINERS.items(), *SMOOTHERS.items(), *TARGETS.items()])
 def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> None:
     assert issubclass(method, Spec)
     assert method.model_fields["kind"].default == name
@@ -175,6 +176,38 @@ def test_refining_a_stack_refines_its_linears(refiner: str, scheme: Scheme) -> N
         differ = (alone.codes_OI.view(torch.int8) != codes_OI.view(torch.int8)).any(dim=1)
         differ |= scheme.by_row((alone.scale_OG != scale_OG).any(dim=1, keepdim=True), len(rows)).squeeze(1)
         assert differ.float().mean() <= 0.4  # as above: a tie now and then
+
+
+def beside(method: Any, source_TI: Tensor) -> dict[str, Stat]:
+    """Statistics of the inputs where the source model has others."""
+    stats = {name: factory() for name, factory in method.stats().items()}
+    for x_TI, of_source_TI in zip(inputs().chunk(2), source_TI.chunk(2), strict=True):
+        for stat in stats.values():
+            if isinstance(stat, SourceStat):
+                stat.update_beside(x_TI, of_source_TI)
+            else:
+                stat.update(x_TI)
+    return stats
+
+
+@EACH_TARGET
+def test_a_target_is_the_weights_themselves_where_the_inputs_are_those_of_the_source(target: str) -> None:
+    method, w_OI = TARGETS.get(target)(), weights()
+    for stats in (statistics(method), beside(method, inputs())):
+        assert torch.equal(method.target(w_OI, stats), weights())
+
+
+@EACH_TARGET
+def test_a_target_repeats_itself_row_by_row_and_touches_neither_weights_nor_statistics(target: str) -> None:
+    method, w_OI = TARGETS.get(target)(), weights()
+    stats = beside(method, inputs() + 0.1 * inputs().roll(1, dims=1))
+    first = method.target(w_OI, stats)
+    assert (first.dtype, first.shape) == (torch.float32, w_OI.shape)
+    assert 0 < float((first - w_OI).norm()) < float(w_OI.norm())
+    assert torch.equal(method.target(w_OI, stats), first)
+    assert torch.equal(w_OI, weights())
+    rows = torch.cat([method.target(part, stats) for part in w_OI.split(ROWS)])
+    assert torch.allclose(rows, first, rtol=0, atol=1e-6 * float(first.abs().max()))
 
 
 @EACH_SMOOTHER

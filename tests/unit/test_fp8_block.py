@@ -54,6 +54,7 @@ def test_a_group_of_a_row_is_rounded_as_a_row_of_its_own() -> None:
         assert torch.equal(rows.scale_T[:, group], alone.scale_T)
         assert same_bits(rows.values_TK[:, 128 * group : 128 * (group + 1)], alone.values_TK)
         assert torch.equal(rows.dequantize(torch.float32)[:, 128 * group : 128 * (group + 1)], alone.dequantize(torch.float32))
+    x_TK = randn(5, 384)
     x_TK[:, :128] *= 1e-6  # lost beside the others where the whole row has one scale
     assert not quantize(x_TK, ActivationQuant()).dequantize(torch.float32)[:, :128].any()
     kept = quantize(x_TK, GROUPS).dequantize(torch.float32)[:, :128]
