@@ -51,8 +51,9 @@ class QuantizedRows:
         return self.values_TK.shape
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        values = self.values_TK.to(torch.float32).unflatten(1, (1 if self.scale_T.dim() == 1 else self.scale_T.shape[1], -1))
-        return (values * self.scale_T.view(len(values), -1, 1)).flatten(1).to(dtype)
+        scale_TG = self.scale_T if self.scale_T.dim() == 2 else self.scale_T.unsqueeze(1)
+        values_TGN = self.values_TK.to(torch.float32).unflatten(1, (scale_TG.shape[1], -1))
+        return (values_TGN * scale_TG.unsqueeze(-1)).flatten(1).to(dtype)
 
 
 @dataclass(frozen=True)

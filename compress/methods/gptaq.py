@@ -45,7 +45,7 @@ class Gptaq(Spec):
         assert isinstance(moment, SecondMoment)
         assert isinstance(cross, CrossMoment)
         h_II, w_f64_OI = moment.mean().to(torch.float64), w_OI.to(torch.float64)
-        alive_I = h_II.diagonal() > 0
+        alive_I = h_II.diagonal() != 0
         if not bool(alive_I.any()):
             return w_OI
         h_II.diagonal().add_(self.damping * h_II.diagonal()[alive_I].mean())

@@ -42,8 +42,8 @@ class SmoothPass:
 
 
 class RoundPass:
-    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, how far the output of the codes is
-    from that of its own weights."""
+    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, the output error that is left of
+    what was aimed at."""
 
     def __init__(
         self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None, target: Target | None = None
@@ -61,6 +61,8 @@ class RoundPass:
             stats = state.stats[group.tap]
             weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
+                if self._target is not None:
+                    weights = list(self._target.target(torch.cat(weights), stats).split([len(weight) for weight in weights]))
                 rounded = self._rounded(torch.cat([whole_blocks(weight, self._scheme) for weight in weights]), stats)
                 stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
             except UsageError as error:
@@ -71,7 +73,6 @@ class RoundPass:
                 state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
 
     def _rounded(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Rounded:
-        w_OI = w_OI if self._target is None else self._target.target(w_OI, stats)
         rounded = self._rounder.round(w_OI, stats, self._scheme, scale_dtype=self._stored_dtype)
         if self._refiner is None:
             return rounded

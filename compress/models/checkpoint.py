@@ -98,11 +98,11 @@ class Checkpoint:
     def _leaves(self, disk: str) -> dict[str, str]:
         """Leaf of a quantized linear -> the tensor that holds it."""
         assert self._codec is not None
-        names = {leaf: f"{disk}.{leaf}" for leaf in self._codec.leaves(self._schemes[disk])}
-        others = {leaf: f"{disk}.{alias}" for leaf, alias in self._codec.aliases.items()}
-        return {
-            leaf: others[leaf] if name not in self._files and others.get(leaf, "") in self._files else name for leaf, name in names.items()
-        }
+        found = {}
+        for leaf in self._codec.leaves(self._schemes[disk]):
+            name, alias = f"{disk}.{leaf}", f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
+            found[leaf] = alias if alias in self._files and name not in self._files else name
+        return found
 
     def _canonical_linears(self) -> Iterator[tuple[str, str]]:
         for idx, layer in enumerate(self._arch.layers):
