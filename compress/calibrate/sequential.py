@@ -6,6 +6,9 @@
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := stored layer (x)
 
+A statistic that compares x with the source model's own activations (`SourceStat`) has the runner keep those too, for the same samples, and
+take them through the layers of the source: a second store of activations, and one more pass over each layer.
+
 The replayed layer is the one read back from its file, so a run that was cut and resumed replays the same numbers as one that was not, and
 gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
 
@@ -25,7 +28,7 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context
 from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
-from compress.calibrate.stats import MergeTree, Stat, StatFactory, shard_bounds
+from compress.calibrate.stats import MergeTree, SourceStat, Stat, StatFactory, shard_bounds
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
 from compress.models.attention import FullAttention
@@ -106,15 +109,18 @@ def run_sequential(
     save_weights(out / OUTER_NAME, outer)
     embed = dense(outer["embed.weight"])
     x_NSD = torch.stack([embed[sample].to(device=device, dtype=compute_dtype) for sample in tokens_NS.to(torch.int64)])
+    source_NSD = x_NSD.clone() if _compares(passes) else None
     rows: list[Row] = []
     for idx in range(arch.num_layers):
         if not _is_stored(out, idx):
             ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-            state = _compress(source, idx, x_NSD, passes, device, compute_dtype)
+            state = _compress(source, idx, x_NSD, source_NSD, passes, device, compute_dtype)
             if kv_scales:
                 cached = KeysValues.of(arch, idx, state.stored(stored_dtype), dtype=compute_dtype, device=device)
                 state.kv_scales, state.kv_rows = calibrate_cache(cached, partial(_observe_over, x_NSD), stored_dtype=stored_dtype)
             _store(out, stored_dtype, state)
+        elif source_NSD is not None:
+            _forward_(build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device), source_NSD)
         rows += json.loads(_rows_file(out, idx).read_bytes())
         if idx + 1 < arch.num_layers:
             weights = load_weights(out / layer_name(idx), scheme)
@@ -123,8 +129,19 @@ def run_sequential(
     return rows
 
 
+def _compares(passes: Sequence[LayerPass]) -> bool:
+    """Whether a pass asks for the source's activations."""
+    return any(isinstance(factory(), SourceStat) for each in passes for factory in each.stats().values())
+
+
 def _compress(
-    source: WeightSource, idx: int, x_NSD: Tensor, passes: Sequence[LayerPass], device: torch.device, compute_dtype: torch.dtype
+    source: WeightSource,
+    idx: int,
+    x_NSD: Tensor,
+    source_NSD: Tensor | None,
+    passes: Sequence[LayerPass],
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> LayerState:
     stored = source.layer(idx)
     weights = {name: dense(value).to(device=device, dtype=torch.float32) for name, value in stored.items()}
@@ -136,7 +153,7 @@ def _compress(
         groups=layer.groups(),
         pairs=layer.smoothing_pairs(),
         weights=weights,
-        stats=observe(layer, x_NSD, factories) if factories else {},
+        stats=observe(layer, x_NSD, factories, source_NSD) if factories else {},
     )
     for each in passes:
         each.apply(state)
@@ -151,13 +168,19 @@ def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 
 
 @torch.no_grad()
-def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> dict[str, dict[str, Stat]]:
-    """Statistics of every tap over all samples, in the fixed order of summation."""
+def observe(
+    layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory], source_NSD: Tensor | None = None
+) -> dict[str, dict[str, Stat]]:
+    """Statistics of every tap over all samples, in the fixed order of summation. `source_NSD`, where given, is what the source model has in
+    the place of x; it becomes the layer's output."""
     trees: dict[tuple[str, str], MergeTree[Stat]] = {}
     for begin, end in shard_bounds(x_NSD.shape[0]):
         shard: dict[tuple[str, str], Stat] = {}
-        tap = _tap_into(shard, factories)
+        beside: dict[str, Tensor] = {}
+        tap = _tap_into(shard, factories, beside)
         for sample in range(begin, end):
+            if source_NSD is not None:
+                source_NSD[sample : sample + 1] = _run(layer, source_NSD[sample : sample + 1], beside.__setitem__)
             _run(layer, x_NSD[sample : sample + 1], tap)
         for key, stat in shard.items():
             trees.setdefault(key, MergeTree()).push(stat)
@@ -171,10 +194,18 @@ def _observe_over(x_NSD: Tensor, layer: Forward, factories: Mapping[str, StatFac
     return observe(layer, x_NSD, factories)
 
 
-def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory]) -> Callable[[str, Tensor], None]:
+def _tap_into(
+    shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory], beside: Mapping[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """`beside` has what the source model's linears read of the same sample, where anybody asks for it."""
+
     def tap(tap_name: str, x: Tensor) -> None:
         for stat_name, factory in factories.items():
-            shard.setdefault((tap_name, stat_name), factory()).update(x.flatten(0, -2))
+            stat = shard.setdefault((tap_name, stat_name), factory())
+            if isinstance(stat, SourceStat):
+                stat.update_beside(x.flatten(0, -2), beside[tap_name].flatten(0, -2))
+            else:
+                stat.update(x.flatten(0, -2))
 
     return tap
 
