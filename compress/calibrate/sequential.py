@@ -30,7 +30,7 @@ from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
 from compress.models.weights import WeightSource, build_layer, dense
-from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
 """One linear of the layer report: JSON values only."""
@@ -53,6 +53,12 @@ class LayerState:
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
 
+    def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
+        """What linears over one input have, None if they stay dense."""
+        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        assert len(found) == 1, f"linears over one input have several schemes: {linears}"
+        return found.pop()
+
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
 
@@ -72,14 +78,14 @@ def run_sequential(
     out: Path,
     ctx: Context,
     *,
-    scheme: Scheme | None,
+    scheme: Schemes | None,
     compute_dtype: torch.dtype,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
     Args:
         tokens_NS: calibration token ids [N, S].
-        scheme: of the quantized linears, to read a layer back.
+        scheme: of each linear, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
 
     Returns:
@@ -102,7 +108,7 @@ def run_sequential(
             _store(out, arch, _compress(source, idx, x_NSD, passes, device, compute_dtype))
         rows += json.loads(_rows_file(out, idx).read_bytes())
         if idx + 1 < arch.num_layers:
-            weights = load_weights(out / layer_name(idx), scheme)
+            weights = load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.")
             _forward_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return rows

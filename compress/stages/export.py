@@ -14,7 +14,7 @@ from compress.models.canonical import CanonicalStore
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize import Quantize, outer_bytes
+from compress.stages.quantize import Quantize, linear_bytes, outer_bytes
 
 
 def _one_known_format(names: tuple[str, ...]) -> None:
@@ -35,10 +35,9 @@ class Export(Spec):
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize") or Quantize()
     assert isinstance(quantize, Quantize)
-    arch, scheme = facts.arch, quantize.model_scheme()
+    arch, scheme = facts.arch, quantize.model_scheme(facts.arch)
     check_rules(spec.formats[0], arch, scheme)
-    linears = [layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears]
-    size = sum(scheme.layers.weight_bytes(*shape) for shape in linears) + outer_bytes(arch, scheme)
+    size = linear_bytes(arch, scheme) + outer_bytes(arch, scheme)
     consumers = FORMATS.get(spec.formats[0]).consumers(arch, scheme)
     notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)

@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.sequential import LayerPass, run_sequential
+from compress.digest import digest_json
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
 from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, Refiner, Rounder, Smoother
-from compress.methods.awq import Awq
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
-from compress.methods.smoothquant import SmoothQuant
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
+from compress.models.overrides import described, overridden
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
+from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme, Schemes, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
@@ -57,11 +57,28 @@ def _scheme_of_a_head(name: str | None) -> None:
         raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
 
 
+def _scheme_or_dense(name: str) -> Scheme | None:
+    if name != DENSE and name not in SCHEMES:
+        raise UsageError(f"unknown scheme '{name}'.{did_you_mean(name, [*SCHEMES, DENSE])}")
+    return None if name == DENSE else SCHEMES[name]
+
+
+def _schemes_of_overrides(overrides: Mapping[str, str]) -> None:
+    for name in overrides.values():
+        _scheme_or_dense(name)
+
+
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
     scheme: Annotated[str, checked_by(scheme_named)] = Field(
         "W4A16_G128", description=f"one of {', '.join(SCHEMES)}", json_schema_extra={"enum": list(SCHEMES)}
+    )
+    overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
+        default_factory=dict,
+        description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
+        "the first pattern that matches decides",
+        json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
     )
     head: Annotated[str | None, checked_by(_scheme_of_a_head)] = Field(
         None,
@@ -88,26 +105,29 @@ class Quantize(Spec):
 
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
-        """Measured on the bundled model, mean KL of FP8_DYNAMIC: RTN 0.0091, AWQ + RTN 0.0091, GPTQ 0.0064, AWQ + GPTQ 0.0065."""
-        if isinstance(self.smooth, Awq) and scheme_named(self.scheme).type == "float":
-            raise ValueError(
-                f"smooth: awq does nothing for {self.scheme}: it gives large channels finer integer steps, and the steps of a float are "
-                "relative already. Leave out `smooth`."
-            )
-        if isinstance(self.smooth, SmoothQuant) and scheme_named(self.scheme).activation is None:
-            raise ValueError(
-                f"smooth: smoothquant does nothing for {self.scheme}: it moves outliers out of the inputs, which this scheme leaves in 16 "
-                "bits. Use `awq`, or leave out `smooth`."
-            )
+        if self.smooth is None:
+            return self
+        schemes = [scheme_named(self.scheme), *filter(None, map(_scheme_or_dense, self.overrides.values()))]
+        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
+        if None not in reasons:
+            kind = self.smooth.model_dump()["kind"]
+            raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _leave_no_empty_overrides(self, as_it_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Cache keys, and through them digests, of recipes without overrides stay what they were before there were any."""
+        return {key: value for key, value in as_it_is(self).items() if key != "overrides" or value}
 
     def method(self) -> str:
         """Smoother, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
         parts = {"smooth": self.smooth, "round": self.round, "refine": self.refine}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
-    def model_scheme(self) -> ModelScheme:
-        return ModelScheme(scheme_named(self.scheme), None if self.head is None else scheme_named(self.head))
+    def model_scheme(self, arch: Arch) -> ModelScheme:
+        """Raises UsageError: an override decides nothing, or linears over one input would differ."""
+        overrides = {pattern: _scheme_or_dense(name) for pattern, name in self.overrides.items()}
+        return overridden(scheme_named(self.scheme), overrides, arch, head=None if self.head is None else scheme_named(self.head))
 
 
 def _settings(spec: Spec) -> str:
@@ -116,19 +136,28 @@ def _settings(spec: Spec) -> str:
     return f"{kind} ({', '.join(f'{key} {json.dumps(value)}' for key, value in settings.items())})"
 
 
-def quantization_passes(spec: Quantize, stored_dtype: torch.dtype) -> list[LayerPass]:
+def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dtype) -> list[LayerPass]:
     """The passes of a spec, in order."""
-    scheme = scheme_named(spec.scheme)
-    passes: list[LayerPass] = [BaselinePass(scheme, stored_dtype)]
+    passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
     if spec.smooth is not None:
-        passes.append(SmoothPass(cast(Smoother, spec.smooth), scheme, stored_dtype))
-    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype, cast(Refiner | None, spec.refine)))
+        passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
+    passes.append(RoundPass(cast(Rounder, spec.round), schemes, stored_dtype, cast(Refiner | None, spec.refine)))
     return passes
 
 
 def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
     """The model's own dtype on a GPU; float32 on a CPU, most of which have no fast 16-bit arithmetic."""
     return torch.float32 if torch.device(device).type == "cpu" else stored_dtype
+
+
+def linear_bytes(arch: Arch, scheme: ModelScheme) -> int:
+    """All linears of the layers on disk, in 16 bits where they are dense."""
+    sizes = []
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            shape, of_linear = layer.linear_shape(name, arch.hidden_size), scheme.of(f"layers.{idx}.{name}")
+            sizes.append(2 * shape[0] * shape[1] if of_linear is None else of_linear.weight_bytes(*shape))
+    return sum(sizes)
 
 
 def outer_bytes(arch: Arch, scheme: ModelScheme) -> int:
@@ -148,8 +177,10 @@ def _place(stored: Path, place: Path) -> None:
 
 
 def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
-    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points."""
-    return {"device": torch.device(device).type}
+    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points. And
+    the order of overrides, which a mapping in the key does not keep."""
+    order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
+    return {"device": torch.device(device).type, **order}
 
 
 def _refuse_quantized(arch: Arch) -> None:
@@ -182,7 +213,7 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set."""
-    arch, scheme = facts.arch, scheme_named(spec.scheme)
+    arch, scheme = facts.arch, spec.model_scheme(facts.arch)
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
     calib = facts.specs.get("calibrate") or Calibrate()
@@ -198,8 +229,6 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     working = max(4 * hessians, hessians + 6 * 4 * stacked, hessians + 6 * largest)
     params = sum(rows * columns for rows, columns in shapes.values())
     peak = params * (width + 4) + num_tokens * arch.hidden_size * width + working
-    codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
-    outer = outer_bytes(arch, spec.model_scheme())
     forward = 2 * 2.0 * arch.num_linear_params * num_tokens
     grams = 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
@@ -209,7 +238,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     flops = forward + grams + slower * in_float32
     return Estimate(
         peak,
-        codes + outer,
+        linear_bytes(arch, scheme) + outer_bytes(arch, scheme),
         flops,
         num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
         notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}"),
@@ -226,7 +255,8 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     depends=_depends,
 )
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    source, scheme = open_weights(inputs[Port.DENSE].path), spec.model_scheme()
+    source = open_weights(inputs[Port.DENSE].path)
+    scheme = spec.model_scheme(source.arch)
     _refuse_quantized(source.arch)
     _refuse_tied_head(spec, source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
@@ -235,10 +265,10 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     rows = run_sequential(
         source,
         load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS,
-        quantization_passes(spec, stored_dtype),
+        quantization_passes(spec, scheme, stored_dtype),
         ctx.scratch,
         ctx,
-        scheme=scheme.layers,
+        scheme=scheme,
         compute_dtype=compute_dtype(ctx.device, stored_dtype),
     )
     for name in map(layer_name, range(source.arch.num_layers)):
@@ -247,6 +277,5 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
-    arch, layers = source.arch.to_json()
-    shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})
+    arch, layers = described(source.arch, scheme)
+    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})

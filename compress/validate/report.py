@@ -45,7 +45,7 @@ def build_report(
     Args:
         recipe: facts to print: at least `digest`; `text` is shown as it is.
         artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
-        layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ...
+        layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
@@ -187,7 +187,7 @@ def _kernels(report: Json) -> list[Json]:
         what = json.dumps({name: value for name, value in row.items() if name != "layer"}, sort_keys=True)
         row_of[what] = row
         layers_of.setdefault(what, []).extend([row["layer"]] if row["layer"] is not None else [])
-    return [{**row, "layers": _ranges(layers_of[what])} for what, row in row_of.items()]
+    return [{**row, "layers": ranges(layers_of[what])} for what, row in row_of.items()]
 
 
 def _refusals(report: Json) -> list[tuple[str, list[str]]]:
@@ -205,7 +205,7 @@ def _on_reference_path(report: Json) -> bool:
     return any("dequantized" in row.get("kernel", "") for row in report.get("kernels", []))
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """`0–3, 7` for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

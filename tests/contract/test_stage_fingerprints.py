@@ -27,6 +27,7 @@ MODULES = {
         "methods/*.py",
         "models/attention.py",
         "models/decoder.py",
+        "models/overrides.py",
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
