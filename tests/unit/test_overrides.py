@@ -65,7 +65,7 @@ def test_deciding_is_asking_the_patterns_in_order_for_each_linear(overrides: dic
     [
         ({"*.ffn.dwn": None}, r"'\*\.ffn\.dwn' matches no linear\. Did you mean '\*\.ffn\.down'"),
         ({"layers.3.ffn.down": None}, r"'layers\.3\.ffn\.down' matches no linear\. Did you mean 'layers\.\d\.ffn\.down'"),
-        ({"*.mlp.zzz": None}, r"Known: \*\.attn\.k, .*\*\.ffn\.up\."),
+        ({"experts": None}, r"Known: \*\.attn\.k, .*\*\.ffn\.up\."),
         ({"head": FP8}, "key of its own, `head`"),
         ({"*.down": None, "layers.0.ffn.down": FP8}, r"'layers\.0\.ffn\.down' decides nothing"),
         ({"*.ffn.up": None}, r"layers\.0\.ffn\.gate W8A16, layers\.0\.ffn\.up dense"),
