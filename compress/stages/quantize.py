@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
+from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
@@ -24,13 +26,14 @@ from compress.methods.gptq import Gptq
 from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.overrides import described, overridden
-from compress.models.weights import dense
+from compress.models.overrides import decide, described, overridden
+from compress.models.weights import WeightSource, dense
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme, Schemes, scheme_named
+from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme, Schemes, commonest, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
+from compress.stages.mixed import Mixed, choose, depends, largest_bytes, scheme_or_dense, units_of
 
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
@@ -57,23 +60,23 @@ def _scheme_of_a_head(name: str | None) -> None:
         raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
 
 
-def _scheme_or_dense(name: str) -> Scheme | None:
-    if name != DENSE and name not in SCHEMES:
-        raise UsageError(f"unknown scheme '{name}'.{did_you_mean(name, [*SCHEMES, DENSE])}")
-    return None if name == DENSE else SCHEMES[name]
-
-
 def _schemes_of_overrides(overrides: Mapping[str, str]) -> None:
     for name in overrides.values():
-        _scheme_or_dense(name)
+        scheme_or_dense(name)
+
+
+def _kind_of_scheme(value: Any) -> str:
+    return "mixed" if isinstance(value, Mapping | Mixed) else "name"
 
 
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
-    scheme: Annotated[str, checked_by(scheme_named)] = Field(
-        "W4A16_G128", description=f"one of {', '.join(SCHEMES)}", json_schema_extra={"enum": list(SCHEMES)}
-    )
+    scheme: Annotated[
+        Annotated[str, checked_by(scheme_named), Field(json_schema_extra={"enum": list(SCHEMES)}), Tag("name")]
+        | Annotated[Mixed, Tag("mixed")],
+        Discriminator(_kind_of_scheme),
+    ] = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}; or `{{kind: mixed}}`, which chooses among several")
     overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
         default_factory=dict,
         description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
@@ -107,7 +110,8 @@ class Quantize(Spec):
     def _refuse_what_does_nothing(self) -> Self:
         if self.smooth is None:
             return self
-        schemes = [scheme_named(self.scheme), *filter(None, map(_scheme_or_dense, self.overrides.values()))]
+        names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
+        schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
         reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
         if None not in reasons:
             kind = self.smooth.model_dump()["kind"]
@@ -126,8 +130,30 @@ class Quantize(Spec):
 
     def model_scheme(self, arch: Arch) -> ModelScheme:
         """Raises UsageError: an override decides nothing, or linears over one input would differ."""
-        overrides = {pattern: _scheme_or_dense(name) for pattern, name in self.overrides.items()}
-        return overridden(scheme_named(self.scheme), overrides, arch, head=None if self.head is None else scheme_named(self.head))
+        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
+        return overridden(scheme_named(self.scheme), self.patterns, arch, head=self.head_scheme)
+
+    def possible_schemes(self, arch: Arch) -> list[ModelScheme]:
+        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
+
+        Raises:
+            UsageError: as `model_scheme`.
+        """
+        if not isinstance(self.scheme, Mixed):
+            return [self.model_scheme(arch)]
+        units = units_of(self.scheme, decide(self.patterns, arch), arch)
+        picks = [[unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units] for idx in range(len(self.scheme.schemes))]
+        picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
+        possible = [{linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears} for each in picks]
+        return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
+
+    @property
+    def patterns(self) -> dict[str, Scheme | None]:
+        return {pattern: scheme_or_dense(name) for pattern, name in self.overrides.items()}
+
+    @property
+    def head_scheme(self) -> Scheme | None:
+        return None if self.head is None else scheme_named(self.head)
 
 
 def _settings(spec: Spec) -> str:
@@ -160,12 +186,24 @@ def linear_bytes(arch: Arch, scheme: ModelScheme) -> int:
     return sum(sizes)
 
 
-def outer_bytes(arch: Arch, scheme: ModelScheme) -> int:
+def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
+    """All linears of the layers on disk, at most: mixed precision keeps a budget.
+
+    Raises:
+        UsageError: a budget of bytes that cannot be kept.
+    """
+    if not isinstance(spec.scheme, Mixed):
+        return linear_bytes(arch, spec.model_scheme(arch))
+    units = units_of(spec.scheme, decide(spec.patterns, arch), arch)
+    return largest_bytes(spec.scheme, arch, units, outer_bytes(arch, spec.head_scheme))
+
+
+def outer_bytes(arch: Arch, head: Scheme | None) -> int:
     """Embedding and head on disk, in 16 bits unless the head has a scheme."""
     dense_bytes = 2 * arch.vocab_size * arch.hidden_size
     if arch.tied_head:
         return dense_bytes
-    return dense_bytes + (dense_bytes if scheme.head is None else scheme.head.weight_bytes(arch.vocab_size, arch.hidden_size))
+    return dense_bytes + (dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size))
 
 
 def _place(stored: Path, place: Path) -> None:
@@ -180,7 +218,8 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
     """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points. And
     the order of overrides, which a mapping in the key does not keep."""
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
-    return {"device": torch.device(device).type, **order}
+    mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
+    return {"device": torch.device(device).type, **order, **mixed}
 
 
 def _refuse_quantized(arch: Arch) -> None:
@@ -213,7 +252,7 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set."""
-    arch, scheme = facts.arch, spec.model_scheme(facts.arch)
+    arch, scheme = facts.arch, spec.possible_schemes(facts.arch)[-1]
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
     calib = facts.specs.get("calibrate") or Calibrate()
@@ -238,11 +277,37 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     flops = forward + grams + slower * in_float32
     return Estimate(
         peak,
-        linear_bytes(arch, scheme) + outer_bytes(arch, scheme),
+        most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
         flops,
         num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}"),
+        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}"),
     )
+
+
+def _scheme_note(spec: Quantize, scheme: ModelScheme, arch: Arch) -> str:
+    if not isinstance(spec.scheme, Mixed):
+        return f"{scheme.name}, {arch.num_layers} layers one at a time"
+    return (
+        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
+        f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
+    )
+
+
+def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme, dict[str, Any]]:
+    """The scheme of every linear, and facts of how it was chosen where it was."""
+    arch = source.arch
+    if not isinstance(spec.scheme, Mixed):
+        return spec.model_scheme(arch), {}
+    chosen, facts = choose(
+        spec.scheme,
+        units_of(spec.scheme, decide(spec.patterns, arch), arch),
+        source,
+        tokens_NS,
+        ctx,
+        compute_dtype=compute_dtype(ctx.device, getattr(torch, arch.dtype)),
+        outer_bytes=outer_bytes(arch, spec.head_scheme),
+    )
+    return replace(chosen, head=spec.head_scheme), {"mixed": facts}
 
 
 @STAGES.stage(
@@ -256,15 +321,15 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
 )
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     source = open_weights(inputs[Port.DENSE].path)
-    scheme = spec.model_scheme(source.arch)
     _refuse_quantized(source.arch)
     _refuse_tied_head(spec, source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
-    stored_dtype = getattr(torch, source.arch.dtype)
+    stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    scheme, explained = _schemes(spec, source, tokens_NS, ctx)
     rows = run_sequential(
         source,
-        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS,
+        tokens_NS,
         quantization_passes(spec, scheme, stored_dtype),
         ctx.scratch,
         ctx,
@@ -278,4 +343,6 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
-    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})
+    out.describe(
+        role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows, **explained}
+    )

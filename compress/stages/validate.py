@@ -185,6 +185,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             "sizes": sizes,
         },
         layers=_layers(inputs, scheme),
+        mixed=_quantization(inputs).get("mixed"),
         accuracy=accuracy,
         latency_source=rows["source"],
         latency_candidate=rows["candidate"],
@@ -196,10 +197,15 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     )
 
 
+def _quantization(inputs: Inputs) -> Mapping[str, Any]:
+    """Facts of the quantize stage, if the recipe has one."""
+    quantized = inputs.ports.get(Port.QUANTIZED)
+    return {} if quantized is None else open_artifact(quantized.path).manifest.facts
+
+
 def _layers(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
     """The quantization's row of every linear, with its scheme where linears differ in it."""
-    quantized = inputs.ports.get(Port.QUANTIZED)
-    rows = [] if quantized is None else open_artifact(quantized.path).manifest.facts.get("layers", [])
+    rows = _quantization(inputs).get("layers", [])
     if scheme is None or not scheme.exceptions:
         return rows
     return [{**row, "scheme": name_of(scheme.of(f"layers.{row['layer']}.{row['linear']}"))} for row in rows]

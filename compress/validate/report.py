@@ -16,7 +16,7 @@ from markupsafe import Markup
 from compress.validate.accuracy import Accuracy
 from compress.validate.gates import GateResult
 from compress.validate.latency import LatencyRow
-from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, size_plot
+from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, mixed_plot, size_plot
 from compress.validate.roofline import RooflineRow
 
 Json = dict[str, Any]
@@ -31,6 +31,7 @@ def build_report(
     recipe: Mapping[str, Any] | None = None,
     artifact: Mapping[str, Any] | None = None,
     layers: Sequence[Mapping[str, Any]] = (),
+    mixed: Mapping[str, Any] | None = None,
     accuracy: Accuracy | None = None,
     latency_source: Sequence[LatencyRow] = (),
     latency_candidate: Sequence[LatencyRow] = (),
@@ -46,6 +47,7 @@ def build_report(
         recipe: facts to print: at least `digest`; `text` is shown as it is.
         artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
         layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
+        mixed: how schemes were chosen, as `stages/mixed.py` says it.
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
@@ -60,6 +62,7 @@ def build_report(
         "roofline": [row.as_json() for row in roofline],
         "kernels": list(kernels),
         "layers": list(layers),
+        "mixed": mixed,
         "calibration": calibration,
         "environment": environment,
     }
@@ -169,6 +172,8 @@ def _plots(report: Json) -> dict[str, Markup]:
         plots["latency"] = latency_plot(report["latency"])
     if "layers" in report:
         plots["layers"] = layer_error_plot(report["layers"])
+    if "mixed" in report:
+        plots["mixed"] = mixed_plot(report["mixed"])
     if report.get("artifact", {}).get("sizes"):
         plots["size"] = size_plot(report["artifact"]["sizes"])
     return {name: Markup(svg) for name, svg in plots.items()}
