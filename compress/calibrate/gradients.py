@@ -35,7 +35,8 @@ class GradientVisitor(Protocol):
         """`stats` is tap -> name -> statistic over all samples."""
 
     def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """One sample: the input of the group, and for each of its linears the gradient at the output, [T, O]."""
+        """One sample: the input of the group, and for each of its linears the gradient at the output, [T, O]. What is to outlive the call
+        must be copied."""
 
 
 def visit_gradients(source: WeightSource, tokens_NS: Tensor, visitor: GradientVisitor, ctx: Context, *, compute_dtype: torch.dtype) -> None:

@@ -58,7 +58,8 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
         table(head),
         _facts("architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}),
         _facts("scheme", _scheme_facts(manifest.scheme)),
-        _facts("facts", {name: value for name, value in manifest.facts.items() if name != "layers"}),  # a row a linear: see --json
+        _facts("facts", {name: value for name, value in manifest.facts.items() if name not in ("layers", "mixed")}),  # long: see --json
+        _facts("mixed", {name: value for name, value in manifest.facts.get("mixed", {}).items() if name in _MIXED_SHOWN}),
     ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
@@ -98,6 +99,9 @@ def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         indices = [index for index, _ in run]
         rows.append((str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}", facts))
     return rows
+
+
+_MIXED_SHOWN = ("budget", "limit", "chosen", "uniform")
 
 
 def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

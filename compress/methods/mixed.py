@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from compress.errors import UsageError
 
 _TOTAL = 1e6
-"""What all losses are scaled to together: the solver stops within 1e-6, which is then a share of 1e-12."""
+"""What all losses are scaled to together, from best to worst: the solver stops within 1e-6, which is then a share of 1e-12."""
 _TIE = 1e-3
 """Of `_TOTAL`, what preferring one of two equally good allocations may cost: a share of 1e-9."""
 
@@ -93,7 +93,7 @@ def _solve(units: Sequence[Sequence[Option]], kept: Sequence[Sequence[int]], bud
     variables = [(unit, idx) for unit, options in enumerate(kept) for idx in options]
     costs = [units[unit][idx].cost for unit, idx in variables]
     divisor = math.gcd(*costs) or 1
-    scale = _TOTAL / (math.fsum(max(each.loss for each in options) for options in units) or 1.0)
+    scale = _TOTAL / (math.fsum(max(each.loss for each in options) - min(each.loss for each in options) for options in units) or 1.0)
     largest = max(max(costs), 1)
     ties = [_TIE * costs[at] / largest * (1 + unit / len(units)) / (2 * len(units)) for at, (unit, _) in enumerate(variables)]
     goal = [units[unit][idx].loss * scale + tie for (unit, idx), tie in zip(variables, ties, strict=True)]

@@ -27,6 +27,7 @@ from compress.methods.mixed import Option, Point, allocate, frontier, point
 from compress.methods.sensitivity import Sensitivities
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
+from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest, name_of
 from compress.recipe import Spec, checked_by
 from compress.runtime.linear_time import linear_time_us
@@ -211,12 +212,35 @@ def largest_bytes(spec: Mixed, arch: Arch, units: Sequence[Unit], outer_bytes: i
     Raises:
         UsageError: as `costs_of`.
     """
-    most = sum(max(unit.num_bytes(arch, scheme) for scheme in unit.schemes) for unit in units)
-    if spec.budget.of_time:
-        if spec.budget.device is not None:
-            costs_of(spec.budget, units, arch, outer_bytes=outer_bytes, times=_times_of(spec.budget.device, spec.budget.rows, units, arch))
+    budget, sizes = spec.budget, [{name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes} for unit in units]
+    most = sum(max(each.values()) for each in sizes)
+    if not budget.of_time:
+        return min(most, costs_of(budget, units, arch, outer_bytes=outer_bytes, times=None).limit)
+    if budget.device is None:
         return most
-    return min(most, costs_of(spec.budget, units, arch, outer_bytes=outer_bytes, times=None).limit)
+    costs = costs_of(budget, units, arch, outer_bytes=outer_bytes, times=_times_of(budget.device, budget.rows, units, arch))
+    by_bytes = [
+        [Option(name, -float(of_unit[name]), cost) for name, cost in times.items()]
+        for of_unit, times in zip(sizes, costs.by_unit, strict=True)
+    ]
+    return -round(allocate(by_bytes, costs.limit).loss)
+
+
+def effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: int) -> tuple[int, float]:
+    """Peak bytes and floating-point operations of the sensitivities: inputs of every layer are kept, a layer is there once for each scheme,
+    with its statistics and what the search for scales makes of one linear."""
+    num_tokens = min(spec.num_samples, num_samples) * seq_len
+    schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
+    layer = max(arch.layers, key=lambda each: each.intermediate_size)
+    shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
+    params, largest = sum(n * k for n, k in shapes), max(n * k for n, k in shapes)
+    hessians = 4 * sum({layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears}.values())
+    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * width
+    peak += params * width * (1 + len(schemes)) + 2 * hessians + 8 * 4 * largest + 6 * 4 * seq_len * arch.vocab_size
+    products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)  # two forwards, one with statistics, one backward
+    walks = products * 2.0 * arch.num_linear_params * num_tokens
+    searches = sum(2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes) * arch.num_layers
+    return peak, walks + searches
 
 
 def choose(

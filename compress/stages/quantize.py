@@ -33,7 +33,7 @@ from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, 
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
-from compress.stages.mixed import Mixed, choose, depends, largest_bytes, scheme_or_dense, units_of
+from compress.stages.mixed import Mixed, choose, depends, effort, largest_bytes, scheme_or_dense, units_of
 
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
@@ -275,6 +275,9 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
     flops = forward + grams + slower * in_float32
+    if isinstance(spec.scheme, Mixed):
+        before, more = effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=width)
+        peak, flops = max(peak, before), flops + more
     return Estimate(
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
