@@ -24,7 +24,7 @@ def stages(
     calibrate, _, _, validate = RECIPE["stages"]
     scheme = {"kind": "mixed", "schemes": schemes, "budget": budget, "num_samples": 3}
     quantize = {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}, **changes}
-    return [calibrate, quantize, {"kind": "export", "formats": [form]}, {**validate, "gates": {}, "latency": None}]
+    return [calibrate, quantize, {"kind": "export", "formats": [form]}, {**validate, "gates": {}}]
 
 
 def test_a_budget_of_bytes_is_kept_and_explained(recipe: Callable[..., Path], command: Command, work: Path) -> None:
@@ -62,6 +62,13 @@ def test_a_budget_of_bytes_is_kept_and_explained(recipe: Callable[..., Path], co
     assert "W4A16_G128 everywhere" in page
     report = json.loads((work / "run" / "evidence" / "report.json").read_text())
     assert report["mixed"] == mixed
+    code, out, err = command("resume", work / "run", "--json")
+    assert code == 0, err
+    assert all(stage["cached"] for stage in json.loads(out)["stages"])
+    code, out, _ = command("inspect", quantized.path)
+    assert code == 0
+    assert "size_ratio 0.6" in out
+    assert '"units"' not in out
 
 
 def test_a_cut_run_chooses_again_what_it_had_chosen(
