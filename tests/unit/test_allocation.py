@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -25,6 +25,7 @@ def problems(draw: st.DrawFn) -> tuple[Units, int]:
     return units, draw(st.integers(0, 160))
 
 
+@settings(deadline=None)  # machines are busy
 @given(problems())
 def test_no_allocation_within_the_budget_loses_less(problem: tuple[Units, int]) -> None:
     units, budget = problem
@@ -40,6 +41,7 @@ def test_no_allocation_within_the_budget_loses_less(problem: tuple[Units, int]) 
     assert found.loss == pytest.approx(min(each.loss for each in within), abs=1e-8)
 
 
+@settings(deadline=None)  # machines are busy
 @given(problems(), st.randoms(use_true_random=False))
 def test_the_order_of_options_does_not_decide(problem: tuple[Units, int], shuffle: random.Random) -> None:
     units, budget = problem
@@ -56,6 +58,7 @@ def test_of_equal_units_the_earlier_has_the_costlier_option() -> None:
     assert allocate(units, 6).picks == (1, 1, 0, 0)
 
 
+@settings(deadline=None)  # machines are busy
 @given(problems())
 def test_the_frontier_is_where_a_general_solver_of_the_relaxation_finds_it(problem: tuple[Units, int]) -> None:
     units, _ = problem

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_decoder import LLAMA, tiny_arch, tiny_source
 
@@ -49,6 +49,7 @@ def test_the_first_pattern_that_matches_decides() -> None:
 PATTERNS = st.sampled_from([*NAMES, "*", "*.down", "*.attn.*", "layers.[01].*", "layers.2.ffn.*", "*.attn.[qkv]"])
 
 
+@settings(deadline=None)  # machines are busy
 @given(st.dictionaries(PATTERNS, st.sampled_from([None, FP8, INT8]), max_size=4))
 def test_deciding_is_asking_the_patterns_in_order_for_each_linear(overrides: dict[str, Scheme | None]) -> None:
     """Against the definition, linear by linear."""
@@ -110,6 +111,7 @@ def test_a_lock_keeps_the_order() -> None:
 SOME: st.SearchStrategy[Any] = st.dictionaries(st.sampled_from(NAMES), st.sampled_from([None, W8, FP8, SCHEMES["FP8_STATIC"]]))
 
 
+@settings(deadline=None)  # machines are busy
 @given(SOME, st.sampled_from([None, FP8]))
 def test_schemes_of_single_linears_survive_json_and_naming(schemes: dict[str, Scheme | None], head: Scheme | None) -> None:
     whole = with_exceptions(W8, schemes, head=head)
