@@ -15,7 +15,7 @@ number of rows that is no multiple of 128 it would scale wrongly without a word.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -93,20 +93,20 @@ class Fp8:
     codec: ForeignCodec = Fp8Codec()
     static_kv = None
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": BLOCK_SIZE,
-            "modules_to_not_convert": sorted({*ignore, head}),
+            "modules_to_not_convert": sorted({*scheme.dense, head}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = layout_rules(arch, scheme)
         if scheme.layers.num_bits != 8:
             rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
-        if scheme.layers != BLOCKS:
+        if scheme.of_layers != (BLOCKS,):
             rules.append(
                 Rule("blocks", f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.")
             )
