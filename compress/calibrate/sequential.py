@@ -3,17 +3,23 @@
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
                      store     the layer's file (a resume point: complete or absent)
-                     replay    x := stored layer (x)
+                     replay    x := compressed layer (x)
 
-The replayed layer is the one read back from its file, so a run that was cut and resumed replays the same numbers as one that was not, and
-gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
+The next layer is read while this one is compressed, and this one's file is written while it is replayed, so what is in memory does not
+grow with the number of layers. A layer is replayed as its file holds it, so a run that was cut and resumed replays the same numbers as one
+that was not, and gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
+
+With several ranks each has its own samples, all have every layer. The groups of linears are dealt out by what they cost; the statistics of
+a group meet where it is compressed, the codes come back to all. Sums are made in one order wherever they are made (`stats.py`), so the
+number of ranks changes no bit either.
 
 Shapes: N samples, S sequence, D hidden, T tokens.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,19 +27,23 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
-from compress.calibrate.stats import MergeTree, Stat, StatFactory, shard_bounds
+from compress.artifact.context import Context, OneRank, Ranks
+from compress.artifact.tensors import save_tensors
+from compress.calibrate.observe import Shards, meet, observe_shards, replay_
+from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.streaming import Ahead, Behind
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.attention import FullAttention
-from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
-from compress.models.weights import WeightSource, build_layer, dense
+from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
+from compress.models.decoder import LinearGroup, SmoothingPair
+from compress.models.weights import Weights, WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 Row = dict[str, Any]
 """One linear of the layer report: JSON values only."""
+FINITE_CHUNK = 1 << 24
+"""Numbers that are looked at at once for NaN and infinity: the look must not cost a copy of a large matrix."""
 
 
 @dataclass
@@ -42,7 +52,7 @@ class LayerState:
 
     `weights` are float32 on the device under names relative to the layer; a pass changes them in place. A linear that a pass has quantized
     stands in `quantized` too, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the layer sees when
-    everything before it is already compressed.
+    everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights` are all.
     """
 
     layer_idx: int
@@ -50,6 +60,7 @@ class LayerState:
     pairs: list[SmoothingPair]
     weights: dict[str, Tensor]
     stats: dict[str, dict[str, Stat]]
+    ranks: Ranks = field(default_factory=OneRank)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
 
@@ -77,110 +88,139 @@ def run_sequential(
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
+    Every rank of `ctx.ranks` calls this with the same arguments; rank 0 writes.
+
     Args:
         tokens_NS: calibration token ids [N, S].
         scheme: of the quantized linears, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
 
     Returns:
-        One row per linear, in execution order.
+        One row per linear, in execution order; nothing on ranks other than 0.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
         Interrupted: at a layer boundary, when the context says so.
+        RankStopped, EnvironmentUnfit: another rank failed.
     """
-    arch, device = source.arch, torch.device(ctx.device)
+    arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
+    leads = ranks.rank == 0
+    shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
+    x_NSD = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
+    stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
+
+    def read(idx: int) -> Weights:
+        return load_weights(out / layer_name(idx), scheme) if stored[idx] else source.layer(idx)
+
+    with Ahead(read, device) as layers, Behind() as disk:
+        for idx in range(arch.num_layers):
+            weights, is_last = layers.take(idx), idx + 1 == arch.num_layers
+            if not stored[idx]:
+                disk.wait()
+                ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
+                ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
+                state = _observed(arch, idx, weights, x_NSD, passes, shards, ranks, device, compute_dtype)
+                del weights
+                if not is_last:
+                    layers.start(idx + 1)
+                weights = _compressed(state, passes, arch)
+                if leads:
+                    disk.write(partial(_store, out, idx, _on_host(weights), state.rows))
+            if not is_last:
+                layers.start(idx + 1)
+                replay_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
+        disk.wait()
+    ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
+    return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())] if leads else []
+
+
+def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The samples [N, S, D] before the first layer; the weights outside the layers go to `out` and are not kept."""
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
-    save_weights(out / OUTER_NAME, outer)
+    if out is not None:
+        save_weights(out / OUTER_NAME, outer)
     embed = dense(outer["embed.weight"])
-    x_NSD = torch.stack([embed[sample].to(device=device, dtype=compute_dtype) for sample in tokens_NS.to(torch.int64)])
-    rows: list[Row] = []
-    for idx in range(arch.num_layers):
-        if not _is_stored(out, idx):
-            ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-            _store(out, arch, _compress(source, idx, x_NSD, passes, device, compute_dtype))
-        rows += json.loads(_rows_file(out, idx).read_bytes())
-        if idx + 1 < arch.num_layers:
-            weights = load_weights(out / layer_name(idx), scheme)
-            _forward_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
-    ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
-    return rows
+    x_NSD = torch.empty(*tokens_NS.shape, embed.shape[1], device=device, dtype=dtype)
+    for sample, tokens_S in enumerate(tokens_NS.to(torch.int64)):
+        x_NSD[sample] = embed[tokens_S].to(device=device, dtype=dtype)
+    return x_NSD
 
 
-def _compress(
-    source: WeightSource, idx: int, x_NSD: Tensor, passes: Sequence[LayerPass], device: torch.device, compute_dtype: torch.dtype
+def _observed(
+    arch: Arch,
+    idx: int,
+    weights: Weights,
+    x_NSD: Tensor,
+    passes: Sequence[LayerPass],
+    shards: Shards,
+    ranks: Ranks,
+    device: torch.device,
+    compute_dtype: torch.dtype,
 ) -> LayerState:
-    stored = source.layer(idx)
-    weights = {name: dense(value).to(device=device, dtype=torch.float32) for name, value in stored.items()}
-    _check_finite(weights, f"layers.{idx}")
-    layer = build_layer(source.arch, idx, stored, dtype=compute_dtype, device=device)
+    """The layer as the passes find it, with the statistics of the groups that are this rank's."""
+    placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
+    _check_finite(placed, f"layers.{idx}")
+    layer = build_layer(arch, idx, placed, dtype=compute_dtype, device=device)
+    if compute_dtype == torch.float32:  # the layer's own parameters are the float32 weights: one copy serves both
+        placed = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
-    state = LayerState(
+    owners = deal(arch, idx, layer.groups(), ranks.size)
+    trees = observe_shards(layer, x_NSD, factories, shards)
+    stats = meet(trees, layer.groups(), list(factories), owners, ranks)
+    return LayerState(
         idx,
-        groups=layer.groups(),
+        groups=[group for group in layer.groups() if owners[group.tap] == ranks.rank],
         pairs=layer.smoothing_pairs(),
-        weights=weights,
-        stats=observe(layer, x_NSD, factories) if factories else {},
+        weights={name: value.to(torch.float32) for name, value in placed.items()},
+        stats=stats,
+        ranks=ranks,
     )
+
+
+def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
+    """Tap -> the rank that compresses the linears behind it: the costliest group first, each to the rank with the least to do."""
+    shapes = {group.tap: [arch.layers[idx].linear_shape(name, arch.hidden_size) for name in group.linears] for group in groups}
+    costs = {tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()}
+    load, owners = [0] * num_ranks, dict[str, int]()
+    for tap in sorted(costs, key=lambda tap: -costs[tap]):
+        owners[tap] = load.index(min(load))
+        load[owners[tap]] += costs[tap]
+    return owners
+
+
+def _compressed(state: LayerState, passes: Sequence[LayerPass], arch: Arch) -> dict[str, Tensor | QuantizedWeight]:
+    """What the passes make of the layer, as its file will hold it; afterwards `state` has the rows of all ranks and no weights."""
     for each in passes:
         each.apply(state)
-    return state
+    for rank in range(state.ranks.size):
+        quantized, rows = state.ranks.broadcast((state.quantized, state.rows), source=rank)
+        state.quantized |= quantized
+        state.rows |= rows
+    state.rows = {name: state.rows[name] for name in arch.layers[state.layer_idx].linears if name in state.rows}
+    dtype, weights = getattr(torch, arch.dtype), dict[str, Tensor | QuantizedWeight]()
+    for name in list(state.weights):
+        value = state.weights.pop(name)
+        weights[name] = state.quantized.pop(name.removesuffix(".weight"), value.to(dtype))
+    return weights
 
 
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
     """Raises UnsupportedFormat: rounding would turn NaN and infinity into codes that look like any other."""
     for name, value in weights.items():
-        if not bool(torch.isfinite(value).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
             raise UnsupportedFormat(f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged.")
 
 
-@torch.no_grad()
-def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> dict[str, dict[str, Stat]]:
-    """Statistics of every tap over all samples, in the fixed order of summation."""
-    trees: dict[tuple[str, str], MergeTree[Stat]] = {}
-    for begin, end in shard_bounds(x_NSD.shape[0]):
-        shard: dict[tuple[str, str], Stat] = {}
-        tap = _tap_into(shard, factories)
-        for sample in range(begin, end):
-            _run(layer, x_NSD[sample : sample + 1], tap)
-        for key, stat in shard.items():
-            trees.setdefault(key, MergeTree()).push(stat)
-    stats: dict[str, dict[str, Stat]] = {}
-    for (tap_name, stat_name), tree in trees.items():
-        stats.setdefault(tap_name, {})[stat_name] = tree.root()
-    return stats
+def _on_host(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of a layer's file; packed on the device, before the copy."""
+    return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
 
 
-def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory]) -> Callable[[str, Tensor], None]:
-    def tap(tap_name: str, x: Tensor) -> None:
-        for stat_name, factory in factories.items():
-            shard.setdefault((tap_name, stat_name), factory()).update(x.flatten(0, -2))
-
-    return tap
-
-
-@torch.no_grad()
-def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
-    for sample in range(x_NSD.shape[0]):
-        x_NSD[sample : sample + 1] = _run(layer, x_NSD[sample : sample + 1], lambda name, x: None)
-
-
-def _run(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
-    return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
-
-
-def _store(out: Path, arch: Arch, state: LayerState) -> None:
+def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Mapping[str, Row]) -> None:
     """Rows first, weights second: a layer counts as stored when its weights are there."""
-    dtype = getattr(torch, arch.dtype)
-    weights: dict[str, Tensor | QuantizedWeight] = {
-        name: state.quantized.get(name.removesuffix(".weight"), value.to(dtype)) for name, value in state.weights.items()
-    }
-    write_atomic(
-        _rows_file(out, state.layer_idx),
-        canonical_json([state.rows[name] for group in state.groups for name in group.linears if name in state.rows]),
-    )
-    save_weights(out / layer_name(state.layer_idx), weights)
+    write_atomic(_rows_file(out, idx), canonical_json(list(rows.values())))
+    save_tensors(out / layer_name(idx), tensors)
 
 
 def _is_stored(out: Path, idx: int) -> bool:

@@ -8,6 +8,7 @@ Shapes: T tokens of one sample, D features.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
 import torch
@@ -113,25 +114,49 @@ class AbsMax:
         return self._max_D.max()
 
 
-class MergeTree(Generic[S]):
-    """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive."""
+@dataclass(frozen=True)
+class Node(Generic[S]):
+    """The sum of shards begin .. begin + num_shards - 1, a power of two of them."""
 
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, S]] = []
+    begin: int
+    num_shards: int
+    stat: S
+
+
+class MergeTree(Generic[S]):
+    """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive.
+
+    A tree over the shards from `first` on merges only what the tree over all shards merges too, so whoever computed the shards of a part,
+    their nodes, joined in order, make the same sums.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
+        self._pending: list[Node[S]] = []
 
     def push(self, shard: S) -> None:
-        rank = 0
-        while self._pending and self._pending[-1][0] == rank:
-            _, earlier = self._pending.pop()
-            earlier.merge(shard)
-            shard, rank = earlier, rank + 1
-        self._pending.append((rank, shard))
+        """Add the next shard."""
+        self.join(Node(self._next, 1, shard))
+
+    def join(self, node: Node[S]) -> None:
+        """Add the next node, of this tree or of another one over the same shards."""
+        self._next = node.begin + node.num_shards
+        while self._pending and self._pending[-1].num_shards == node.num_shards and self._pending[-1].begin % (2 * node.num_shards) == 0:
+            earlier = self._pending.pop()
+            earlier.stat.merge(node.stat)
+            node = Node(earlier.begin, 2 * node.num_shards, earlier.stat)
+        self._pending.append(node)
+
+    def nodes(self) -> list[Node[S]]:
+        """What is not merged yet, in order; the tree is empty afterwards."""
+        pending, self._pending = self._pending, []
+        return pending
 
     def root(self) -> S:
         """The sum of everything pushed; the tree is empty afterwards."""
-        _, total = self._pending.pop()
+        total = self._pending.pop().stat
         while self._pending:
-            _, earlier = self._pending.pop()
+            earlier = self._pending.pop().stat
             earlier.merge(total)
             total = earlier
         return total

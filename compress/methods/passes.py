@@ -14,6 +14,7 @@ from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods import Refiner, Rounded, Rounder, Smoother
+from compress.models.decoder import SmoothingPair
 from compress.models.surgery import fold_
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -29,15 +30,22 @@ class SmoothPass:
         return self._smoother.stats()
 
     def apply(self, state: LayerState) -> None:
+        """Each scale is found where the statistics of its inputs are, and folded on every rank. No fold touches the columns that a later
+        pair looks at, so all scales may be found before the first is folded."""
+        scales = {pair.tap: self._scale(pair, state) for pair in state.pairs if pair.tap in state.stats}
+        for rank in range(state.ranks.size):
+            scales |= state.ranks.broadcast(scales, source=rank)
         for pair in state.pairs:
-            stacked_OI = torch.cat([state.weights[f"{linear}.weight"] for linear in pair.linears])
-            stats = state.stats[pair.tap]
-            scale_I = self._smoother.scale(
-                stacked_OI, stats, self._scheme, scale_dtype=self._stored_dtype, head_repeat=(pair.repeat, pair.head_dim)
-            )
-            folded_I = fold_(state.weights, pair, scale_I, stored_dtype=self._stored_dtype)
-            for stat in stats.values():
+            folded_I = fold_(state.weights, pair, scales[pair.tap], stored_dtype=self._stored_dtype)
+            for stat in state.stats.get(pair.tap, {}).values():
                 stat.rescale_(folded_I)
+
+    def _scale(self, pair: SmoothingPair, state: LayerState) -> Tensor:
+        stacked_OI = torch.cat([state.weights[f"{linear}.weight"] for linear in pair.linears])
+        head_repeat = (pair.repeat, pair.head_dim)
+        return self._smoother.scale(
+            stacked_OI, state.stats[pair.tap], self._scheme, scale_dtype=self._stored_dtype, head_repeat=head_repeat
+        )
 
 
 class RoundPass:

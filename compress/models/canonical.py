@@ -27,6 +27,11 @@ def layer_name(layer_idx: int) -> str:
 
 def save_weights(path: Path, weights: Weights) -> None:
     """Write one file of the store."""
+    save_tensors(path, encoded(weights))
+
+
+def encoded(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of a file of the store."""
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
         if isinstance(value, QuantizedWeight):
@@ -34,7 +39,7 @@ def save_weights(path: Path, weights: Weights) -> None:
             tensors.update({f"{module}.{leaf}": tensor for leaf, tensor in _CODEC.encode(value).items()})
         else:
             tensors[name] = value
-    save_tensors(path, tensors)
+    return tensors
 
 
 def load_weights(path: Path, scheme: Scheme | None) -> dict[str, Tensor | QuantizedWeight]:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
-from compress.calibrate.sequential import LayerPass, run_sequential
+from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
 from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, Refiner, Rounder, Smoother
@@ -216,6 +216,21 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     )
 
 
+def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> list[Row]:
+    """Compress every layer into the scratch directory, on all ranks together; the rows of the layer report."""
+    source = open_weights(inputs[Port.DENSE].path)
+    stored_dtype = getattr(torch, source.arch.dtype)
+    return run_sequential(
+        source,
+        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS,
+        quantization_passes(spec, stored_dtype),
+        ctx.scratch,
+        ctx,
+        scheme=scheme_named(spec.scheme),
+        compute_dtype=compute_dtype(ctx.device, stored_dtype),
+    )
+
+
 @STAGES.stage(
     "quantize",
     version=2,
@@ -224,6 +239,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     spec=Quantize,
     estimate=_estimate,
     depends=_depends,
+    together=quantize_layers,
 )
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     source, scheme = open_weights(inputs[Port.DENSE].path), spec.model_scheme()
@@ -231,16 +247,7 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     _refuse_tied_head(spec, source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
-    stored_dtype = getattr(torch, source.arch.dtype)
-    rows = run_sequential(
-        source,
-        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS,
-        quantization_passes(spec, stored_dtype),
-        ctx.scratch,
-        ctx,
-        scheme=scheme.layers,
-        compute_dtype=compute_dtype(ctx.device, stored_dtype),
-    )
+    rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
         _place(ctx.scratch / name, out.path / name)
     if scheme.head is None:

@@ -22,6 +22,7 @@ RECORD = Path(__file__).with_name("stage_fingerprints.json")
 MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
     "quantize": (
+        "calibrate/observe.py",
         "calibrate/sequential.py",
         "calibrate/stats.py",
         "methods/*.py",

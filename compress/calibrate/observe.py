@@ -1,0 +1,101 @@
+"""What the inputs of a layer's linears look like over all samples: the statistics that passes read, in the fixed order of summation.
+
+A rank observes the shards that are its own. The sums of a tap then meet on one rank, the one that compresses the linears behind the tap,
+where the tree of merges is finished: it is the same tree whoever computed its parts (`stats.MergeTree`).
+
+Shapes: N samples, S sequence, D hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.artifact.context import Ranks
+from compress.calibrate.stats import MergeTree, Node, Stat, StatFactory, shard_bounds
+from compress.models.attention import FullAttention
+from compress.models.decoder import DecoderLayer, LinearGroup
+
+Trees = dict[tuple[str, str], MergeTree[Stat]]
+"""(tap, statistic) -> what is summed so far."""
+Stats = dict[str, dict[str, Stat]]
+"""Tap -> name -> statistic."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Consecutive virtual shards of a calibration set: the index of the first, and half-open ranges of samples."""
+
+    first: int
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> slice:
+        return slice(self.bounds[0][0], self.bounds[-1][1]) if self.bounds else slice(0, 0)
+
+    @staticmethod
+    def of(num_samples: int, *, rank: int = 0, size: int = 1) -> "Shards":
+        """Those of one rank; all together are those of one rank alone."""
+        bounds = shard_bounds(num_samples)
+        begin, end = (len(bounds) * each // size for each in (rank, rank + 1))
+        return Shards(begin, tuple(bounds[begin:end]))
+
+
+def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
+    """Statistics of every tap over all samples."""
+    trees = observe_shards(layer, x_NSD, factories, Shards.of(x_NSD.shape[0]))
+    stats: Stats = {}
+    for (tap, name), tree in trees.items():
+        stats.setdefault(tap, {})[name] = tree.root()
+    return stats
+
+
+@torch.no_grad()
+def observe_shards(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
+    """The sums over some shards; `x_NSD` holds their samples."""
+    trees: Trees = {}
+    for begin, end in shards.bounds:
+        shard: dict[tuple[str, str], Stat] = {}
+        tap = _tap_into(shard, factories)
+        for sample in range(begin - shards.samples.start, end - shards.samples.start):
+            forward(layer, x_NSD[sample : sample + 1], tap)
+        for key in list(shard):
+            trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
+    return trees
+
+
+def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:
+    """The finished statistics of the taps that this rank owns; `owners` is tap -> rank."""
+    stats: Stats = {}
+    for group in groups:
+        owner = owners[group.tap]
+        for name in names:
+            tree = trees.pop((group.tap, name), MergeTree[Stat]())
+            whole = MergeTree[Stat]()
+            for source in range(ranks.size):
+                nodes: list[Node[Stat]] | None = tree.nodes() if ranks.rank == source else None
+                for node in ranks.move(nodes, source=source, to=owner) or ():
+                    whole.join(node)
+            if ranks.rank == owner:
+                stats.setdefault(group.tap, {})[name] = whole.root()
+    return stats
+
+
+def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory]) -> Callable[[str, Tensor], None]:
+    def tap(tap_name: str, x: Tensor) -> None:
+        for stat_name, factory in factories.items():
+            shard.setdefault((tap_name, stat_name), factory()).update(x.flatten(0, -2))
+
+    return tap
+
+
+@torch.no_grad()
+def replay_(layer: DecoderLayer, x_NSD: Tensor) -> None:
+    """Each sample becomes what the layer makes of it."""
+    for sample in range(x_NSD.shape[0]):
+        x_NSD[sample : sample + 1] = forward(layer, x_NSD[sample : sample + 1], lambda name, x: None)
+
+
+def forward(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
