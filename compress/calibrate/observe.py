@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from compress.artifact.context import Ranks
+from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import MergeTree, Node, Stat, StatFactory, shard_bounds
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.decoder import DecoderLayer, LinearGroup, no_tap
 
 Trees = dict[tuple[str, str], MergeTree[Stat]]
 """(tap, statistic) -> what is summed so far."""
@@ -44,7 +45,7 @@ class Shards:
 
 def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
-    trees = observe_shards(layer, x_NSD, factories, Shards.of(x_NSD.shape[0]))
+    trees = observe_shards(layer, Samples.of(x_NSD), factories, Shards.of(x_NSD.shape[0]))
     stats: Stats = {}
     for (tap, name), tree in trees.items():
         stats.setdefault(tap, {})[name] = tree.root()
@@ -52,14 +53,14 @@ def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFact
 
 
 @torch.no_grad()
-def observe_shards(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
-    """The sums over some shards; `x_NSD` holds their samples."""
+def observe_shards(layer: DecoderLayer, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
+    """The sums over some shards, whose samples are given."""
     trees: Trees = {}
     for begin, end in shards.bounds:
         shard: dict[tuple[str, str], Stat] = {}
         tap = _tap_into(shard, factories)
         for sample in range(begin - shards.samples.start, end - shards.samples.start):
-            forward(layer, x_NSD[sample : sample + 1], tap)
+            forward(layer, samples[sample], tap)
         for key in list(shard):
             trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
     return trees
@@ -91,10 +92,10 @@ def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFa
 
 
 @torch.no_grad()
-def replay_(layer: DecoderLayer, x_NSD: Tensor) -> None:
+def replay_(layer: DecoderLayer, samples: Samples, room: Room) -> None:
     """Each sample becomes what the layer makes of it."""
-    for sample in range(x_NSD.shape[0]):
-        x_NSD[sample : sample + 1] = forward(layer, x_NSD[sample : sample + 1], lambda name, x: None)
+    for idx in range(len(samples)):
+        samples[idx] = room.attempt(lambda idx=idx: forward(layer, samples[idx], no_tap), "replaying a layer")
 
 
 def forward(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:

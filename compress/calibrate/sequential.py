@@ -13,7 +13,7 @@ With several ranks each has its own samples, all have every layer. The groups of
 a group meet where it is compressed, the codes come back to all. Sums are made in one order wherever they are made (`stats.py`), so the
 number of ranks changes no bit either.
 
-Shapes: N samples, S sequence, D hidden, T tokens.
+Shapes: N samples, S sequence.
 """
 
 import json
@@ -30,13 +30,14 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context, OneRank, Ranks
 from compress.artifact.tensors import save_tensors
 from compress.calibrate.observe import Shards, meet, observe_shards, replay_
+from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import Stat, StatFactory
-from compress.calibrate.streaming import Ahead, Behind
+from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
-from compress.models.decoder import LinearGroup, SmoothingPair
+from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
 from compress.models.weights import Weights, WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 
@@ -46,13 +47,21 @@ FINITE_CHUNK = 1 << 24
 """Numbers that are looked at at once for NaN and infinity: the look must not cost a copy of a large matrix."""
 
 
+class FloatWeights(dict[str, Tensor]):
+    """Weights kept in the dtype they came in and read as float32, so that a layer does not stand there twice as large meanwhile."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).to(torch.float32)
+
+
 @dataclass
 class LayerState:
     """One layer while the passes work on it.
 
-    `weights` are float32 on the device under names relative to the layer; a pass changes them in place. A linear that a pass has quantized
-    stands in `quantized` too, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the layer sees when
-    everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights` are all.
+    `weights` are read as float32, on the device, under names relative to the layer; a pass sets those it changes. A linear that a pass has
+    quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the
+    layer sees when everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights`
+    are all. What a pass does to one group goes through `room`, in case there is none.
     """
 
     layer_idx: int
@@ -61,8 +70,14 @@ class LayerState:
     weights: dict[str, Tensor]
     stats: dict[str, dict[str, Stat]]
     ranks: Ranks = field(default_factory=OneRank)
+    room: Room = field(default_factory=Room)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
+
+    def quantize(self, linear: str, weight: QuantizedWeight) -> None:
+        """What a linear is from here on; its dense weight is not kept."""
+        self.quantized[linear] = weight
+        self.weights.pop(f"{linear}.weight", None)
 
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
@@ -102,11 +117,15 @@ def run_sequential(
         UnsupportedFormat: a weight of the source is NaN or infinite.
         Interrupted: at a layer boundary, when the context says so.
         RankStopped, EnvironmentUnfit: another rank failed.
+        EnvironmentUnfit: the device's memory is too small, whatever gives way.
     """
     arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
     leads = ranks.rank == 0
+    if device.type == "cpu":
+        return_freed_blocks()
     shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
-    x_NSD = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
+    samples = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
+    room = Room(samples, ctx.progress)
     stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
@@ -114,68 +133,88 @@ def run_sequential(
 
     with Ahead(read, device) as layers, Behind() as disk:
         for idx in range(arch.num_layers):
-            weights, is_last = layers.take(idx), idx + 1 == arch.num_layers
+            weights: Weights = layers.take(idx)
+            is_last = idx + 1 == arch.num_layers
             if not stored[idx]:
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
                 ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                state = _observed(arch, idx, weights, x_NSD, passes, shards, ranks, device, compute_dtype)
+                placed = _placed(weights, idx, device)
                 del weights
+                state = _observed(arch, idx, placed, samples, passes, shards, ranks, room, device, compute_dtype)
                 if not is_last:
                     layers.start(idx + 1)
                 weights = _compressed(state, passes, arch)
                 if leads:
                     disk.write(partial(_store, out, idx, _on_host(weights), state.rows))
+                del state
             if not is_last:
                 layers.start(idx + 1)
-                replay_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
+                replay_(_built(arch, idx, weights, device, compute_dtype, room), samples, room)
+            del weights  # before the next layer comes
         disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())] if leads else []
 
 
-def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The samples [N, S, D] before the first layer; the weights outside the layers go to `out` and are not kept."""
+def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Samples:
+    """The samples before the first layer; the weights outside the layers go to `out` and are not kept."""
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
         save_weights(out / OUTER_NAME, outer)
     embed = dense(outer["embed.weight"])
-    x_NSD = torch.empty(*tokens_NS.shape, embed.shape[1], device=device, dtype=dtype)
-    for sample, tokens_S in enumerate(tokens_NS.to(torch.int64)):
-        x_NSD[sample] = embed[tokens_S].to(device=device, dtype=dtype)
-    return x_NSD
+    samples = Samples((*tokens_NS.shape, embed.shape[1]), dtype, device)
+    for idx, tokens_S in enumerate(tokens_NS.to(torch.int64)):
+        samples[idx] = embed[tokens_S].unsqueeze(0)
+    return samples
+
+
+def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tensor]:
+    """The layer's weights on the device."""
+    placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
+    _check_finite(placed, f"layers.{idx}")
+    return placed
 
 
 def _observed(
     arch: Arch,
     idx: int,
-    weights: Weights,
-    x_NSD: Tensor,
+    placed: dict[str, Tensor],
+    samples: Samples,
     passes: Sequence[LayerPass],
     shards: Shards,
     ranks: Ranks,
+    room: Room,
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> LayerState:
-    """The layer as the passes find it, with the statistics of the groups that are this rank's."""
-    placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
-    _check_finite(placed, f"layers.{idx}")
-    layer = build_layer(arch, idx, placed, dtype=compute_dtype, device=device)
-    if compute_dtype == torch.float32:  # the layer's own parameters are the float32 weights: one copy serves both
-        placed = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    """The layer as the passes find it, with the statistics of the groups that are this rank's. Empties `placed`."""
+    layer = _built(arch, idx, placed, device, compute_dtype, room)
+    dtypes = {name: value.dtype for name, value in placed.items()}
+    if compute_dtype == torch.float32:  # which holds the weights too: one copy at a time
+        placed.clear()
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     owners = deal(arch, idx, layer.groups(), ranks.size)
-    trees = observe_shards(layer, x_NSD, factories, shards)
+    trees = room.attempt(partial(observe_shards, layer, samples, factories, shards), "observing a layer")
     stats = meet(trees, layer.groups(), list(factories), owners, ranks)
+    groups, pairs = layer.groups(), layer.smoothing_pairs()
+    parameters = placed or {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    del layer
+    weights = FloatWeights({name: parameters.pop(name).to(dtype) for name, dtype in dtypes.items()})
     return LayerState(
         idx,
-        groups=[group for group in layer.groups() if owners[group.tap] == ranks.rank],
-        pairs=layer.smoothing_pairs(),
-        weights={name: value.to(torch.float32) for name, value in placed.items()},
+        groups=[group for group in groups if owners[group.tap] == ranks.rank],
+        pairs=pairs,
+        weights=weights,
         stats=stats,
         ranks=ranks,
+        room=room,
     )
+
+
+def _built(arch: Arch, idx: int, weights: Weights, device: torch.device, dtype: torch.dtype, room: Room) -> DecoderLayer:
+    return room.attempt(partial(build_layer, arch, idx, weights, dtype=dtype, device=device), "building a layer")
 
 
 def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
@@ -198,11 +237,11 @@ def _compressed(state: LayerState, passes: Sequence[LayerPass], arch: Arch) -> d
         state.quantized |= quantized
         state.rows |= rows
     state.rows = {name: state.rows[name] for name in arch.layers[state.layer_idx].linears if name in state.rows}
-    dtype, weights = getattr(torch, arch.dtype), dict[str, Tensor | QuantizedWeight]()
-    for name in list(state.weights):
-        value = state.weights.pop(name)
-        weights[name] = state.quantized.pop(name.removesuffix(".weight"), value.to(dtype))
-    return weights
+    dtype = getattr(torch, arch.dtype)
+    kept = [name for name in state.weights if name.removesuffix(".weight") not in state.quantized]
+    dense_weights = {name: state.weights.pop(name).to(dtype) for name in kept}
+    state.weights.clear()
+    return dense_weights | {f"{linear}.weight": weight for linear, weight in state.quantized.items()}
 
 
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:

@@ -4,6 +4,7 @@ A reader thread holds one layer ahead at most, in pinned memory when it is to go
 the host. A writer thread has one file in hand at most. What goes wrong in a thread is raised where its result is asked for.
 """
 
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
+
+RETURNED_BYTES = 1 << 20
+"""Size from which on a freed block of host memory goes back to the system."""
+_M_MMAP_THRESHOLD = -3
 
 
 class _Thread:
@@ -75,6 +80,14 @@ class Behind(_Thread):
         if self._last is not None:
             last, self._last = self._last, None
             last.result()
+
+
+def return_freed_blocks() -> None:
+    """From here on the memory of a large tensor goes back to the system when the tensor does. glibc by itself keeps blocks of up to 32 MB,
+    in pieces that the next matrices do not fit: half as much again as is in use. Larger blocks it returns anyway."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:

@@ -6,15 +6,17 @@ second observation. Linears that share an input are rounded as one matrix, stack
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Refiner, Rounded, Rounder, Smoother
-from compress.models.decoder import SmoothingPair
+from compress.methods import Refiner, Rounder, Smoother
+from compress.models.decoder import LinearGroup, SmoothingPair
 from compress.models.surgery import fold_
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -32,7 +34,8 @@ class SmoothPass:
     def apply(self, state: LayerState) -> None:
         """Each scale is found where the statistics of its inputs are, and folded on every rank. No fold touches the columns that a later
         pair looks at, so all scales may be found before the first is folded."""
-        scales = {pair.tap: self._scale(pair, state) for pair in state.pairs if pair.tap in state.stats}
+        mine = [pair for pair in state.pairs if pair.tap in state.stats]
+        scales = {pair.tap: state.room.attempt(partial(self._scale, pair, state), f"smoothing {pair.tap}") for pair in mine}
         for rank in range(state.ranks.size):
             scales |= state.ranks.broadcast(scales, source=rank)
         for pair in state.pairs:
@@ -41,10 +44,9 @@ class SmoothPass:
                 stat.rescale_(folded_I)
 
     def _scale(self, pair: SmoothingPair, state: LayerState) -> Tensor:
-        stacked_OI = torch.cat([state.weights[f"{linear}.weight"] for linear in pair.linears])
         head_repeat = (pair.repeat, pair.head_dim)
         return self._smoother.scale(
-            stacked_OI, state.stats[pair.tap], self._scheme, scale_dtype=self._stored_dtype, head_repeat=head_repeat
+            _stacked(pair.linears, state), state.stats[pair.tap], self._scheme, scale_dtype=self._stored_dtype, head_repeat=head_repeat
         )
 
 
@@ -62,23 +64,38 @@ class RoundPass:
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
             stats = state.stats[group.tap]
-            weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
-                rounded = self._rounded(torch.cat(weights), stats)
-                stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
+                for linears in self._stacks(group, state):
+                    whole = partial(self._round, linears, stats, state)
+                    alone = partial(self._one_by_one, linears, stats, state) if len(linears) > 1 else None
+                    state.room.attempt(whole, f"rounding {', '.join(linears)}", smaller=alone)
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
-            pieces = _split_rows(stacked, [weight.shape[0] for weight in weights])
-            for linear, weight, piece in zip(group.linears, weights, pieces, strict=True):
-                state.quantized[linear] = piece
-                state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
 
-    def _rounded(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Rounded:
-        rounded = self._rounder.round(w_OI, stats, self._scheme, scale_dtype=self._stored_dtype)
-        if self._refiner is None:
-            return rounded
-        refined = self._refiner.refine(w_OI, rounded.weight, stats)
-        return Rounded(refined.weight, {**rounded.facts, **refined.facts})
+    def _stacks(self, group: LinearGroup, state: LayerState) -> list[tuple[str, ...]]:
+        """The linears that are rounded as one matrix."""
+        weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
+        as_one = rounds_as_one(sum(weight.numel() for weight in weights), on_cpu=not weights[0].is_cuda)
+        return [group.linears] if as_one else [(linear,) for linear in group.linears]
+
+    def _one_by_one(self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState) -> None:
+        for linear in linears:
+            state.room.attempt(partial(self._round, (linear,), stats, state), f"rounding {linear}")
+
+    def _round(self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState) -> None:
+        """Float32 copies of the weights are made where they are read, and not held between."""
+        rows = [state.weights[f"{linear}.weight"].shape[0] for linear in linears]
+        rounded = self._rounder.round(_stacked(linears, state), stats, self._scheme, scale_dtype=self._stored_dtype)
+        final = rounded if self._refiner is None else self._refiner.refine(_stacked(linears, state), rounded.weight, stats)
+        pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats)), rows)
+        before = rounded.weight.codes_OI.split(rows)
+        h_II = _moment(stats)
+        for linear, piece, codes_OI in zip(linears, pieces, before, strict=True):
+            error = output_error(state.weights[f"{linear}.weight"], piece.dequantize(), h_II)
+            moved = {} if self._refiner is None else {"codes_moved": _share_changed(codes_OI, piece.codes_OI)}
+            state.row(linear).update(error_after=error, **{**rounded.facts, **final.facts}, **moved)
+        for linear, piece in zip(linears, pieces, strict=True):
+            state.quantize(linear, piece)
 
     def _input_scale(self, stats: Mapping[str, Stat]) -> Tensor | None:
         """Raises UsageError: the inputs reached NaN or infinity."""
@@ -103,11 +120,24 @@ class BaselinePass:
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
-            h_II = _moment(state.stats[group.tap])
             for linear in group.linears:
-                weight = state.weights[f"{linear}.weight"]
-                nearest = nearest_weight(weight, self._scheme, self._stored_dtype)
-                state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), h_II))
+                state.room.attempt(partial(self._note, linear, state.stats[group.tap], state), f"rounding {linear}")
+
+    def _note(self, linear: str, stats: Mapping[str, Stat], state: LayerState) -> None:
+        weight = state.weights[f"{linear}.weight"]
+        nearest = nearest_weight(weight, self._scheme, self._stored_dtype)
+        state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), _moment(stats)))
+
+
+def _stacked(linears: tuple[str, ...], state: LayerState) -> Tensor:
+    weights = [state.weights[f"{linear}.weight"] for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _share_changed(before_OI: Tensor, after_OI: Tensor) -> float:
+    """Of codes, compared as bytes."""
+    changed = int((before_OI.view(torch.int8) != after_OI.view(torch.int8)).sum())
+    return round(changed / before_OI.numel(), 4)
 
 
 def _moment(stats: Mapping[str, Stat]) -> Tensor:

@@ -71,11 +71,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes, and the specs of the stages before (by kind)."""
+    """What is known at plan time: shapes, the specs of the stages before (by kind), and how many ranks are to share the work."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
+    num_ranks: int = 1
 
 
 class RunStage(Protocol):

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
+from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
 from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
@@ -181,38 +182,25 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
-    """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set."""
+    """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`."""
     arch, scheme = facts.arch, scheme_named(spec.scheme)
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
-    width = 4 if facts.device == "cpu" else 2
-    num_tokens = calib.num_samples * calib.seq_len
-    layer = max(arch.layers, key=lambda each: each.intermediate_size)
-    shapes = {name: layer.linear_shape(name, arch.hidden_size) for name in layer.linears}
-    inputs = {layer.linears[name]: columns for name, (_, columns) in shapes.items()}  # tap -> features
-    stacked = max(sum(shapes[n][0] * shapes[n][1] for n in shapes if layer.linears[n] == tap) for tap in inputs)
-    hessians, largest = 4 * sum(size**2 for size in inputs.values()), 4 * max(inputs.values()) ** 2
-    # Observing holds the merge tree's statistics; rounding holds those of the layer, and copies of a stack of linears or of the largest H.
-    working = max(4 * hessians, hessians + 6 * 4 * stacked, hessians + 6 * largest)
-    params = sum(rows * columns for rows, columns in shapes.values())
-    peak = params * (width + 4) + num_tokens * arch.hidden_size * width + working
+    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
-    outer = outer_bytes(arch, spec.model_scheme())
-    forward = 2 * 2.0 * arch.num_linear_params * num_tokens
-    grams = 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
-    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps
-    in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
+    in_dtype, in_float32 = flops(work, searches=(22 if spec.smooth is not None else 2) + 2 * sweeps)
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
-    flops = forward + grams + slower * in_float32
+    host = host_bytes(work)
+    pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
     return Estimate(
-        peak,
-        codes + outer,
-        flops,
-        num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}"),
+        peak_bytes(work),
+        codes + outer_bytes(arch, spec.model_scheme()),
+        in_dtype + slower * in_float32,
+        num_launches=8 * (1 + sweeps) * num_columns(work),
+        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}", *pinned),
     )
 
 
@@ -233,7 +221,7 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> list[Row]:
 
 @STAGES.stage(
     "quantize",
-    version=2,
+    version=3,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.QUANTIZED,
     spec=Quantize,

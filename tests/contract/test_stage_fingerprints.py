@@ -23,6 +23,7 @@ MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
     "quantize": (
         "calibrate/observe.py",
+        "calibrate/room.py",
         "calibrate/sequential.py",
         "calibrate/stats.py",
         "methods/*.py",

@@ -97,6 +97,8 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
         def merge(self, other: "Name") -> None:
             self.text = f"({self.text} {other.text})"
 
+        def park(self) -> None: ...
+
         def rescale_(self, scale_D: Tensor) -> None: ...
 
     tree: MergeTree[Name] = MergeTree()
