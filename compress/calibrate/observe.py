@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.artifact.context import Ranks
+from compress.artifact.context import OneRank, Ranks
+from compress.calibrate.kv import Forward
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import MergeTree, Node, Stat, StatFactory, shard_bounds
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, LinearGroup, no_tap
+from compress.models.decoder import LinearGroup, no_tap
 
 Trees = dict[tuple[str, str], MergeTree[Stat]]
 """(tap, statistic) -> what is summed so far."""
@@ -43,9 +44,19 @@ class Shards:
         return Shards(begin, tuple(bounds[begin:end]))
 
 
-def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
+def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
-    trees = observe_shards(layer, Samples.of(x_NSD), factories, Shards.of(x_NSD.shape[0]))
+    return together(observe_shards(layer, Samples.of(x_NSD), factories, Shards.of(x_NSD.shape[0])), OneRank())
+
+
+def together(parts: Trees, ranks: Ranks) -> Stats:
+    """The finished statistics of every tap, on every rank: for small ones."""
+    own = {key: tree.nodes() for key, tree in parts.items()}
+    trees: Trees = {}
+    for source in range(ranks.size):
+        for key, nodes in ranks.broadcast(own, source=source).items():
+            for node in nodes:
+                trees.setdefault(key, MergeTree()).join(node)
     stats: Stats = {}
     for (tap, name), tree in trees.items():
         stats.setdefault(tap, {})[name] = tree.root()
@@ -53,7 +64,7 @@ def observe(layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFact
 
 
 @torch.no_grad()
-def observe_shards(layer: DecoderLayer, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
+def observe_shards(layer: Forward, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
     """The sums over some shards, whose samples are given."""
     trees: Trees = {}
     for begin, end in shards.bounds:
@@ -92,11 +103,11 @@ def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFa
 
 
 @torch.no_grad()
-def replay_(layer: DecoderLayer, samples: Samples, room: Room) -> None:
+def replay_(layer: Forward, samples: Samples, room: Room) -> None:
     """Each sample becomes what the layer makes of it."""
     for idx in range(len(samples)):
         samples[idx] = room.attempt(lambda idx=idx: forward(layer, samples[idx], no_tap), "replaying a layer")
 
 
-def forward(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+def forward(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
     return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)

@@ -2,6 +2,7 @@
 
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
+                     cache     if asked: scales for what the layer, as it is now, puts into a KV cache (`kv.py`)
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := compressed layer (x)
 
@@ -29,7 +30,8 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context, OneRank, Ranks
 from compress.artifact.tensors import save_tensors
-from compress.calibrate.observe import Shards, meet, observe_shards, replay_
+from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
+from compress.calibrate.observe import Shards, Stats, meet, observe_shards, replay_, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import Stat, StatFactory
 from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
@@ -42,7 +44,7 @@ from compress.models.weights import Weights, WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 Row = dict[str, Any]
-"""One linear of the layer report: JSON values only."""
+"""One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
 FINITE_CHUNK = 1 << 24
 """Numbers that are looked at at once for NaN and infinity: the look must not cost a copy of a large matrix."""
 
@@ -100,6 +102,7 @@ def run_sequential(
     *,
     scheme: Scheme | None,
     compute_dtype: torch.dtype,
+    kv_scales: bool = False,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -109,9 +112,11 @@ def run_sequential(
         tokens_NS: calibration token ids [N, S].
         scheme: of the quantized linears, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
+        kv_scales: also find and store the static scales of every layer's KV cache.
 
     Returns:
-        One row per linear, in execution order; nothing on ranks other than 0.
+        One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
+        Nothing on ranks other than 0.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
@@ -131,6 +136,9 @@ def run_sequential(
     def read(idx: int) -> Weights:
         return load_weights(out / layer_name(idx), scheme) if stored[idx] else source.layer(idx)
 
+    def over_samples(layer: Forward, factories: Mapping[str, StatFactory]) -> Stats:
+        return together(room.attempt(partial(observe_shards, layer, samples, factories, shards), "observing a cache"), ranks)
+
     with Ahead(read, device) as layers, Behind() as disk:
         for idx in range(arch.num_layers):
             weights: Weights = layers.take(idx)
@@ -144,10 +152,15 @@ def run_sequential(
                 state = _observed(arch, idx, placed, samples, passes, shards, ranks, room, device, compute_dtype)
                 if not is_last:
                     layers.start(idx + 1)
-                weights = _compressed(state, passes, arch)
-                if leads:
-                    disk.write(partial(_store, out, idx, _on_host(weights), state.rows))
+                weights, rows = _compressed(state, passes, arch)
                 del state
+                if kv_scales:
+                    cached = KeysValues.of(arch, idx, weights, dtype=compute_dtype, device=device)
+                    scales, of_cache = calibrate_cache(cached, over_samples, stored_dtype=getattr(torch, arch.dtype))
+                    weights, rows = {**weights, **scales}, rows + of_cache
+                    del cached
+                if leads:
+                    disk.write(partial(_store, out, idx, _on_host(weights), rows))
             if not is_last:
                 layers.start(idx + 1)
                 replay_(_built(arch, idx, weights, device, compute_dtype, room), samples, room)
@@ -228,20 +241,20 @@ def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) ->
     return owners
 
 
-def _compressed(state: LayerState, passes: Sequence[LayerPass], arch: Arch) -> dict[str, Tensor | QuantizedWeight]:
-    """What the passes make of the layer, as its file will hold it; afterwards `state` has the rows of all ranks and no weights."""
+def _compressed(state: LayerState, passes: Sequence[LayerPass], arch: Arch) -> tuple[Weights, list[Row]]:
+    """What the passes of all ranks make of the layer, as its file will hold it, and the rows of its linears. Empties `state` of weights."""
     for each in passes:
         each.apply(state)
     for rank in range(state.ranks.size):
         quantized, rows = state.ranks.broadcast((state.quantized, state.rows), source=rank)
         state.quantized |= quantized
         state.rows |= rows
-    state.rows = {name: state.rows[name] for name in arch.layers[state.layer_idx].linears if name in state.rows}
     dtype = getattr(torch, arch.dtype)
     kept = [name for name in state.weights if name.removesuffix(".weight") not in state.quantized]
     dense_weights = {name: state.weights.pop(name).to(dtype) for name in kept}
     state.weights.clear()
-    return dense_weights | {f"{linear}.weight": weight for linear, weight in state.quantized.items()}
+    quantized_weights = {f"{linear}.weight": weight for linear, weight in state.quantized.items()}
+    return dense_weights | quantized_weights, [state.rows[name] for name in arch.layers[state.layer_idx].linears if name in state.rows]
 
 
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
@@ -256,9 +269,9 @@ def _on_host(weights: Weights) -> dict[str, Tensor]:
     return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
 
 
-def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Mapping[str, Row]) -> None:
+def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> None:
     """Rows first, weights second: a layer counts as stored when its weights are there."""
-    write_atomic(_rows_file(out, idx), canonical_json(list(rows.values())))
+    write_atomic(_rows_file(out, idx), canonical_json(list(rows)))
     save_tensors(out / layer_name(idx), tensors)
 
 

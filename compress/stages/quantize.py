@@ -15,6 +15,7 @@ from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.calibrate.kv import cache_warning
 from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
@@ -27,9 +28,11 @@ from compress.methods.smoothquant import SmoothQuant
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.weights import dense
+from compress.quant.kv import FP8_STATIC, KV_CACHES, kv_cache_named
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
+from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 
@@ -58,6 +61,11 @@ def _scheme_of_a_head(name: str | None) -> None:
         raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
 
 
+def _kv_cache(name: str | None) -> None:
+    if name is not None:
+        kv_cache_named(name)
+
+
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
@@ -78,6 +86,13 @@ class Quantize(Spec):
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
+        None,
+        exclude_if=lambda name: name is None,  # so that what was made before there was this key keeps its cache key
+        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
+        "scale for each position and head as they go; left out, keys and values stay in 16 bits",
+        json_schema_extra={"enum": [*KV_CACHES, None]},
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -109,6 +124,9 @@ class Quantize(Spec):
 
     def model_scheme(self) -> ModelScheme:
         return ModelScheme(scheme_named(self.scheme), None if self.head is None else scheme_named(self.head))
+
+    def kv_format(self) -> str | None:
+        return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
 
 
 def _settings(spec: Spec) -> str:
@@ -190,6 +208,8 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     assert isinstance(calib, Calibrate)
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
+    kv_format = spec.kv_format()
+    kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
     in_dtype, in_float32 = flops(work, searches=(22 if spec.smooth is not None else 2) + 2 * sweeps)
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
@@ -200,7 +220,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         codes + outer_bytes(arch, spec.model_scheme()),
         in_dtype + slower * in_float32,
         num_launches=8 * (1 + sweeps) * num_columns(work),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}", *pinned),
+        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
     )
 
 
@@ -216,12 +236,13 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> list[Row]:
         ctx,
         scheme=scheme_named(spec.scheme),
         compute_dtype=compute_dtype(ctx.device, stored_dtype),
+        kv_scales=spec.kv_format() == FP8_STATIC,
     )
 
 
 @STAGES.stage(
     "quantize",
-    version=3,
+    version=4,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.QUANTIZED,
     spec=Quantize,
@@ -244,4 +265,15 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = source.arch.to_json()
     shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})
+    facts = {"method": spec.method(), "layers": [row for row in rows if "linear" in row], **_cache_facts(spec, rows, ctx)}
+    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts=facts)
+
+
+def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
+    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they do to each layer."""
+    if (kv_format := spec.kv_format()) is None:
+        return {}
+    cached = [row for row in rows if "cache" in row]
+    if warning := cache_warning(cached):
+        ctx.progress.say(warning)
+    return {"kv_cache": {"format": kv_format, "layers": cached, "warning": warning}}

@@ -22,7 +22,7 @@ Command = Callable[..., tuple[int, str, str]]
 METHODS: dict[str, dict[str, Any]] = {
     "descent": {"round": {"kind": "gptq"}, "refine": {"kind": "descent", "sweeps": 2}},
     "awq": {"smooth": {"kind": "awq", "num_ratios": 4}, "round": {"kind": "rtn", "scale": "hessian"}},
-    "smoothquant": {"scheme": "INT8_DYNAMIC", "smooth": {"kind": "smoothquant"}, "round": {"kind": "gptq"}},
+    "smoothquant": {"scheme": "INT8_DYNAMIC", "smooth": {"kind": "smoothquant"}, "round": {"kind": "gptq"}, "kv_cache": "fp8"},
 }
 MAIN = "import sys; from compress.cli.app import main; sys.exit(main(sys.argv[1:]))"
 
