@@ -3,9 +3,9 @@
 The peak is that of the largest layer in whichever of these takes most, beside the activations of one rank's samples:
 
     outside   embedding and head, before the first layer
-    observe   the layer in the dtype of the computation, the sums of the shard at hand, and half a sum for each one that waits in the tree
+    observe   the layer, the sums of the shard at hand, half a sum for each one that waits in the tree, and what one product needs
     compress  the layer, the next one (read ahead), codes, one statistic of each tap, and what rounding one stack of linears takes
-    replay    the compressed layer in the dtype of the computation, its codes, the next layer
+    replay    the compressed layer as it runs, its codes, the next layer
 
 On a GPU the next layer waits in host memory.
 """
@@ -89,10 +89,10 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     taps = _taps(work.arch, layer)
     moments = 4 * sum(size**2 for size in taps.values())
     waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
-    observe = params * work.width + moments + waiting * moments // 2 + 4 * max(taps.values()) ** 2
+    observe = 2 * params + moments + waiting * moments // 2 + 4 * max(taps.values()) ** 2
     ahead = 2 * params if on_cpu else 0
     compress = 2 * params + ahead + params + moments // 2 + _rounding_bytes(work.arch, layer, on_cpu=on_cpu)
-    replay = params * work.width + params + ahead
+    replay = 2 * params + params + ahead
     return max(observe, compress, replay)
 
 

@@ -147,9 +147,8 @@ def run_sequential(
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
                 ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                placed = _placed(weights, idx, device)
-                del weights
-                state = _observed(arch, idx, placed, samples, passes, shards, ranks, room, device, compute_dtype)
+                state = _observed(arch, idx, weights, samples, passes, shards, ranks, room, device, compute_dtype)
+                del weights  # what a pass replaces or quantizes is kept nowhere
                 if not is_last:
                     layers.start(idx + 1)
                 weights, rows = _compressed(state, passes, arch)
@@ -193,7 +192,7 @@ def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tenso
 def _observed(
     arch: Arch,
     idx: int,
-    placed: dict[str, Tensor],
+    weights: Weights,
     samples: Samples,
     passes: Sequence[LayerPass],
     shards: Shards,
@@ -202,24 +201,18 @@ def _observed(
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> LayerState:
-    """The layer as the passes find it, with the statistics of the groups that are this rank's. Empties `placed`."""
+    """The layer as the passes find it, with the statistics of the groups that are this rank's."""
+    placed = room.attempt(partial(_placed, weights, idx, device), "placing a layer")
     layer = _built(arch, idx, placed, device, compute_dtype, room)
-    dtypes = {name: value.dtype for name, value in placed.items()}
-    if compute_dtype == torch.float32:  # which holds the weights too: one copy at a time
-        placed.clear()
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     owners = deal(arch, idx, layer.groups(), ranks.size)
     trees = room.attempt(partial(observe_shards, layer, samples, factories, shards), "observing a layer")
     stats = meet(trees, layer.groups(), list(factories), owners, ranks)
-    groups, pairs = layer.groups(), layer.smoothing_pairs()
-    parameters = placed or {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    del layer
-    weights = FloatWeights({name: parameters.pop(name).to(dtype) for name, dtype in dtypes.items()})
     return LayerState(
         idx,
-        groups=[group for group in groups if owners[group.tap] == ranks.rank],
-        pairs=pairs,
-        weights=weights,
+        groups=[group for group in layer.groups() if owners[group.tap] == ranks.rank],
+        pairs=layer.smoothing_pairs(),
+        weights=FloatWeights(placed),
         stats=stats,
         ranks=ranks,
         room=room,
@@ -227,7 +220,7 @@ def _observed(
 
 
 def _built(arch: Arch, idx: int, weights: Weights, device: torch.device, dtype: torch.dtype, room: Room) -> DecoderLayer:
-    return room.attempt(partial(build_layer, arch, idx, weights, dtype=dtype, device=device), "building a layer")
+    return room.attempt(partial(build_layer, arch, idx, weights, dtype=dtype, device=device, narrow=True), "building a layer")
 
 
 def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
