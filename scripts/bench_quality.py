@@ -38,7 +38,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq-scales": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "min_max"}},
     "awq": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "hessian"}},
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
-    "balanced": {"preset": "balanced"},  # gptq+search and descent; `preset: fast` is rtn+search
+    "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "balanced": {"preset": "balanced"},  # the same towards `target: gptaq`; `preset: fast` is rtn+search
 }
 
 

@@ -30,13 +30,19 @@ LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of the runner: who computes, on what, in parts of how many ranks."""
+    """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along."""
 
     arch: Arch
     num_samples: int
     seq_len: int
     device: str
     num_ranks: int = OneRank.size
+    compares: bool = False
+
+    @property
+    def streams(self) -> int:
+        """Of activations: those of the compressed model, and those of the source."""
+        return 2 if self.compares else 1
 
     @property
     def width(self) -> int:
@@ -49,7 +55,7 @@ def peak_bytes(work: Work) -> int:
     arch = work.arch
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
-    activations = rank_samples * work.seq_len * arch.hidden_size * work.width
+    activations = work.streams * rank_samples * work.seq_len * arch.hidden_size * work.width
     return LIBRARY_BYTES[work.device] + activations + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
 
 
@@ -62,8 +68,8 @@ def flops(work: Work, *, searches: int) -> tuple[float, float]:
     """Operations of the busiest rank: in the dtype of the computation, and in float32. `searches` counts products of a weight with its
     statistic, or work like it."""
     arch, tokens = work.arch, work.num_samples * work.seq_len
-    grams = sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
-    forward = 2 * 2.0 * arch.num_linear_params * tokens
+    grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
+    forward = (1 + work.streams) * 2.0 * arch.num_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * searches * rows * size**2 for rows, size in shapes))
 
 
@@ -89,9 +95,10 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     taps = _taps(work.arch, layer)
     moments = 4 * sum(size**2 for size in taps.values())
     waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
-    observe = 2 * params + moments + waiting * moments // 2 + 4 * max(taps.values()) ** 2
+    cross = moments if work.compares else 0
+    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(taps.values()) ** 2
     ahead = 2 * params if on_cpu else 0
-    compress = 2 * params + ahead + params + moments // 2 + _rounding_bytes(work.arch, layer, on_cpu=on_cpu)
+    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work.arch, layer, on_cpu=on_cpu)
     replay = 2 * params + params + ahead
     return max(observe, compress, replay)
 

@@ -8,6 +8,7 @@ Shapes: N samples, S sequence, D hidden.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from compress.artifact.context import OneRank, Ranks
 from compress.calibrate.kv import Forward
 from compress.calibrate.room import Room, Samples
-from compress.calibrate.stats import MergeTree, Node, Stat, StatFactory, shard_bounds
+from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory, shard_bounds
 from compress.models.attention import FullAttention
 from compress.models.decoder import LinearGroup, no_tap
 
@@ -46,7 +47,8 @@ class Shards:
 
 def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
-    return together(observe_shards(layer, Samples.of(x_NSD), factories, Shards.of(x_NSD.shape[0])), OneRank())
+    samples = Samples.of(x_NSD)
+    return together(observe_shards(layer, samples, factories, Shards.of(len(samples)), Room(None, samples)), OneRank())
 
 
 def together(parts: Trees, ranks: Ranks) -> Stats:
@@ -63,18 +65,40 @@ def together(parts: Trees, ranks: Ranks) -> Stats:
     return stats
 
 
-@torch.no_grad()
-def observe_shards(layer: Forward, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards) -> Trees:
-    """The sums over some shards, whose samples are given."""
+def observe_shards(
+    layer: Forward, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards, room: Room, source: Samples | None = None
+) -> Trees:
+    """The sums over some shards, whose samples are given. `source`, where given, is what the source model has in the place of the samples;
+    it becomes the layer's output."""
     trees: Trees = {}
     for begin, end in shards.bounds:
         shard: dict[tuple[str, str], Stat] = {}
-        tap = _tap_into(shard, factories)
-        for sample in range(begin - shards.samples.start, end - shards.samples.start):
-            forward(layer, samples[sample], tap)
+        for idx in range(begin - shards.samples.start, end - shards.samples.start):
+            beside: Mapping[str, Tensor] = {}
+            if source is not None:
+                source[idx], beside = room.attempt(partial(_taps, layer, source, idx), "observing a layer")
+            _, taps = room.attempt(partial(_taps, layer, samples, idx), "observing a layer")
+            for tap, x in taps.items():
+                for name, factory in factories.items():
+                    stat = shard.setdefault((tap, name), factory())
+                    room.attempt(partial(_update, stat, x, beside.get(tap)), "observing a layer")
         for key in list(shard):
             trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
     return trees
+
+
+def _taps(layer: Forward, samples: Samples, idx: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a layer makes of one sample, and what its linears read."""
+    taps: dict[str, Tensor] = {}
+    return forward(layer, samples[idx], taps.__setitem__), taps
+
+
+def _update(stat: Stat, x: Tensor, beside: Tensor | None) -> None:
+    """Statistics allocate before they add, so that one that found no room can be tried again."""
+    if isinstance(stat, SourceStat) and beside is not None:
+        stat.update_beside(x.flatten(0, -2), beside.flatten(0, -2))
+    else:
+        stat.update(x.flatten(0, -2))
 
 
 def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:
@@ -94,20 +118,12 @@ def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owne
     return stats
 
 
-def _tap_into(shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory]) -> Callable[[str, Tensor], None]:
-    def tap(tap_name: str, x: Tensor) -> None:
-        for stat_name, factory in factories.items():
-            shard.setdefault((tap_name, stat_name), factory()).update(x.flatten(0, -2))
-
-    return tap
-
-
-@torch.no_grad()
 def replay_(layer: Forward, samples: Samples, room: Room) -> None:
     """Each sample becomes what the layer makes of it."""
     for idx in range(len(samples)):
         samples[idx] = room.attempt(lambda idx=idx: forward(layer, samples[idx], no_tap), "replaying a layer")
 
 
+@torch.no_grad()
 def forward(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
     return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)

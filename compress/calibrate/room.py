@@ -45,6 +45,12 @@ class Samples:
             samples[idx] = x_NSD[idx : idx + 1]
         return samples
 
+    def copy(self) -> "Samples":
+        """The same numbers in a place of their own."""
+        other = Samples(self._x_NSD.shape, self._x_NSD.dtype, self._device)
+        other._x_NSD.copy_(self._x_NSD)
+        return other
+
     def __len__(self) -> int:
         return self._x_NSD.shape[0]
 
@@ -66,8 +72,8 @@ class Samples:
 class Room:
     """Tries work again with more room, or in smaller pieces."""
 
-    def __init__(self, samples: Samples | None = None, progress: Progress | None = None) -> None:
-        self._samples, self._progress = samples, progress or SilentProgress()
+    def __init__(self, progress: Progress | None = None, *samples: Samples) -> None:
+        self._progress, self._samples = progress or SilentProgress(), samples
 
     def attempt(self, work: Callable[[], T], what: str, *, smaller: Callable[[], T] | None = None) -> T:
         """The result of `work`, which must be safe to begin again; when nothing else helps, that of `smaller`.
@@ -82,7 +88,8 @@ class Room:
                 reason = str(error).strip().partition("\n")[0]
             if torch.cuda.is_available():  # outside of the handler, whose traceback holds what was being computed
                 torch.cuda.empty_cache()
-            if self._samples is not None and self._samples.retreat():
+            retreated = [each.retreat() for each in self._samples]
+            if any(retreated):
                 self._progress.say(f"out of memory {what}: the activations go to host memory")
             elif smaller is not None:
                 self._progress.say(f"out of memory {what}: one linear at a time")

@@ -6,6 +6,9 @@
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := compressed layer (x)
 
+A statistic that compares x with the source model's own activations (`SourceStat`) has the runner keep those too, for the same samples, and
+take them through the layers of the source: a second store of activations, and one more pass over each layer.
+
 The next layer is read while this one is compressed, and this one's file is written while it is replayed, so what is in memory does not
 grow with the number of layers. A layer is replayed as its file holds it, so a run that was cut and resumed replays the same numbers as one
 that was not, and gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
@@ -33,7 +36,7 @@ from compress.artifact.tensors import save_tensors
 from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
 from compress.calibrate.observe import Shards, Stats, meet, observe_shards, replay_, together
 from compress.calibrate.room import Room, Samples
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import SourceStat, Stat, StatFactory
 from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
@@ -130,14 +133,15 @@ def run_sequential(
         return_freed_blocks()
     shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
     samples = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
-    room = Room(samples, ctx.progress)
+    of_source = samples.copy() if _compares(passes) else None
+    room = Room(ctx.progress, *(each for each in (samples, of_source) if each is not None))
     stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
         return load_weights(out / layer_name(idx), scheme) if stored[idx] else source.layer(idx)
 
     def over_samples(layer: Forward, factories: Mapping[str, StatFactory]) -> Stats:
-        return together(room.attempt(partial(observe_shards, layer, samples, factories, shards), "observing a cache"), ranks)
+        return together(observe_shards(layer, samples, factories, shards, room), ranks)
 
     with Ahead(read, device) as layers, Behind() as disk:
         for idx in range(arch.num_layers):
@@ -147,7 +151,7 @@ def run_sequential(
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
                 ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                state = _observed(arch, idx, weights, samples, passes, shards, ranks, room, device, compute_dtype)
+                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype)
                 del weights  # what a pass replaces or quantizes is kept nowhere
                 if not is_last:
                     layers.start(idx + 1)
@@ -160,6 +164,8 @@ def run_sequential(
                     del cached
                 if leads:
                     disk.write(partial(_store, out, idx, _on_host(weights), rows))
+            elif of_source is not None:
+                replay_(_built(arch, idx, source.layer(idx), device, compute_dtype, room), of_source, room)
             if not is_last:
                 layers.start(idx + 1)
                 replay_(_built(arch, idx, weights, device, compute_dtype, room), samples, room)
@@ -167,6 +173,11 @@ def run_sequential(
         disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())] if leads else []
+
+
+def _compares(passes: Sequence[LayerPass]) -> bool:
+    """Whether a pass asks for the source's activations."""
+    return any(isinstance(factory(), SourceStat) for each in passes for factory in each.stats().values())
 
 
 def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Samples:
@@ -194,6 +205,7 @@ def _observed(
     idx: int,
     weights: Weights,
     samples: Samples,
+    of_source: Samples | None,
     passes: Sequence[LayerPass],
     shards: Shards,
     ranks: Ranks,
@@ -206,7 +218,7 @@ def _observed(
     layer = _built(arch, idx, placed, device, compute_dtype, room)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     owners = deal(arch, idx, layer.groups(), ranks.size)
-    trees = room.attempt(partial(observe_shards, layer, samples, factories, shards), "observing a layer")
+    trees = observe_shards(layer, samples, factories, shards, room, of_source)
     stats = meet(trees, layer.groups(), list(factories), owners, ranks)
     return LayerState(
         idx,

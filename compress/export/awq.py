@@ -11,6 +11,7 @@ pass over, lets it come back as what it was. Scales are float16 whatever the mod
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 class AwqCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales"})

@@ -14,6 +14,7 @@ A zero point of 0 (stored: -1) is read in two ways by programs of this format, s
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _AMBIGUOUS = "a zero point of 0, which GPTQ checkpoints store as -1 and programs
 
 class GptqCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})

@@ -7,7 +7,8 @@
 program holds what the columns so far have left behind for a few outputs, and a block is one launch where torch needs ten for each column.
 It sums over j anew for each column, by a tree; torch adds to all later columns at once, so last bits differ.
 
-Shapes: B columns of a block, O outputs. Everything is float32, and contiguous but for H and U.
+Shapes: B columns of a block, O outputs. Everything is float32, and contiguous but for H and U, which may have any strides (a factor comes
+transposed from some libraries).
 """
 
 from typing import Any
@@ -55,7 +56,8 @@ def descend_block(
 def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
     """`round_block` in one launch."""
     codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
-    _round[_programs(w_BO)](w_BO, factor_BB, scale_BO, zero_BO, codes_BO, errors_BO, factor_BB.stride(0), **_options(w_BO, scheme))
+    inputs = (w_BO, factor_BB, scale_BO, zero_BO)
+    _round[_programs(w_BO)](*inputs, codes_BO, errors_BO, *factor_BB.stride(), **_options(w_BO, scheme))
     return codes_BO, errors_BO
 
 
@@ -65,7 +67,7 @@ def launch_descend(
     """`descend_block` in one launch."""
     new_BO, moves_BO = torch.empty_like(levels_BO), torch.empty_like(levels_BO)
     inputs = (levels_BO, g_BO, h_BB, pull_B, scale_O, zero_O)
-    _descend[_programs(g_BO)](*inputs, new_BO, moves_BO, h_BB.stride(0), **_options(g_BO, scheme))
+    _descend[_programs(g_BO)](*inputs, new_BO, moves_BO, *h_BB.stride(), **_options(g_BO, scheme))
     return new_BO, moves_BO
 
 
@@ -107,7 +109,8 @@ def _round(
     zero_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     errors_ptr: tl.tensor,
-    factor_stride: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     size: tl.tensor,
     num_outputs: tl.tensor,
     BLOCK: tl.constexpr,
@@ -121,12 +124,12 @@ def _round(
     errors = tl.zeros((BLOCK, OUTPUTS), tl.float32)
     for i in range(size):
         at = i * num_outputs + outputs
-        factor = tl.load(factor_ptr + before * factor_stride + i, mask=before < i, other=0.0)
+        factor = tl.load(factor_ptr + before * row_stride + i * column_stride, mask=before < i, other=0.0)
         w = tl.load(w_ptr + at, mask=mask, other=0.0) - tl.sum(factor[:, None] * errors, axis=0)
         scale = tl.load(scale_ptr + at, mask=mask, other=1.0)
         zero = tl.zeros_like(w) if zero_ptr is None else tl.load(zero_ptr + at, mask=mask, other=0.0)
         code = _nearest(tl.div_rn(w, scale), zero, LOWEST, HIGHEST, FLOAT)
-        pivot = tl.load(factor_ptr + i * factor_stride + i)
+        pivot = tl.load(factor_ptr + i * (row_stride + column_stride))
         error = tl.div_rn(w - (code - zero) * scale, pivot + tl.zeros_like(w))
         tl.store(codes_ptr + at, code, mask=mask)
         tl.store(errors_ptr + at, error, mask=mask)
@@ -143,7 +146,8 @@ def _descend(
     zero_ptr: tl.tensor,
     new_ptr: tl.tensor,
     moves_ptr: tl.tensor,
-    h_stride: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
     size: tl.tensor,
     num_outputs: tl.tensor,
     BLOCK: tl.constexpr,
@@ -159,7 +163,7 @@ def _descend(
     moves = tl.zeros((BLOCK, OUTPUTS), tl.float32)
     for i in range(size):
         at = i * num_outputs + outputs
-        h = tl.load(h_ptr + i * h_stride + before, mask=before < i, other=0.0)
+        h = tl.load(h_ptr + i * row_stride + before * column_stride, mask=before < i, other=0.0)
         g = tl.load(g_ptr + at, mask=mask, other=0.0) + tl.sum(h[:, None] * moves, axis=0)
         old = tl.load(levels_ptr + at, mask=mask, other=0.0)
         wanted = old * scale - g * tl.load(pull_ptr + i)

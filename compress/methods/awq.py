@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
 from compress.methods import SMOOTHERS
-from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
+from compress.quant.numerics import grouped, min_max_scale, round_to_nearest, ungrouped
 from compress.quant.products import product
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec
@@ -78,7 +78,7 @@ def _normalised(scale_I: Tensor) -> Tensor:
 def _relative_magnitude(w_OI: Tensor, scheme: Scheme) -> Tensor:
     """Mean over O of |w| relative to the largest of its group, [I]."""
     w_OGN = grouped(w_OI, scheme).abs()
-    return (w_OGN / w_OGN.amax(dim=-1, keepdim=True).clamp(min=SMALLEST)).view(w_OI.shape).mean(dim=0)
+    return ungrouped(w_OGN / w_OGN.amax(dim=-1, keepdim=True).clamp(min=SMALLEST), scheme, w_OI.shape).mean(dim=0)
 
 
 def _tied(value_I: Tensor, head_repeat: tuple[int, int]) -> Tensor:

@@ -9,6 +9,7 @@ is a parabola in each single number, so the best stored value of that number is 
 
     code i of the row:    q_i := the nearest dequantized value to q_i - g_i / H_ii
     scale of a group u:   s := the stored value nearest to s - (g . u) / (u H u^T), u = the group's codes - zero point, 0 elsewhere
+                          (both products summed over the rows that share the scale)
 
 Both are exact over the numbers that can be stored, the scale's dtype included, so no step can raise the loss, and the result is never
 worse than what the rounder gave. A sweep visits the groups in order: first the group's scale, then its codes column by column. Zero points
@@ -30,7 +31,7 @@ from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.kernels.columns import descend_block
 from compress.methods import REFINERS, Rounded
-from compress.quant.numerics import storable
+from compress.quant.numerics import storable, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
@@ -74,7 +75,8 @@ class Descent(Spec):
 
 @dataclass(frozen=True)
 class Point:
-    """Where the descent stands: codes less their zero points [I, O], and scales as stored [G, O], both in float32."""
+    """Where the descent stands: codes less their zero points [I, O], and scales as stored [G, O], for each row its own copy, both in
+    float32."""
 
     scheme: Scheme
     levels_IO: Tensor
@@ -84,7 +86,7 @@ class Point:
 
     @staticmethod
     def of(weight: QuantizedWeight) -> "Point":
-        scale_GO = weight.scale_OG.to(torch.float32).t().contiguous()
+        scale_GO = weight.scheme.by_row(weight.scale_OG, weight.shape[0]).to(torch.float32).t().contiguous()
         zero_GO = None if weight.zero_point_OG is None else weight.zero_point_OG.to(torch.float32).t().contiguous()
         levels_IO = weight.codes_OI.to(torch.float32).t().contiguous()
         if zero_GO is not None:
@@ -105,20 +107,29 @@ class Point:
         if self.zero_GO is not None:
             codes_IO = codes_IO + self.zero_GO.repeat_interleave(len(codes_IO) // len(self.zero_GO), dim=0)
         codes_OI = codes_IO.t().contiguous().to(self.scheme.code_dtype)
-        return replace(before, codes_OI=codes_OI, scale_OG=self.scale_GO.t().contiguous().to(self.scale_dtype))
+        scale_OG = self.scale_GO[:, :: self.scheme.block_rows].t().contiguous()
+        return replace(before, codes_OI=codes_OI, scale_OG=scale_OG.to(self.scale_dtype))
 
 
 def refit_scale_(point: Point, group: int, g_IO: Tensor, h_II: Tensor) -> None:
-    """The scale of one group goes to its best stored value; a group of zeros, or one whose best is not positive, keeps what it has."""
+    """The scales of one group go to their best stored values; one of zeros only, or whose best is not positive, stays as it is."""
     columns, scale_O = point.columns(group), point.scale_GO[group]
     levels_NO = point.levels_IO[columns]
     slope_IO = h_II[:, columns] @ levels_NO
-    curvature_O = (slope_IO[columns] * levels_NO).sum(dim=0)
-    best_O = scale_O - (g_IO[columns] * levels_NO).sum(dim=0) / curvature_O
+    curvature_O = _shared((slope_IO[columns] * levels_NO).sum(dim=0), point.scheme)
+    best_O = scale_O - _shared((g_IO[columns] * levels_NO).sum(dim=0), point.scheme) / curvature_O
     best_O = storable(best_O, point.scheme, point.scale_dtype).to(torch.float32)
     best_O = torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
     g_IO += slope_IO * (best_O - scale_O)
     point.scale_GO[group] = best_O
+
+
+def _shared(sum_O: Tensor, scheme: Scheme) -> Tensor:
+    """Each row's own sum, or that of the rows it shares its scale with."""
+    if scheme.block_rows == 1:
+        return sum_O
+    blocks = whole_blocks(sum_O.unsqueeze(1), scheme).view(-1, scheme.block_rows)
+    return scheme.by_row(blocks.sum(dim=1), len(sum_O))
 
 
 def descend_codes_(point: Point, group: int, g_IO: Tensor, h_II: Tensor, pull_I: Tensor) -> None:

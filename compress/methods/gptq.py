@@ -54,7 +54,8 @@ class Gptq(Spec):
         order = torch.argsort(h_II.diagonal(), descending=True, stable=True) if self.act_order else torch.arange(w_OI.shape[1])
         order = order.to(w_OI.device)
         factor_II, damping = inverse_factor(h_II[order][:, order], damping=self.damping)
-        codes_OI = round_columns(w_OI, order, factor_II, scheme, scale_OG, zero_point_OG, block_size=self.block_size)
+        by_row_OG = scheme.by_row(scale_OG, len(w_OI))
+        codes_OI = round_columns(w_OI, order, factor_II, scheme, by_row_OG, zero_point_OG, block_size=self.block_size)
         facts = {"damping": damping, "dead_inputs": int(dead_I.sum())}
         return Rounded(QuantizedWeight(scheme, codes_OI, scale_OG, zero_point_OG), facts)
 

@@ -1,7 +1,8 @@
 """How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
 
 A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
-second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input.
+second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input; no
+block of rows that has one scale reaches from a linear into the next.
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Refiner, Rounder, Smoother
+from compress.methods import Refiner, Rounder, Smoother, Target
 from compress.models.decoder import LinearGroup, SmoothingPair
 from compress.models.surgery import fold_
-from compress.quant.numerics import nearest_weight, output_error, static_input_scale
+from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 
@@ -51,15 +52,19 @@ class SmoothPass:
 
 
 class RoundPass:
-    """Rounds every group of linears, refines the codes if asked, and notes, per linear, the output error that is left."""
+    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, the output error that is left of
+    what was aimed at."""
 
-    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None) -> None:
-        self._rounder, self._refiner, self._scheme, self._stored_dtype = rounder, refiner, scheme, stored_dtype
+    def __init__(
+        self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None, target: Target | None = None
+    ) -> None:
+        self._rounder, self._refiner, self._target, self._scheme, self._stored_dtype = rounder, refiner, target, scheme, stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if self._scheme.activation == "tensor" else {}
-        of_refiner: Mapping[str, StatFactory] = {} if self._refiner is None else self._refiner.stats()
-        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **of_refiner}
+        optional = [each.stats() for each in (self._refiner, self._target) if each is not None]
+        asked = {name: factory for stats in optional for name, factory in stats.items()}
+        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **asked}
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
@@ -83,19 +88,28 @@ class RoundPass:
             state.room.attempt(partial(self._round, (linear,), stats, state), f"rounding {linear}")
 
     def _round(self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState) -> None:
-        """Float32 copies of the weights are made where they are read, and not held between."""
+        """Float32 copies of the weights are made where they are read, and not held between; those of a target cost too much for that."""
+        target_OI = None if self._target is None else self._target.target(_stacked(linears, state), stats)
         rows = [state.weights[f"{linear}.weight"].shape[0] for linear in linears]
-        rounded = self._rounder.round(_stacked(linears, state), stats, self._scheme, scale_dtype=self._stored_dtype)
-        final = rounded if self._refiner is None else self._refiner.refine(_stacked(linears, state), rounded.weight, stats)
+
+        def aimed_at() -> list[Tensor]:
+            return list((_stacked(linears, state) if target_OI is None else target_OI).split(rows))
+
+        rounded = self._rounder.round(self._in_blocks(aimed_at()), stats, self._scheme, scale_dtype=self._stored_dtype)
+        final = rounded if self._refiner is None else self._refiner.refine(self._in_blocks(aimed_at()), rounded.weight, stats)
         pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats)), rows)
-        before = rounded.weight.codes_OI.split(rows)
-        h_II = _moment(stats)
-        for linear, piece, codes_OI in zip(linears, pieces, before, strict=True):
-            error = output_error(state.weights[f"{linear}.weight"], piece.dequantize(), h_II)
-            moved = {} if self._refiner is None else {"codes_moved": _share_changed(codes_OI, piece.codes_OI)}
+        before, h_II = _split_rows(rounded.weight, rows), _moment(stats)
+        for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):
+            error = output_error(weight, piece.dequantize(), h_II)
+            moved = {} if self._refiner is None else {"codes_moved": _share_changed(first.codes_OI, piece.codes_OI)}
             state.row(linear).update(error_after=error, **{**rounded.facts, **final.facts}, **moved)
         for linear, piece in zip(linears, pieces, strict=True):
             state.quantize(linear, piece)
+
+    def _in_blocks(self, weights: list[Tensor]) -> Tensor:
+        """One matrix, in which no block of rows reaches from one weight into the next."""
+        filled = [whole_blocks(weight, self._scheme) for weight in weights]
+        return filled[0] if len(filled) == 1 else torch.cat(filled)
 
     def _input_scale(self, stats: Mapping[str, Stat]) -> Tensor | None:
         """Raises UsageError: the inputs reached NaN or infinity."""
@@ -147,6 +161,9 @@ def _moment(stats: Mapping[str, Stat]) -> Tensor:
 
 
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
-    codes, scales = weight.codes_OI.split(rows), weight.scale_OG.split(rows)
+    scheme = weight.scheme
+    scale_rows = [scheme.num_scale_rows(each) for each in rows]
+    blocks = weight.codes_OI.split([each * scheme.block_rows for each in scale_rows])
+    codes, scales = [block[:each] for block, each in zip(blocks, rows, strict=True)], weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [QuantizedWeight(weight.scheme, *each, weight.input_scale) for each in zip(codes, scales, zeros, strict=True)]

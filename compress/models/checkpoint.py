@@ -88,9 +88,9 @@ class Checkpoint:
         module, _, leaf = name.rpartition(".")
         disk = self.family.to_disk(module)
         if leaf == "weight" and disk in self._schemes:
-            assert self._codec is not None
             scheme = self._schemes[disk]
-            leaves = {each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}
+            leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
+            assert self._codec is not None
             try:
                 return _scaled_in(self._arch.dtype, self._codec.decode(leaves, scheme))
             except UnsupportedFormat as error:
@@ -98,6 +98,15 @@ class Checkpoint:
         if name.endswith(tuple(KV_SCALES.values())):
             return read_kv_scale(self._files.get(f"{disk}.{leaf}"), f"{disk}.{leaf}")
         return self._files.get(f"{disk}.{leaf}")
+
+    def _leaves(self, disk: str) -> dict[str, str]:
+        """Leaf of a quantized linear -> the tensor that holds it."""
+        assert self._codec is not None
+        found = {}
+        for leaf in self._codec.leaves(self._schemes[disk]):
+            name, alias = f"{disk}.{leaf}", f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
+            found[leaf] = alias if alias in self._files and name not in self._files else name
+        return found
 
     def _canonical_linears(self) -> Iterator[tuple[str, str]]:
         for idx, layer in enumerate(self._arch.layers):
@@ -144,8 +153,7 @@ class Checkpoint:
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module)
             if leaf == "weight" and disk in self._schemes:
-                assert self._codec is not None
-                expected.update(dict.fromkeys(f"{disk}.{each}" for each in self._codec.leaves(self._schemes[disk])))
+                expected.update(dict.fromkeys(self._leaves(disk).values()))
             else:
                 expected[f"{disk}.{leaf}"] = shape or None  # a scalar may be [] or [1]
         return expected

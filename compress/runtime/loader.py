@@ -111,8 +111,10 @@ class Projection:
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How all parts want their input, if they agree; else each quantizes it for itself."""
-        return self.parts[0].quant if len(self.parts) == 1 else None
+        """How the op before is to give the rows: as all parts want them, if they agree and it is by whole rows; else each part quantizes
+        its input for itself."""
+        quant = self.parts[0].quant if len(self.parts) == 1 else None
+        return None if quant is None or quant.group_size is not None else quant
 
     def prepares(self, phase: Phase) -> bool:
         """Whether the kernel takes rows that are not yet normed and quantized."""
@@ -232,7 +234,7 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
         placed["prefill"],
         bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None,
         quant=_input_quant(stacked, target),
-        quantize=select(target.machine.problem("quantize_rows", n=in_features)).fn,
+        quantize=select(target.machine.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
 
 
@@ -242,7 +244,8 @@ def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) ->
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    return ActivationQuant(torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme.code_dtype)
+    static_scale, scheme = torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme
+    return ActivationQuant(static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None)
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:

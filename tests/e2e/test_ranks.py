@@ -20,7 +20,7 @@ from compress.errors import UsageError
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
 METHODS: dict[str, dict[str, Any]] = {
-    "descent": {"round": {"kind": "gptq"}, "refine": {"kind": "descent", "sweeps": 2}},
+    "balanced": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}},
     "awq": {"smooth": {"kind": "awq", "num_ratios": 4}, "round": {"kind": "rtn", "scale": "hessian"}},
     "smoothquant": {"scheme": "INT8_DYNAMIC", "smooth": {"kind": "smoothquant"}, "round": {"kind": "gptq"}, "kv_cache": "fp8"},
 }
@@ -62,7 +62,7 @@ def alone(command: Command, path: Path) -> str:
     return str(json.loads(out)["artifact"]["digest"])
 
 
-@pytest.mark.parametrize(("size", "method"), [(2, "descent"), (3, "awq"), (2, "smoothquant")])
+@pytest.mark.parametrize(("size", "method"), [(2, "balanced"), (3, "awq"), (2, "smoothquant")])
 def test_ranks_give_the_artifact_of_one_rank(size: int, method: str, recipe: Recipe, command: Command) -> None:
     path = recipe(stages=stages(method, num_samples=11))
     results = launch(size, "run", path, "--workspace", "many", "--json")
@@ -71,7 +71,7 @@ def test_ranks_give_the_artifact_of_one_rank(size: int, method: str, recipe: Rec
 
 
 def test_a_rank_without_a_sample_still_takes_groups(recipe: Recipe, command: Command) -> None:
-    path = recipe(stages=stages("descent", num_samples=2))
+    path = recipe(stages=stages("balanced", num_samples=2))
     assert digest(launch(3, "run", path, "--workspace", "many", "--json")[0]) == alone(command, path)
 
 
@@ -90,7 +90,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_ranks_stop_together_and_another_number_of_them_goes_on(recipe: Recipe, command: Command, work: Path) -> None:
-    path = recipe(stages=stages("descent"))
+    path = recipe(stages=stages("balanced"))
     stopped = launch(2, "run", path, "--workspace", "many", code=STOPPED_AT_FIRST)
     assert [each.returncode for each in stopped] == [128 + signal.SIGTERM] * 2
     assert "resumes here" in stopped[0].stderr
@@ -114,14 +114,14 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_rank_that_fails_ends_all_with_its_sentence_and_code(recipe: Recipe) -> None:
     code = FAILS_ON_RANK_1.format(how="raise UnsupportedFormat('the disk of this rank lacks a shard.')")
-    results = launch(3, "run", recipe(stages=stages("descent")), code=code)
+    results = launch(3, "run", recipe(stages=stages("balanced")), code=code)
     assert [each.returncode for each in results] == [2, 2, 2]
     assert results[0].stderr.splitlines()[-1] == "compress: rank 1 of 3: the disk of this rank lacks a shard."
     assert [each.stderr for each in results[1:]] == ["", ""]
 
 
 def test_a_rank_that_is_killed_ends_all(recipe: Recipe) -> None:
-    results = launch(2, "run", recipe(stages=stages("descent")), code=FAILS_ON_RANK_1.format(how="os.kill(os.getpid(), signal.SIGKILL)"))
+    results = launch(2, "run", recipe(stages=stages("balanced")), code=FAILS_ON_RANK_1.format(how="os.kill(os.getpid(), signal.SIGKILL)"))
     assert [each.returncode for each in results] == [4, -signal.SIGKILL]
     assert "lost another rank" in results[0].stderr.splitlines()[-1]
 
@@ -134,7 +134,7 @@ def test_a_refused_recipe_is_refused_once(recipe: Recipe) -> None:
 
 
 def test_torchrun_starts_them(recipe: Recipe, command: Command) -> None:
-    path = recipe(stages=stages("descent"))
+    path = recipe(stages=stages("balanced"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([*torchrun, "-m", "compress", "run", path, "--json"], env=environ, capture_output=True, text=True, check=False)

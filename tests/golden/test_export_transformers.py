@@ -48,12 +48,14 @@ EXPORTED = [
     ("qwen3", "W4A16_CHANNEL"),
     ("llama-tied", "W4A16_CHANNEL_ASYM"),
     ("qwen3-biases", "INT8_DYNAMIC"),
+    ("llama-all-biases", "FP8_BLOCK"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),
     ("qwen3", "FP8_STATIC", "FP8_DYNAMIC"),
     ("mistral-window", "W4A16_G128", "W8A16"),
     ("qwen2", "INT8_DYNAMIC", "INT8_DYNAMIC"),
+    ("mistral-window", "FP8_BLOCK", "FP8_BLOCK"),
 ]
 
 
@@ -98,8 +100,10 @@ def quantized(tmp_path: Path, case: str, scheme: Scheme, head: Scheme | None = N
     return stored, tmp_path / "exported"
 
 
-def rounded_input(x: Tensor, input_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x on the grid of e4m3 or int8, in x's dtype: one scale a row from its largest number, or the one given."""
+def rounded_input(x: Tensor, input_scale: Tensor | None, dtype: torch.dtype, group_size: int | None = None) -> Tensor:
+    """x on the grid of e4m3 or int8, in x's dtype: one scale a row, or group of its columns, from its largest number, or the one given."""
+    if group_size is not None:
+        return rounded_input(x.unflatten(-1, (-1, group_size)), None, dtype).flatten(-2)
     x_f32 = x.to(torch.float32)
     if dtype == torch.int8:
         scale = x_f32.abs().amax(-1, keepdim=True) / 127
@@ -121,7 +125,8 @@ def decoder_of(source: WeightSource, dtype: torch.dtype) -> Decoder:
 
 
 def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
-    return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, weight.scheme.code_dtype),)
+    group_size = weight.scheme.group_size  # of integers in groups no input is rounded
+    return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, weight.scheme.code_dtype, group_size),)
 
 
 def rms(x: Tensor) -> float:

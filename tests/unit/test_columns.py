@@ -58,6 +58,19 @@ def test_descending_a_block(name: str, size: int, num_outputs: int) -> None:
 
 
 @inside
+def test_factors_may_lie_in_memory_in_any_order() -> None:
+    """On CUDA, Cholesky factors come as transposed views."""
+    scheme, w_BO = scheme_named("W4A16_G128"), randn(16, 5, seed=9)
+    factor_BB, scale_BO = torch.triu(randn(16, 16, seed=10) * 0.2) + 2 * torch.eye(16), torch.full((16, 5), 0.2)
+    codes, errors = columns.launch_round(w_BO, factor_BB, scheme, scale_BO, None)
+    transposed = factor_BB.t().contiguous().t()
+    assert transposed.stride() == (1, 16)
+    again = columns.launch_round(w_BO, transposed, scheme, scale_BO, None)
+    assert torch.equal(codes, again[0])
+    assert torch.equal(errors, again[1])
+
+
+@inside
 def test_codes_halfway_go_to_the_even_one_and_saturate() -> None:
     w_BO = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 100.0, -100.0, 1e9]])
     scheme, ones = scheme_named("W4A16_G128"), torch.ones(1, 8)

@@ -103,7 +103,7 @@ def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(tmp_path: Pa
 def test_what_is_replayed_already_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = Samples.of(torch.zeros(4, 2, 3))
     monkeypatch.setattr(observe, "forward", failing(lambda layer, x_1SD, tap: x_1SD + 1, lambda number, args: number == 3))
-    observe.replay_(None, samples, Room(samples))  # type: ignore[arg-type]
+    observe.replay_(None, samples, Room(None, samples))  # type: ignore[arg-type]
     assert samples.on_host
     assert all(torch.equal(samples[idx], torch.ones(1, 2, 3)) for idx in range(4))
 
