@@ -64,6 +64,14 @@ class Interrupted(CompressError):
         self.exit_code = 128 + signal_number
 
 
+class RankStopped(CompressError):
+    """Another rank of the same job failed or was stopped; what it says, with its exit code."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?` for the nearest known word, or the known words when none is near."""
     choices = sorted(known)

@@ -1,19 +1,21 @@
-"""What a stage is handed besides its inputs: device, seed, scratch directory, progress, and the question whether to stop.
+"""What a stage is handed besides its inputs: device, seed, scratch directory, progress, the other ranks, and the question whether to stop.
 
 Passed as an argument, never global. Randomness comes only from `rng`, whose stream depends on the seed and a path of names, so that
 adding a consumer does not move the numbers of another.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from compress.errors import Interrupted
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -34,6 +36,50 @@ class SilentProgress:
         del text
 
 
+class Ranks(Protocol):
+    """The processes that work on one job together. What one of them asks of `broadcast` and `move`, all ask, in the same order.
+
+    Values are scalars, tensors, lists, tuples, mappings, and objects with such attributes; tensors arrive on the receiver's own device.
+
+    Raises:
+        RankStopped: another rank failed, and says why.
+        EnvironmentUnfit: another rank is gone, or silent for too long.
+    """
+
+    @property
+    def rank(self) -> int:
+        """0 leads: it alone writes files and talks."""
+
+    @property
+    def size(self) -> int: ...
+
+    def summon(self, work: Mapping[str, Any]) -> None:
+        """Rank 0 hands a piece of work, as JSON, to all others; those that wait for it take part in it from now on."""
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """The value that `source` gave, on every rank."""
+
+    def move(self, value: T | None, *, source: int, to: int) -> T | None:
+        """The value that `source` gave, on the rank `to`; None everywhere else."""
+
+
+class OneRank:
+    """Nobody else."""
+
+    rank, size = 0, 1
+
+    def summon(self, work: Mapping[str, Any]) -> None:
+        del work
+
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        del source
+        return value
+
+    def move(self, value: T | None, *, source: int, to: int) -> T | None:
+        del source, to
+        return value
+
+
 def never() -> int | None:
     """Nobody asked to stop."""
     return None
@@ -49,6 +95,7 @@ class Context:
     progress: Progress = field(default_factory=SilentProgress)
     stop_signal: Callable[[], int | None] = never
     offline: bool = False
+    ranks: Ranks = field(default_factory=OneRank)
 
     def rng(self, *path: str) -> "torch.Generator":
         """A CPU generator for one purpose, named by `path`."""

@@ -2,18 +2,17 @@
 
 The writer lays a file out as the reference implementation does (widest dtype first, then by name, header padded with spaces to 8 bytes),
 so that equal tensors give equal bytes, whoever wrote them. It streams each tensor from memory to the file; tensors that share storage are
-written out each. Reading maps the file: a tensor costs memory only when its pages are touched, and writing to it in place does not reach
-the file.
+written out each. Reading copies the bytes of one tensor into memory of its own and leaves the file alone: a mapped file would keep every
+page that was ever looked at, and end the process with a signal where reading says what is wrong with the disk.
 """
 
+import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from compress.artifact.atomic import atomic_file, sync_directory, write_atomic
@@ -82,12 +81,12 @@ def load_tensors(path: Path, names: Iterable[str] | None = None, *, device: str 
         UsageError: a name is not in the file.
         StorageError, UnsupportedFormat: as `TensorFiles`.
     """
-    with TensorFiles(path) as files:
-        return {name: files.get(name, device=device) for name in (files.names() if names is None else names)}
+    files = TensorFiles(path)
+    return {name: files.get(name, device=device) for name in (files.names() if names is None else names)}
 
 
 class TensorFiles:
-    """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index. Files open on first use.
+    """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index. No file stays open.
 
     Raises:
         UsageError: there is no such file or directory, or a tensor of that name is not in it.
@@ -99,7 +98,6 @@ class TensorFiles:
         self.path = path
         self._headers: dict[str, TensorHeader] = {}
         self._file_of: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
         wanted = _indexed(path) if (path / INDEX_NAME).exists() else dict.fromkeys(_files(path), None)
         for file, names in wanted.items():
             headers = {header.name: header for header in read_header(file)}
@@ -133,21 +131,24 @@ class TensorFiles:
         return DTYPES[dtype]
 
     def get(self, name: str, *, device: str | torch.device = "cpu") -> Tensor:
-        self.dtype(name)  # refuses an unknown name or dtype with a sentence
-        file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")
-        tensor: Tensor = self._open[file].get_tensor(name)
-        return tensor.to(device)
+        dtype, header, file = self.dtype(name), self.header(name), self._file_of[name]
+        raw = torch.empty(header.end - header.begin, dtype=torch.uint8)
+        try:
+            with file.open("rb", buffering=0) as stream:
+                stream.seek(header.begin)
+                _read_into(stream, memoryview(raw.numpy().data))
+        except OSError as error:
+            raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from error
+        return raw.view(dtype).reshape(header.shape).to(device)
 
-    def close(self) -> None:
-        self._open.clear()
 
-    def __enter__(self) -> "TensorFiles":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
+    """Raises OSError: the file ends before the place is full."""
+    while place:
+        count = stream.readinto(place)
+        if not count:
+            raise OSError("it has become shorter since its header was read")
+        place = place[count:]
 
 
 def _files(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import observe
+from compress.calibrate.observe import observe
 from compress.calibrate.stats import Stat, StatFactory
 from compress.errors import UsageError
 from compress.models.attention import FullAttention

@@ -102,6 +102,9 @@ class CacheError:
             self._counts_2 = other._counts_2 if self._counts_2 is None else self._counts_2.add_(other._counts_2)
             self.num_values += other.num_values
 
+    def park(self) -> None:
+        """It is small."""
+
     def rescale_(self, scale_D: Tensor) -> None:
         raise AssertionError("a cache is observed behind all smoothing")
 

@@ -4,19 +4,24 @@
                      apply     each pass on the layer's float32 weights and the statistics
                      cache     if asked: scales for what the layer, as it is now, puts into a KV cache (`kv.py`)
                      store     the layer's file (a resume point: complete or absent)
-                     replay    x := stored layer (x)
+                     replay    x := compressed layer (x)
 
 A statistic that compares x with the source model's own activations (`SourceStat`) has the runner keep those too, for the same samples, and
 take them through the layers of the source: a second store of activations, and one more pass over each layer.
 
-The replayed layer is the one read back from its file, so a run that was cut and resumed replays the same numbers as one that was not, and
-gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
+The next layer is read while this one is compressed, and this one's file is written while it is replayed, so what is in memory does not
+grow with the number of layers. A layer is replayed as its file holds it, so a run that was cut and resumed replays the same numbers as one
+that was not, and gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
 
-Shapes: N samples, S sequence, D hidden, T tokens.
+With several ranks each has its own samples, all have every layer. The groups of linears are dealt out by what they cost; the statistics of
+a group meet where it is compressed, the codes come back to all. Sums are made in one order wherever they are made (`stats.py`), so the
+number of ranks changes no bit either.
+
+Shapes: N samples, S sequence.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,28 +31,42 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
+from compress.artifact.context import Context, OneRank, Ranks
+from compress.artifact.tensors import save_tensors
 from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
-from compress.calibrate.stats import MergeTree, SourceStat, Stat, StatFactory, shard_bounds
+from compress.calibrate.observe import Shards, Stats, meet, observe_shards, replay_, together
+from compress.calibrate.room import Room, Samples
+from compress.calibrate.stats import SourceStat, Stat, StatFactory
+from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
-from compress.models.attention import FullAttention
-from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.decoder import LinearGroup, SmoothingPair
-from compress.models.weights import WeightSource, build_layer, dense
+from compress.models.arch import Arch
+from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
+from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
+from compress.models.weights import Weights, WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
 """One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
+FINITE_CHUNK = 1 << 24
+"""Numbers that are looked at at once for NaN and infinity: the look must not cost a copy of a large matrix."""
+
+
+class FloatWeights(dict[str, Tensor]):
+    """Weights kept in the dtype they came in and read as float32, so that a layer does not stand there twice as large meanwhile."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return super().__getitem__(name).to(torch.float32)
 
 
 @dataclass
 class LayerState:
     """One layer while the passes work on it.
 
-    `weights` are float32 on the device under names relative to the layer; a pass changes them in place. A linear that a pass has quantized
-    stands in `quantized` too, and that is what is stored; so are `kv_scales`, beside the weights. `stats` is tap -> statistic name ->
-    statistic, of the inputs the layer sees when everything before it is already compressed.
+    `weights` are read as float32, on the device, under names relative to the layer; a pass sets those it changes. A linear that a pass has
+    quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the
+    layer sees when everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights`
+    are all. What a pass does to one group goes through `room`, in case there is none.
     """
 
     layer_idx: int
@@ -55,10 +74,15 @@ class LayerState:
     pairs: list[SmoothingPair]
     weights: dict[str, Tensor]
     stats: dict[str, dict[str, Stat]]
+    ranks: Ranks = field(default_factory=OneRank)
+    room: Room = field(default_factory=Room)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
-    kv_scales: dict[str, Tensor] = field(default_factory=dict)
-    kv_rows: list[Row] = field(default_factory=list)
+
+    def quantize(self, linear: str, weight: QuantizedWeight) -> None:
+        """What a linear is from here on; its dense weight is not kept."""
+        self.quantized[linear] = weight
+        self.weights.pop(f"{linear}.weight", None)
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
         """What linears over one input have, None if they stay dense."""
@@ -68,11 +92,6 @@ class LayerState:
 
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
-
-    def stored(self, dtype: torch.dtype) -> dict[str, Tensor | QuantizedWeight]:
-        """What the layer's file holds; `dtype` of what is not quantized."""
-        weights = {name: self.quantized.get(name.removesuffix(".weight"), value.to(dtype)) for name, value in self.weights.items()}
-        return weights | self.kv_scales
 
 
 class LayerPass(Protocol):
@@ -96,6 +115,8 @@ def run_sequential(
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
+    Every rank of `ctx.ranks` calls this with the same arguments; rank 0 writes.
+
     Args:
         tokens_NS: calibration token ids [N, S].
         scheme: of each linear, to read a layer back.
@@ -104,35 +125,60 @@ def run_sequential(
 
     Returns:
         One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
+        Nothing on ranks other than 0.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
         Interrupted: at a layer boundary, when the context says so.
+        RankStopped, EnvironmentUnfit: another rank failed.
+        EnvironmentUnfit: the device's memory is too small, whatever gives way.
     """
-    arch, device, stored_dtype = source.arch, torch.device(ctx.device), getattr(torch, source.arch.dtype)
-    outer = source.outer()
-    _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
-    save_weights(out / OUTER_NAME, outer)
-    embed = dense(outer["embed.weight"])
-    x_NSD = torch.stack([embed[sample].to(device=device, dtype=compute_dtype) for sample in tokens_NS.to(torch.int64)])
-    source_NSD = x_NSD.clone() if _compares(passes) else None
-    rows: list[Row] = []
-    for idx in range(arch.num_layers):
-        if not _is_stored(out, idx):
-            ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-            state = _compress(source, idx, x_NSD, source_NSD, passes, device, compute_dtype)
-            if kv_scales:
-                cached = KeysValues.of(arch, idx, state.stored(stored_dtype), dtype=compute_dtype, device=device)
-                state.kv_scales, state.kv_rows = calibrate_cache(cached, partial(_observe_over, x_NSD), stored_dtype=stored_dtype)
-            _store(out, stored_dtype, state)
-        elif source_NSD is not None:
-            _forward_(build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device), source_NSD)
-        rows += json.loads(_rows_file(out, idx).read_bytes())
-        if idx + 1 < arch.num_layers:
-            weights = load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.")
-            _forward_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
+    arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
+    leads = ranks.rank == 0
+    if device.type == "cpu":
+        return_freed_blocks()
+    shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
+    samples = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
+    of_source = samples.copy() if _compares(passes) else None
+    room = Room(ctx.progress, *(each for each in (samples, of_source) if each is not None))
+    stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
+
+    def read(idx: int) -> Weights:
+        return load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.") if stored[idx] else source.layer(idx)
+
+    def over_samples(layer: Forward, factories: Mapping[str, StatFactory]) -> Stats:
+        return together(observe_shards(layer, samples, factories, shards, room), ranks)
+
+    with Ahead(read, device) as layers, Behind() as disk:
+        for idx in range(arch.num_layers):
+            weights: Weights = layers.take(idx)
+            is_last = idx + 1 == arch.num_layers
+            if not stored[idx]:
+                disk.wait()
+                ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
+                ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
+                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype)
+                del weights  # what a pass replaces or quantizes is kept nowhere
+                if not is_last:
+                    layers.start(idx + 1)
+                weights, rows = _compressed(state, passes, arch)
+                del state
+                if kv_scales:
+                    cached = KeysValues.of(arch, idx, weights, dtype=compute_dtype, device=device)
+                    scales, of_cache = calibrate_cache(cached, over_samples, stored_dtype=getattr(torch, arch.dtype))
+                    weights, rows = {**weights, **scales}, rows + of_cache
+                    del cached
+                if leads:
+                    disk.write(partial(_store, out, idx, _on_host(weights), rows))
+            elif of_source is not None:
+                replay_(_built(arch, idx, source.layer(idx), device, compute_dtype, room), of_source, room)
+            if not is_last:
+                layers.start(idx + 1)
+                replay_(_built(arch, idx, weights, device, compute_dtype, room), samples, room)
+            del weights  # before the next layer comes
+        disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
-    return rows
+    return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())] if leads else []
 
 
 def _compares(passes: Sequence[LayerPass]) -> bool:
@@ -140,97 +186,104 @@ def _compares(passes: Sequence[LayerPass]) -> bool:
     return any(isinstance(factory(), SourceStat) for each in passes for factory in each.stats().values())
 
 
-def _compress(
-    source: WeightSource,
+def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Samples:
+    """The samples before the first layer; the weights outside the layers go to `out` and are not kept."""
+    outer = source.outer()
+    _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
+    if out is not None:
+        save_weights(out / OUTER_NAME, outer)
+    embed = dense(outer["embed.weight"])
+    samples = Samples((*tokens_NS.shape, embed.shape[1]), dtype, device)
+    for idx, tokens_S in enumerate(tokens_NS.to(torch.int64)):
+        samples[idx] = embed[tokens_S].unsqueeze(0)
+    return samples
+
+
+def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tensor]:
+    """The layer's weights on the device."""
+    placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
+    _check_finite(placed, f"layers.{idx}")
+    return placed
+
+
+def _observed(
+    arch: Arch,
     idx: int,
-    x_NSD: Tensor,
-    source_NSD: Tensor | None,
+    weights: Weights,
+    samples: Samples,
+    of_source: Samples | None,
     passes: Sequence[LayerPass],
+    shards: Shards,
+    ranks: Ranks,
+    room: Room,
     device: torch.device,
     compute_dtype: torch.dtype,
 ) -> LayerState:
-    stored = source.layer(idx)
-    weights = {name: dense(value).to(device=device, dtype=torch.float32) for name, value in stored.items()}
-    _check_finite(weights, f"layers.{idx}")
-    layer = build_layer(source.arch, idx, stored, dtype=compute_dtype, device=device)
+    """The layer as the passes find it, with the statistics of the groups that are this rank's."""
+    placed = room.attempt(partial(_placed, weights, idx, device), "placing a layer")
+    layer = _built(arch, idx, placed, device, compute_dtype, room)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
-    state = LayerState(
+    owners = deal(arch, idx, layer.groups(), ranks.size)
+    trees = observe_shards(layer, samples, factories, shards, room, of_source)
+    stats = meet(trees, layer.groups(), list(factories), owners, ranks)
+    return LayerState(
         idx,
-        groups=layer.groups(),
+        groups=[group for group in layer.groups() if owners[group.tap] == ranks.rank],
         pairs=layer.smoothing_pairs(),
-        weights=weights,
-        stats=observe(layer, x_NSD, factories, source_NSD) if factories else {},
+        weights=FloatWeights(placed),
+        stats=stats,
+        ranks=ranks,
+        room=room,
     )
+
+
+def _built(arch: Arch, idx: int, weights: Weights, device: torch.device, dtype: torch.dtype, room: Room) -> DecoderLayer:
+    return room.attempt(partial(build_layer, arch, idx, weights, dtype=dtype, device=device, narrow=True), "building a layer")
+
+
+def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
+    """Tap -> the rank that compresses the linears behind it: the costliest group first, each to the rank with the least to do."""
+    shapes = {group.tap: [arch.layers[idx].linear_shape(name, arch.hidden_size) for name in group.linears] for group in groups}
+    costs = {tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()}
+    load, owners = [0] * num_ranks, dict[str, int]()
+    for tap in sorted(costs, key=lambda tap: -costs[tap]):
+        owners[tap] = load.index(min(load))
+        load[owners[tap]] += costs[tap]
+    return owners
+
+
+def _compressed(state: LayerState, passes: Sequence[LayerPass], arch: Arch) -> tuple[Weights, list[Row]]:
+    """What the passes of all ranks make of the layer, as its file will hold it, and the rows of its linears. Empties `state` of weights."""
     for each in passes:
         each.apply(state)
-    return state
+    for rank in range(state.ranks.size):
+        quantized, rows = state.ranks.broadcast((state.quantized, state.rows), source=rank)
+        state.quantized |= quantized
+        state.rows |= rows
+    dtype = getattr(torch, arch.dtype)
+    kept = [name for name in state.weights if name.removesuffix(".weight") not in state.quantized]
+    dense_weights = {name: state.weights.pop(name).to(dtype) for name in kept}
+    state.weights.clear()
+    quantized_weights = {f"{linear}.weight": weight for linear, weight in state.quantized.items()}
+    return dense_weights | quantized_weights, [state.rows[name] for name in arch.layers[state.layer_idx].linears if name in state.rows]
 
 
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
     """Raises UnsupportedFormat: rounding would turn NaN and infinity into codes that look like any other."""
     for name, value in weights.items():
-        if not bool(torch.isfinite(value).all()):
+        if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
             raise UnsupportedFormat(f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged.")
 
 
-@torch.no_grad()
-def observe(
-    layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory], source_NSD: Tensor | None = None
-) -> dict[str, dict[str, Stat]]:
-    """Statistics of every tap over all samples, in the fixed order of summation. `source_NSD`, where given, is what the source model has in
-    the place of x; it becomes the layer's output."""
-    trees: dict[tuple[str, str], MergeTree[Stat]] = {}
-    for begin, end in shard_bounds(x_NSD.shape[0]):
-        shard: dict[tuple[str, str], Stat] = {}
-        beside: dict[str, Tensor] = {}
-        tap = _tap_into(shard, factories, beside)
-        for sample in range(begin, end):
-            if source_NSD is not None:
-                source_NSD[sample : sample + 1] = _run(layer, source_NSD[sample : sample + 1], beside.__setitem__)
-            _run(layer, x_NSD[sample : sample + 1], tap)
-        for key, stat in shard.items():
-            trees.setdefault(key, MergeTree()).push(stat)
-    stats: dict[str, dict[str, Stat]] = {}
-    for (tap_name, stat_name), tree in trees.items():
-        stats.setdefault(tap_name, {})[stat_name] = tree.root()
-    return stats
+def _on_host(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of a layer's file; packed on the device, before the copy."""
+    return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
 
 
-def _observe_over(x_NSD: Tensor, layer: Forward, factories: Mapping[str, StatFactory]) -> dict[str, dict[str, Stat]]:
-    return observe(layer, x_NSD, factories)
-
-
-def _tap_into(
-    shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory], beside: Mapping[str, Tensor]
-) -> Callable[[str, Tensor], None]:
-    """`beside` has what the source model's linears read of the same sample, where anybody asks for it."""
-
-    def tap(tap_name: str, x: Tensor) -> None:
-        for stat_name, factory in factories.items():
-            stat = shard.setdefault((tap_name, stat_name), factory())
-            if isinstance(stat, SourceStat):
-                stat.update_beside(x.flatten(0, -2), beside[tap_name].flatten(0, -2))
-            else:
-                stat.update(x.flatten(0, -2))
-
-    return tap
-
-
-@torch.no_grad()
-def _forward_(layer: Forward, x_NSD: Tensor) -> None:
-    for sample in range(x_NSD.shape[0]):
-        x_NSD[sample : sample + 1] = _run(layer, x_NSD[sample : sample + 1], lambda name, x: None)
-
-
-def _run(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
-    return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
-
-
-def _store(out: Path, dtype: torch.dtype, state: LayerState) -> None:
+def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> None:
     """Rows first, weights second: a layer counts as stored when its weights are there."""
-    rows = [state.rows[name] for group in state.groups for name in group.linears if name in state.rows]
-    write_atomic(_rows_file(out, state.layer_idx), canonical_json(rows + state.kv_rows))
-    save_weights(out / layer_name(state.layer_idx), state.stored(dtype))
+    write_atomic(_rows_file(out, idx), canonical_json(list(rows)))
+    save_tensors(out / layer_name(idx), tensors)
 
 
 def _is_stored(out: Path, idx: int) -> bool:

@@ -7,7 +7,9 @@ bits.
 Shapes: T tokens of one sample, D features.
 """
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -17,12 +19,19 @@ NUM_SHARDS = 8
 """Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
 
 
+PARKED_ROWS = 256
+"""Rows of a block of a parked sum."""
+
+
 class Stat(Protocol):
-    """A sum over samples. `update` sees all tokens of one sample at once; `merge` adds a later one into this one."""
+    """A sum over samples. `update` sees all tokens of one sample at once; `merge` adds a later one, which is used up, into this one; `park`
+    says that only `merge` and reading are to come."""
 
     def update(self, x_TD: Tensor) -> None: ...
 
     def merge(self, other: Self) -> None: ...
+
+    def park(self) -> None: ...
 
     def rescale_(self, scale_D: Tensor) -> None: ...
 
@@ -39,6 +48,7 @@ class SecondMoment:
 
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
+        self._lower: list[Tensor] = []  # of a parked sum: blocks of rows up to the diagonal
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
@@ -47,19 +57,48 @@ class SecondMoment:
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "SecondMoment") -> None:
-        if other._sum_DD is not None:
-            self._sum_DD = other._sum_DD if self._sum_DD is None else self._sum_DD.add_(other._sum_DD)
-            self.num_tokens += other.num_tokens
+        """One of the two is whole at a time: a + b is b + a, in floating point too."""
+        if other.num_tokens == 0:
+            return
+        if self.num_tokens == 0:
+            self._sum_DD, self._lower = other._sum_DD, other._lower
+        elif self._lower:
+            self._sum_DD, self._lower = _plus_lower_(other._whole(), self._lower), []
+        elif other._lower:
+            self._sum_DD = _plus_lower_(self._whole(), other._lower)
+        else:
+            self._whole().add_(other._whole())
+        self.num_tokens += other.num_tokens
+
+    def park(self) -> None:
+        """Keep one half of a sum that is symmetric bit for bit, as sums of x^T x are: sums that wait are most of a layer's memory. Where
+        there is no room for the half beside the whole, it stays whole."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._keep_half()
+
+    def _keep_half(self) -> None:
+        if self._sum_DD is not None and torch.equal(self._sum_DD, self._sum_DD.t()):
+            blocks = [rows[:, :end] for rows, end in _row_blocks(self._sum_DD)]
+            flat = torch.cat([block.reshape(-1) for block in blocks])  # one piece of memory, given back as one
+            parts = flat.split([block.numel() for block in blocks])
+            self._lower = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
+            self._sum_DD = None
 
     def rescale_(self, scale_D: Tensor) -> None:
         """Become the moment of x / s, after s was folded into whatever produces x."""
-        assert self._sum_DD is not None
-        self._sum_DD = self._sum_DD / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
+        self._sum_DD, self._lower = self._whole() / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1)), []
 
     def mean(self) -> Tensor:
         """float32 [D, D]."""
+        return self._whole() / self.num_tokens if not self._lower else self._whole().div_(self.num_tokens)
+
+    def _whole(self) -> Tensor:
+        """The sum; a copy of a parked one, which stays parked."""
+        if self._lower:
+            size = self._lower[-1].shape[1]
+            return _plus_lower_(self._lower[0].new_zeros(size, size), self._lower)
         assert self._sum_DD is not None
-        return self._sum_DD / self.num_tokens
+        return self._sum_DD
 
 
 @runtime_checkable
@@ -92,6 +131,9 @@ class CrossMoment:
             self._sum_DD = other._sum_DD if self._sum_DD is None else self._sum_DD.add_(other._sum_DD)
             self.num_tokens += other.num_tokens
 
+    def park(self) -> None:
+        """It is not symmetric: no half of it says all."""
+
     def rescale_(self, scale_D: Tensor) -> None:
         """Both inputs are divided by s: the source's model takes the same scale out of its weights."""
         assert self._sum_DD is not None
@@ -120,6 +162,9 @@ class AbsMean:
             self._sum_D = other._sum_D if self._sum_D is None else self._sum_D.add_(other._sum_D)
             self.num_tokens += other.num_tokens
 
+    def park(self) -> None:
+        """It is small."""
+
     def rescale_(self, scale_D: Tensor) -> None:
         assert self._sum_D is not None
         self._sum_D = self._sum_D / scale_D
@@ -144,6 +189,9 @@ class AbsMax:
         if other._max_D is not None:
             self._max_D = other._max_D if self._max_D is None else torch.maximum(self._max_D, other._max_D)
 
+    def park(self) -> None:
+        """It is small."""
+
     def rescale_(self, scale_D: Tensor) -> None:
         assert self._max_D is not None
         self._max_D = self._max_D / scale_D
@@ -154,27 +202,53 @@ class AbsMax:
         return self._max_D.max()
 
 
-class MergeTree(Generic[S]):
-    """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive."""
+@dataclass(frozen=True)
+class Node(Generic[S]):
+    """The sum of shards begin .. begin + num_shards - 1, a power of two of them."""
 
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, S]] = []
+    begin: int
+    num_shards: int
+    stat: S
+
+
+class MergeTree(Generic[S]):
+    """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive.
+
+    A tree over the shards from `first` on merges only what the tree over all shards merges too, so whoever computed the shards of a part,
+    their nodes, joined in order, make the same sums.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
+        self._pending: list[Node[S]] = []
 
     def push(self, shard: S) -> None:
-        rank = 0
-        while self._pending and self._pending[-1][0] == rank:
-            _, earlier = self._pending.pop()
-            earlier.merge(shard)
-            shard, rank = earlier, rank + 1
-        self._pending.append((rank, shard))
+        """Add the next shard."""
+        self.join(Node(self._next, 1, shard))
+
+    def join(self, node: Node[S]) -> None:
+        """Add the next node, of this tree or of another one over the same shards."""
+        self._next = node.begin + node.num_shards
+        while self._pending and self._pending[-1].num_shards == node.num_shards and self._pending[-1].begin % (2 * node.num_shards) == 0:
+            earlier = self._pending.pop()
+            earlier.stat.merge(node.stat)
+            node = Node(earlier.begin, 2 * node.num_shards, earlier.stat)
+        node.stat.park()
+        self._pending.append(node)
+
+    def nodes(self) -> list[Node[S]]:
+        """What is not merged yet, in order; the tree is empty afterwards."""
+        pending, self._pending = self._pending, []
+        return pending
 
     def root(self) -> S:
         """The sum of everything pushed; the tree is empty afterwards."""
-        _, total = self._pending.pop()
+        total = self._pending.pop().stat
         while self._pending:
-            _, earlier = self._pending.pop()
+            earlier = self._pending.pop().stat
             earlier.merge(total)
             total = earlier
+        total.park()
         return total
 
 
@@ -182,6 +256,22 @@ def shard_bounds(num_samples: int) -> list[tuple[int, int]]:
     """Half-open sample ranges of the virtual shards; empty ones are left out."""
     edges = [num_samples * idx // NUM_SHARDS for idx in range(NUM_SHARDS + 1)]
     return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
+
+
+def _row_blocks(sum_DD: Tensor) -> list[tuple[Tensor, int]]:
+    """Blocks of rows, each with the index behind its last one."""
+    return [(rows, min((idx + 1) * PARKED_ROWS, len(sum_DD))) for idx, rows in enumerate(sum_DD.split(PARKED_ROWS))]
+
+
+def _plus_lower_(sum_DD: Tensor, lower: list[Tensor]) -> Tensor:
+    """`sum_DD` plus a parked sum, which is symmetric."""
+    begin = 0
+    for rows in lower:
+        end = rows.shape[1]
+        sum_DD[begin:end, :end] += rows
+        sum_DD[:begin, begin:end] += rows[:, :begin].t()
+        begin = end
+    return sum_DD
 
 
 def _product(a_TD: Tensor, b_TD: Tensor) -> Tensor:

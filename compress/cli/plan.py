@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.output import JsonFlag, duration_text, emit, size_text, table
+from compress.cli.output import JsonFlag, count_text, duration_text, emit, size_text, table
 from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption, device_kind
 from compress.errors import StorageError
 
@@ -25,6 +25,7 @@ def plan(
     device: Annotated[
         str | None, typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False)
     ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Plan for that many processes of torchrun, a GPU each.")] = 1,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -38,7 +39,7 @@ def plan(
     target = device_kind(device) if device is not None else _default_device()
     cached = _cached(loaded, steps, source, workspace, target)
     rows: list[dict[str, Any]] = []
-    for step, hit, estimate in zip(steps, cached, estimates(steps, arch, target), strict=True):
+    for step, hit, estimate in zip(steps, cached, estimates(steps, arch, target, num_ranks=ranks), strict=True):
         rows.append(
             {
                 "kind": step.stage.kind,
@@ -54,6 +55,7 @@ def plan(
         "recipe": str(recipe),
         "model": {"name": loaded.model, "params": arch.num_params, "layers": arch.num_layers, "dtype": arch.dtype},
         "device": target,
+        "ranks": ranks,
         "assumed_flops_per_s": ASSUMED_FLOPS_PER_S[target],
         "stages": rows,
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
@@ -104,11 +106,15 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _machine(device: str, ranks: int) -> str:
+    return count_text(ranks, "GPU") if device == "cuda" else f"the CPU, {count_text(ranks, 'rank')}"
+
+
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
         f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
-        f"planned for {document['device']}",
+        f"planned for {_machine(document['device'], document['ranks'])}",
         "",
     ]
     header = ("stage", "state", "peak memory", "writes", "time about")

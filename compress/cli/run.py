@@ -1,7 +1,8 @@
 """`compress run` and `compress resume`: the whole pipeline of a recipe, safe to repeat, safe to interrupt."""
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.output import JsonFlag, duration_text, emit, note, peak_host_bytes, progress, size_text, table
-from compress.errors import GateFailed, UsageError
+from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
 
 if TYPE_CHECKING:
-    from compress.artifact.context import Progress
+    from compress.artifact.context import Progress, Ranks
+    from compress.calibrate.ranks import Launch
     from compress.pipeline import Outcome, RunDir, RunResult, StepResult
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
@@ -89,18 +91,66 @@ def _execute(
     unchanged_exit_code: int = 0,
     **asked: Any,
 ) -> int:
-    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`."""
+    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of several ranks that torchrun
+    started, rank 0 does this and the others help."""
+    from compress.artifact.context import OneRank
     from compress.pipeline import Job, execute
 
-    chosen = pick_device(device)
-    with _stop_signal() as stopped:
-        job = Job(recipe_file, directory, workspace, chosen, stop_signal=stopped, step_done=_note_step, **asked)
-        outcome = execute(job, TerminalWatch(chosen))
-    document = _document(outcome, directory)
-    emit(document, _card(document, outcome.result), as_json=as_json)
-    if outcome.status == "gate_failed":
-        return GateFailed.exit_code
-    return unchanged_exit_code if outcome.status == "unchanged" else 0
+    def lead(chosen: str, ranks: "Ranks") -> int:
+        with _stop_signal() as stopped:
+            job = Job(recipe_file, directory, workspace, chosen, stop_signal=stopped, step_done=_note_step, ranks=ranks, **asked)
+            outcome = execute(job, TerminalWatch(chosen))
+        document = _document(outcome, directory)
+        emit(document, _card(document, outcome.result), as_json=as_json)
+        if outcome.status == "gate_failed":
+            return GateFailed.exit_code
+        return unchanged_exit_code if outcome.status == "unchanged" else 0
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return lead(pick_device(device), OneRank())
+    return _as_rank(device, lead)
+
+
+def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
+    """Join the others, and lead or follow. What ends one rank ends all; rank 0 says why, with the exit code of whoever it was."""
+    from compress.calibrate.ranks import Launch, joined
+    from compress.pipeline import follow
+
+    launch = Launch.of(os.environ)
+    if launch is None:
+        raise UsageError("WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun.")
+    chosen = _device_of(launch, device)
+    try:
+        with joined(launch, chosen) as ranks:
+            if ranks.rank == 0:
+                return lead(chosen, ranks)
+            with _stop_signal(silent=True):  # whether to stop is for rank 0 to say
+                follow(ranks, chosen)
+            return 0
+    except RankStopped as stopped:
+        if launch.rank == 0:
+            raise
+        return stopped.exit_code  # rank 0 says why
+
+
+def _device_of(launch: "Launch", asked: str | None) -> str:
+    """Each rank of a machine has its own GPU.
+
+    Raises:
+        UsageError: one GPU was asked for, for all of them.
+        EnvironmentUnfit: more ranks than GPUs.
+    """
+    import torch
+
+    chosen = pick_device(asked)
+    if device_kind(chosen) == "cpu":
+        return chosen
+    if torch.device(chosen).index is not None:
+        raise UsageError(f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, or leave it out.")
+    if launch.local_rank >= torch.cuda.device_count():
+        raise EnvironmentUnfit(f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks were started.")
+    torch.cuda.set_device(launch.local_rank)
+    return f"cuda:{launch.local_rank}"
 
 
 def pick_device(asked: str | None) -> str:
@@ -111,8 +161,6 @@ def pick_device(asked: str | None) -> str:
         EnvironmentUnfit: CUDA was asked for and is not usable, or has no GPU of that index.
     """
     import torch
-
-    from compress.errors import EnvironmentUnfit
 
     usable = torch.cuda.is_available()
     if asked is None:
@@ -168,7 +216,7 @@ class TerminalWatch:
 
 
 @contextmanager
-def _stop_signal() -> "Iterator[Any]":
+def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
     """While the block runs, SIGTERM and the first SIGINT are remembered for the next boundary; a second SIGINT ends at once."""
     received: list[int] = []
 
@@ -176,7 +224,8 @@ def _stop_signal() -> "Iterator[Any]":
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        note(f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)")
+        if not silent:
+            note(f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)")
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -60,7 +60,7 @@ class Descent(Spec):
             )
         dead_I = h_II.diagonal() == 0
         if bool(dead_I.all()):
-            return Rounded(weight, {"codes_moved": 0.0})
+            return Rounded(weight)
         h_II.diagonal().add_(self.damping * h_II.diagonal()[~dead_I].mean())
         pull_I = (1 / h_II.diagonal()).masked_fill(dead_I, 0.0)
         point = Point.of(weight)
@@ -70,9 +70,7 @@ class Descent(Spec):
                 if self.refit:
                     refit_scale_(point, group, g_IO, h_II)
                 descend_codes_(point, group, g_IO, h_II, pull_I)
-        refined = point.weight(weight)
-        moved = (refined.codes_OI.view(torch.int8) != weight.codes_OI.view(torch.int8)).float().mean()
-        return Rounded(refined, {"codes_moved": round(float(moved), 4)})
+        return Rounded(point.weight(weight))
 
 
 @dataclass(frozen=True)

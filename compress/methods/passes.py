@@ -8,14 +8,17 @@ where it does nothing for the scheme behind it.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Refiner, Rounded, Rounder, Smoother, Target
+from compress.methods import Refiner, Rounder, Smoother, Target
+from compress.models.decoder import LinearGroup, SmoothingPair
 from compress.models.surgery import fold_
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
@@ -31,18 +34,27 @@ class SmoothPass:
         return self._smoother.stats()
 
     def apply(self, state: LayerState) -> None:
+        """Each scale is found where the statistics of its inputs are, and folded on every rank. No fold touches the columns that a later
+        pair looks at, so all scales may be found before the first is folded."""
+        scales = dict[str, Tensor]()
         for pair in state.pairs:
             scheme = state.scheme(self._schemes, pair.linears)
-            if scheme is None or self._smoother.idle(scheme):
+            if scheme is not None and not self._smoother.idle(scheme) and pair.tap in state.stats:
+                scales[pair.tap] = state.room.attempt(partial(self._scale, pair, state, scheme), f"smoothing {pair.tap}")
+        for rank in range(state.ranks.size):
+            scales |= state.ranks.broadcast(scales, source=rank)
+        for pair in state.pairs:
+            if pair.tap not in scales:
                 continue
-            stacked_OI = torch.cat([state.weights[f"{linear}.weight"] for linear in pair.linears])
-            stats = state.stats[pair.tap]
-            scale_I = self._smoother.scale(
-                stacked_OI, stats, scheme, scale_dtype=self._stored_dtype, head_repeat=(pair.repeat, pair.head_dim)
-            )
-            folded_I = fold_(state.weights, pair, scale_I, stored_dtype=self._stored_dtype)
-            for stat in stats.values():
+            folded_I = fold_(state.weights, pair, scales[pair.tap], stored_dtype=self._stored_dtype)
+            for stat in state.stats.get(pair.tap, {}).values():
                 stat.rescale_(folded_I)
+
+    def _scale(self, pair: SmoothingPair, state: LayerState, scheme: Scheme) -> Tensor:
+        head_repeat = (pair.repeat, pair.head_dim)
+        return self._smoother.scale(
+            _stacked(pair.linears, state), state.stats[pair.tap], scheme, scale_dtype=self._stored_dtype, head_repeat=head_repeat
+        )
 
 
 class RoundPass:
@@ -67,25 +79,42 @@ class RoundPass:
             if scheme is None:
                 continue
             stats = state.stats[group.tap]
-            weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
-                if self._target is not None:
-                    weights = list(self._target.target(torch.cat(weights), stats).split([len(weight) for weight in weights]))
-                rounded = self._rounded(torch.cat([whole_blocks(weight, scheme) for weight in weights]), stats, scheme)
-                stacked = replace(rounded.weight, input_scale=self._input_scale(stats, scheme))
+                for linears in self._stacks(group, state):
+                    whole = partial(self._round, linears, stats, state, scheme)
+                    alone = partial(self._one_by_one, linears, stats, state, scheme) if len(linears) > 1 else None
+                    state.room.attempt(whole, f"rounding {', '.join(linears)}", smaller=alone)
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
-            pieces = _split_rows(stacked, [weight.shape[0] for weight in weights])
-            for linear, weight, piece in zip(group.linears, weights, pieces, strict=True):
-                state.quantized[linear] = piece
-                state.row(linear).update(error_after=output_error(weight, piece.dequantize(), _moment(stats)), **rounded.facts)
 
-    def _rounded(self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme) -> Rounded:
-        rounded = self._rounder.round(w_OI, stats, scheme, scale_dtype=self._stored_dtype)
-        if self._refiner is None:
-            return rounded
-        refined = self._refiner.refine(w_OI, rounded.weight, stats)
-        return Rounded(refined.weight, {**rounded.facts, **refined.facts})
+    def _stacks(self, group: LinearGroup, state: LayerState) -> list[tuple[str, ...]]:
+        """The linears that are rounded as one matrix."""
+        weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
+        as_one = rounds_as_one(sum(weight.numel() for weight in weights), on_cpu=not weights[0].is_cuda)
+        return [group.linears] if as_one else [(linear,) for linear in group.linears]
+
+    def _one_by_one(self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState, scheme: Scheme) -> None:
+        for linear in linears:
+            state.room.attempt(partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}")
+
+    def _round(self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState, scheme: Scheme) -> None:
+        """Float32 copies of the weights are made where they are read, and not held between; those of a target cost too much for that."""
+        target_OI = None if self._target is None else self._target.target(_stacked(linears, state), stats)
+        rows = [state.weights[f"{linear}.weight"].shape[0] for linear in linears]
+
+        def aimed_at() -> list[Tensor]:
+            return list((_stacked(linears, state) if target_OI is None else target_OI).split(rows))
+
+        rounded = self._rounder.round(_in_blocks(aimed_at(), scheme), stats, scheme, scale_dtype=self._stored_dtype)
+        final = rounded if self._refiner is None else self._refiner.refine(_in_blocks(aimed_at(), scheme), rounded.weight, stats)
+        pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats, scheme)), rows)
+        before, h_II = _split_rows(rounded.weight, rows), _moment(stats)
+        for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):
+            error = output_error(weight, piece.dequantize(), h_II)
+            moved = {} if self._refiner is None else {"codes_moved": _share_changed(first.codes_OI, piece.codes_OI)}
+            state.row(linear).update(error_after=error, **{**rounded.facts, **final.facts}, **moved)
+        for linear, piece in zip(linears, pieces, strict=True):
+            state.quantize(linear, piece)
 
     def _input_scale(self, stats: Mapping[str, Stat], scheme: Scheme) -> Tensor | None:
         """Raises UsageError: the inputs reached NaN or infinity."""
@@ -113,11 +142,30 @@ class BaselinePass:
             scheme = state.scheme(self._schemes, group.linears)
             if scheme is None:
                 continue
-            h_II = _moment(state.stats[group.tap])
             for linear in group.linears:
-                weight = state.weights[f"{linear}.weight"]
-                nearest = nearest_weight(weight, scheme, self._stored_dtype)
-                state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), h_II))
+                state.room.attempt(partial(self._note, linear, state.stats[group.tap], state, scheme), f"rounding {linear}")
+
+    def _note(self, linear: str, stats: Mapping[str, Stat], state: LayerState, scheme: Scheme) -> None:
+        weight = state.weights[f"{linear}.weight"]
+        nearest = nearest_weight(weight, scheme, self._stored_dtype)
+        state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), _moment(stats)))
+
+
+def _in_blocks(weights: list[Tensor], scheme: Scheme) -> Tensor:
+    """One matrix, in which no block of rows reaches from one weight into the next."""
+    filled = [whole_blocks(weight, scheme) for weight in weights]
+    return filled[0] if len(filled) == 1 else torch.cat(filled)
+
+
+def _stacked(linears: tuple[str, ...], state: LayerState) -> Tensor:
+    weights = [state.weights[f"{linear}.weight"] for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _share_changed(before_OI: Tensor, after_OI: Tensor) -> float:
+    """Of codes, compared as bytes."""
+    changed = int((before_OI.view(torch.int8) != after_OI.view(torch.int8)).sum())
+    return round(changed / before_OI.numel(), 4)
 
 
 def _moment(stats: Mapping[str, Stat]) -> Tensor:

@@ -28,6 +28,11 @@ def layer_name(layer_idx: int) -> str:
 
 def save_weights(path: Path, weights: Weights) -> None:
     """Write one file of the store."""
+    save_tensors(path, encoded(weights))
+
+
+def encoded(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of a file of the store."""
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
         if isinstance(value, QuantizedWeight):
@@ -35,7 +40,7 @@ def save_weights(path: Path, weights: Weights) -> None:
             tensors.update({f"{module}.{leaf}": tensor for leaf, tensor in _CODEC.encode(value).items()})
         else:
             tensors[name] = value
-    save_tensors(path, tensors)
+    return tensors
 
 
 def load_weights(path: Path, schemes: Schemes | None, *, prefix: str = "") -> dict[str, Tensor | QuantizedWeight]:

@@ -60,6 +60,13 @@ class SmoothingPair:
     repeat: int = 1
 
 
+class Linear(nn.Linear):
+    """A linear whose weight may have fewer bits than its input: it is widened when it is read, for as long as the product takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -197,4 +204,4 @@ class Decoder(nn.Module):
 
 def _linear(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
     rows, columns = shape.linear_shape(name, arch.hidden_size)
-    return nn.Linear(columns, rows, bias=arch.has_bias(name))
+    return Linear(columns, rows, bias=arch.has_bias(name))

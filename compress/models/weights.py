@@ -41,19 +41,26 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
     return tensor if dtype is None else tensor.to(dtype)
 
 
-def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> None:
+def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False) -> None:
     """Assign every parameter of a module built on the meta device; both sides must name the same parameters. Scales of a KV cache are
-    none: a decoder attends to keys and values as its linears give them."""
-    scales = tuple(KV_SCALES.values())
-    state = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items() if not name.endswith(scales)}
+    none: a decoder attends to keys and values as its linears give them. With `narrow`, matrices of fewer bits than `dtype` stay so."""
+    state = {}
+    for name, value in weights.items():
+        if name.endswith(tuple(KV_SCALES.values())):
+            continue
+        tensor = dense(value)
+        kept = tensor.dtype if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize else dtype
+        state[name] = tensor.to(device=device, dtype=kept)
     module.load_state_dict(state, strict=True, assign=True)
 
 
-def build_layer(arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> DecoderLayer:
-    """One decoder layer with the weights given, ready to run."""
+def build_layer(
+    arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False
+) -> DecoderLayer:
+    """One decoder layer with the weights given, ready to run. `narrow`: linears are widened to `dtype` product by product."""
     with torch.device("meta"):
         layer = DecoderLayer(arch, layer_idx)
-    fill_(layer, weights, dtype=dtype, device=device)
+    fill_(layer, weights, dtype=dtype, device=device, narrow=narrow)
     return layer.requires_grad_(False)
 
 

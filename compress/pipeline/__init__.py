@@ -1,5 +1,6 @@
 """The whole journey of a recipe: `steps` checks it, `run` loops over its stages, `job` is what one command does from lock to push."""
 
+from compress.pipeline.follow import follow
 from compress.pipeline.job import Job, Outcome, execute
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, cached_keys, publish, run, unchanged
 from compress.pipeline.run_dir import LOCK_NAME, RunDir
@@ -20,6 +21,7 @@ __all__ = [
     "check_selection",
     "estimates",
     "execute",
+    "follow",
     "lock_of",
     "publish",
     "resolve_text",

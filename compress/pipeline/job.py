@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from compress.artifact.context import never
+from compress.artifact.context import OneRank, Ranks, never
 from compress.artifact.workspace import Workspace
 from compress.export import open_weights
 from compress.pipeline.provenance import provenance
@@ -38,6 +38,7 @@ class Job:
     offline: bool = False
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
+    ranks: Ranks = field(default_factory=OneRank)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def execute(job: Job, watch: Watch) -> Outcome:
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
-        options = RunOptions(job.device, job.until, job.rebuild_from, job.offline, job.stop_signal, lambda result: _step_done(job, result))
+        options = RunOptions(
+            job.device, job.until, job.rebuild_from, job.offline, job.stop_signal, lambda result: _step_done(job, result), job.ranks
+        )
         pushed = None
         with _ends_in_log(directory):
             result = run(recipe, steps, source, workspace, watch, options)

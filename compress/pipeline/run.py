@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from compress.artifact.context import Context, Progress, never
+from compress.artifact.context import Context, OneRank, Progress, Ranks, never
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.errors import GateFailed
+from compress.pipeline.follow import share
 from compress.pipeline.steps import Step, check_selection, met_by
 from compress.recipe import Push, Recipe
 from compress.registry import transfer
@@ -78,6 +79,7 @@ class RunOptions:
     offline: bool = False
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
+    ranks: Ranks = field(default_factory=OneRank)
 
 
 def run(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, watch: Watch, options: RunOptions) -> RunResult:
@@ -152,8 +154,11 @@ def cached_keys(recipe: Recipe, steps: Sequence[Step], source: ModelSource, work
 
 
 def _build(step: Step, key: str, inputs: Inputs, workspace: Workspace, seed: int, progress: Progress, options: RunOptions) -> Artifact:
-    context = Context(options.device, seed, workspace.scratch(key), progress, options.stop_signal, options.offline)
+    scratch = workspace.scratch(key)
+    context = Context(options.device, seed, scratch, progress, options.stop_signal, options.offline, options.ranks)
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
+    if step.stage.together is not None:
+        options.ranks.summon(share(step.stage.kind, step.spec, inputs, seed=seed, scratch=scratch, offline=options.offline))
     return workspace.commit(key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context))
 
 

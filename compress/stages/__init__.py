@@ -71,11 +71,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes, and the specs of the stages before (by kind)."""
+    """What is known at plan time: shapes, the specs of the stages before (by kind), and how many ranks are to share the work."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
+    num_ranks: int = 1
 
 
 class RunStage(Protocol):
@@ -89,7 +90,8 @@ def _nothing(spec: Any, device: str) -> Mapping[str, str]:
 @dataclass(frozen=True)
 class Stage:
     """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
-    machine of a latency measurement): name -> digest or text, part of the cache key.
+    machine of a latency measurement): name -> digest or text, part of the cache key. `together` is the part of `run` in which all ranks of
+    a job take part: rank 0 comes to it inside `run`, the others are sent there.
     """
 
     kind: str
@@ -101,6 +103,7 @@ class Stage:
     estimate: Callable[[Any, PlanFacts], Estimate]
     uses: tuple[Port, ...] = ()
     depends: Callable[[Any, str], Mapping[str, str]] = _nothing
+    together: Callable[[Any, Inputs, Context], object] | None = None
 
 
 class StageSet(PluginSet[Stage]):
@@ -117,9 +120,10 @@ class StageSet(PluginSet[Stage]):
         estimate: Callable[[Any, PlanFacts], Estimate],
         uses: tuple[Port, ...] = (),
         depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
+        together: Callable[[Any, Inputs, Context], object] | None = None,
     ) -> Callable[[RunStage], RunStage]:
         def decorate(run: RunStage) -> RunStage:
-            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends))
+            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together))
             return run
 
         return decorate

@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
+from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.digest import digest_json
@@ -277,43 +278,33 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
-    """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set; with a
-    target, also those of the source model, and their moments with the others."""
+    """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`. With a target, also
+    the activations of the source model, and their moments with the others."""
     arch, scheme = facts.arch, spec.possible_schemes(facts.arch)[-1]
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
-    width = 4 if facts.device == "cpu" else 2
-    num_tokens = calib.num_samples * calib.seq_len
-    layer = max(arch.layers, key=lambda each: each.intermediate_size)
-    shapes = {name: layer.linear_shape(name, arch.hidden_size) for name in layer.linears}
-    inputs = {layer.linears[name]: columns for name, (_, columns) in shapes.items()}  # tap -> features
-    stacked = max(sum(shapes[n][0] * shapes[n][1] for n in shapes if layer.linears[n] == tap) for tap in inputs)
-    hessians, largest = 4 * sum(size**2 for size in inputs.values()), 4 * max(inputs.values()) ** 2
-    # Observing holds the merge tree's statistics; rounding holds those of the layer, and copies of a stack of linears or of the largest H.
-    streams = 1 if spec.target is None else 2  # of activations: of the compressed model, and of the source
-    working = max(4 * streams * hessians, streams * hessians + 6 * 4 * stacked, streams * hessians + 6 * largest)
-    params = sum(rows * columns for rows, columns in shapes.values())
-    peak = params * (width + 4) + streams * num_tokens * arch.hidden_size * width + working
+    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks, compares=spec.target is not None)
     kv_format = spec.kv_format()
     kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
-    forward = (1 + streams) * 2.0 * arch.num_linear_params * num_tokens
-    grams = streams * 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
     searches = (22 if spec.smooth is not None else 2) + 2 * sweeps + (6 if spec.target is not None else 0)  # in float64, as two
-    in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
+    in_dtype, in_float32 = flops(work, searches=searches)
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
-    flops = forward + grams + slower * in_float32
+    peak, total = peak_bytes(work), in_dtype + slower * in_float32
     if isinstance(spec.scheme, Mixed):
+        width = 4 if facts.device == "cpu" else 2
         before, more = effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=width)
-        peak, flops = max(peak, before), flops + more
+        peak, total = max(peak, before), total + more
+    host = host_bytes(work)
+    pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
     return Estimate(
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
-        flops,
-        num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
-        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note),
+        total,
+        num_launches=8 * (1 + sweeps) * num_columns(work),
+        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
     )
 
 
@@ -343,23 +334,14 @@ def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Conte
     return replace(chosen, head=spec.head_scheme), {"mixed": facts}
 
 
-@STAGES.stage(
-    "quantize",
-    version=3,
-    takes=(Port.DENSE, Port.CALIB),
-    gives=Port.QUANTIZED,
-    spec=Quantize,
-    estimate=_estimate,
-    depends=_depends,
-)
-def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[ModelScheme, dict[str, Any], list[Row]]:
+    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
+    layer report. Rank 0 chooses."""
     source = open_weights(inputs[Port.DENSE].path)
-    _refuse_quantized(source.arch)
-    _refuse_tied_head(spec, source.arch)
-    if source.arch.dtype not in ("bfloat16", "float16", "float32"):
-        raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
     stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
-    scheme, explained = _schemes(spec, source, tokens_NS, ctx)
+    chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
+    assert chosen is not None
+    scheme, explained = chosen
     rows = run_sequential(
         source,
         tokens_NS,
@@ -370,6 +352,26 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         compute_dtype=compute_dtype(ctx.device, stored_dtype),
         kv_scales=spec.kv_format() == FP8_STATIC,
     )
+    return scheme, explained, rows
+
+
+@STAGES.stage(
+    "quantize",
+    version=4,
+    takes=(Port.DENSE, Port.CALIB),
+    gives=Port.QUANTIZED,
+    spec=Quantize,
+    estimate=_estimate,
+    depends=_depends,
+    together=quantize_layers,
+)
+def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    source = open_weights(inputs[Port.DENSE].path)
+    _refuse_quantized(source.arch)
+    _refuse_tied_head(spec, source.arch)
+    if source.arch.dtype not in ("bfloat16", "float16", "float32"):
+        raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
+    scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
         _place(ctx.scratch / name, out.path / name)
     if scheme.head is None:

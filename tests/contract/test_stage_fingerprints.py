@@ -23,6 +23,8 @@ MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
     "quantize": (
         "calibrate/gradients.py",
+        "calibrate/observe.py",
+        "calibrate/room.py",
         "calibrate/sequential.py",
         "calibrate/stats.py",
         "kernels/latency.py",

@@ -80,3 +80,24 @@ def test_plan_refuses_what_is_no_device(command: Callable[..., tuple[int, str, s
     code, _, err = command("plan", ROOT / "recipes" / "quickstart.yaml", "--device", "tpu")
     assert code == 2
     assert "'tpu' is not a device" in err
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "large.yaml"
+    stages = [{"kind": "calibrate", "num_samples": 128, "seq_len": 2048}, {"kind": "quantize", "preset": "balanced"}, {"kind": "export"}]
+    path.write_text(json.dumps({"version": 1, "model": "hf://meta-llama/Llama-3.1-70B", "stages": stages}))
+    documents = {}
+    for ranks in (1, 4):
+        code, out, err = command("plan", path, "--offline", "--device", "cuda", "--ranks", ranks, "--json")
+        assert code == 0, err
+        documents[ranks] = json.loads(out)
+        assert documents[ranks]["ranks"] == ranks
+    alone, shared = ({row["kind"]: row for row in document["stages"]}["quantize"] for document in documents.values())
+    assert shared["seconds"] < alone["seconds"] < 4 * shared["seconds"]
+    assert shared["peak_bytes"] < alone["peak_bytes"] < 80e9 < 2 * documents[1]["model"]["params"]
+    assert any("pinned host memory" in note for note in alone["notes"])
+    assert "planned for 4 GPUs" in command("plan", path, "--offline", "--device", "cuda", "--ranks", 4)[1]
+    assert "planned for 1 GPU" in command("plan", path, "--offline", "--device", "cuda")[1]

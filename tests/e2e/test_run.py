@@ -121,9 +121,9 @@ import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
 store, layer = sequential._store, int(sys.argv[1])
-def stored(out, arch, state):
-    store(out, arch, state)
-    if state.layer_idx == layer:
+def stored(out, idx, tensors, rows):
+    store(out, idx, tensors, rows)
+    if idx == layer:
         os.kill(os.getpid(), signal.SIGKILL)
 sequential._store = stored
 main(sys.argv[2:])
@@ -137,9 +137,9 @@ def test_sigterm_ends_at_the_next_layer_with_143_and_the_same_command_resumes(
 
     path, store = recipe(), sequential._store
 
-    def asked_to_stop(out: Path, arch: Any, state: Any) -> None:
-        store(out, arch, state)
-        if state.layer_idx == 0:
+    def asked_to_stop(out: Path, idx: int, *args: Any) -> None:
+        store(out, idx, *args)
+        if idx == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(sequential, "_store", asked_to_stop)
@@ -309,9 +309,9 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(recipe: Recipe, co
     path, store, layers = recipe(), sequential._store, list[int]()
     _, first = run_json(command, path, "--until", "quantize")
 
-    def noted(out: Path, arch: Any, state: Any) -> None:
-        store(out, arch, state)
-        layers.append(state.layer_idx)
+    def noted(out: Path, idx: int, *args: Any) -> None:
+        store(out, idx, *args)
+        layers.append(idx)
         if layers == [0]:
             os.kill(os.getpid(), signal.SIGTERM)
 

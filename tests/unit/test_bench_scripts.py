@@ -199,3 +199,17 @@ def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -
     assert collapsing["FP8_STATIC"]["error"] > 0.9 > 0.03 > healthy["FP8_STATIC"]["error"]
     assert all(collapsing[name]["kl_mean"] == kl[name] for name in kl if name != "FP8_STATIC")
     assert all(name in done.stdout for name in healthy)
+
+
+def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    sizes = ["--hidden-size", "128", "--intermediate-size", "256", "--layers", "2", "--num-samples", "3", "--seq-len", "16"]
+    command = [sys.executable, SCRIPTS / "bench_memory.py", *sizes, "--methods", "rtn", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["layer_bytes"] == 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    assert row["bound_bytes"] == row["after_import_bytes"] + 6 * row["layer_bytes"] + 4 * 3 * 16 * 128
+    assert row["after_import_bytes"] < row["peak_bytes"]
+    assert math.isclose(row["disk_bytes"], row["disk_planned_bytes"], rel_tol=0.3)
+    assert f"{row['bound_bytes'] / 1e6:.0f} MB" in done.stdout

@@ -48,6 +48,22 @@ def test_the_mean_is_that_of_all_tokens(kind: Kind) -> None:
 
 
 @BOTH
+@given(cuts=st.sets(st.integers(0, NUM_SHARDS)))
+def test_trees_over_any_runs_of_shards_join_to_the_same_bits(kind: Kind, cuts: set[int]) -> None:
+    xs = samples()
+    whole = merged(shards(kind, xs)).mean()
+    stats, joined = shards(kind, xs), MergeTree[SecondMoment | AbsMean]()
+    edges = [0, *sorted(cuts), NUM_SHARDS]
+    for begin, end in zip(edges, edges[1:], strict=False):
+        part = MergeTree[SecondMoment | AbsMean](begin)
+        for stat in stats[begin:end]:
+            part.push(stat)
+        for node in part.nodes():
+            joined.join(node)
+    assert torch.equal(joined.root().mean(), whole)
+
+
+@BOTH
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_ranks_that_own_whole_shards_give_the_same_bits(kind: Kind, num_ranks: int) -> None:
     xs = samples()
@@ -80,6 +96,8 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
 
         def merge(self, other: "Name") -> None:
             self.text = f"({self.text} {other.text})"
+
+        def park(self) -> None: ...
 
         def rescale_(self, scale_D: Tensor) -> None: ...
 

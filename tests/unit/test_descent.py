@@ -177,7 +177,6 @@ def test_uncorrelated_inputs_of_one_size_leave_nearest_codes(scheme: Scheme) -> 
     start = Rtn(scale="mse").round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     refined = Descent(refit=False).refine(w_OI, start, {"second_moment": stat})
     assert torch.equal(refined.weight.codes_OI.float(), start.codes_OI.float())
-    assert refined.facts == {"codes_moved": 0.0}
 
 
 @EACH_SCHEME
@@ -195,7 +194,7 @@ def test_inputs_that_never_fire_keep_their_codes(scheme: Scheme) -> None:
         for damping in (0.0, 0.01):
             found = Descent(damping=damping).refine(w_OI, start, {"second_moment": stat})
             assert torch.equal(found.weight.codes_OI.float()[:, dead], start.codes_OI.float()[:, dead])
-            assert found.facts["codes_moved"] > 0
+            assert not torch.equal(found.weight.codes_OI.float(), start.codes_OI.float())
         unmoved = Descent().refine(w_OI, start, {"second_moment": silent}).weight
         assert torch.equal(unmoved.codes_OI.float(), start.codes_OI.float())
 

@@ -30,9 +30,9 @@ WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidde
 def quantized(source: WeightSource, out: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     tokens = tiny_tokens(source.arch, 5, 24)
-    passes = quantization_passes(W4, torch.bfloat16)
+    passes = quantization_passes(W4, SCHEMES["W4A16_G32"], torch.bfloat16)
     return run_sequential(
-        source, tokens, passes, out, Context("cpu", 0, out), scheme=SCHEMES[W4.scheme], compute_dtype=torch.float32, kv_scales=True
+        source, tokens, passes, out, Context("cpu", 0, out), scheme=SCHEMES["W4A16_G32"], compute_dtype=torch.float32, kv_scales=True
     )
 
 
@@ -52,7 +52,7 @@ class Stored:
         return self._source.outer()
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._directory / layer_name(layer_idx), SCHEMES[W4.scheme])
+        return load_weights(self._directory / layer_name(layer_idx), SCHEMES["W4A16_G32"])
 
 
 class Listening:
@@ -75,7 +75,7 @@ def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linear
     for of, attention in ((Stored(source, tmp_path), listening), (source, dense)):
         build_decoder(of, dtype=torch.float32, device=CPU)(tiny_tokens(source.arch, 5, 24), attention=attention)
     for idx in range(2):
-        layer = load_weights(tmp_path / layer_name(idx), SCHEMES[W4.scheme])
+        layer = load_weights(tmp_path / layer_name(idx), SCHEMES["W4A16_G32"])
         for name, scale_name in KV_SCALES.items():
             scale = layer[scale_name]
             assert isinstance(scale, Tensor)

@@ -1,0 +1,131 @@
+"""What the layer-by-layer runner will need, from shapes alone: bytes at its peak and floating-point operations, for `compress plan`.
+
+The peak is that of the largest layer in whichever of these takes most, beside the activations of one rank's samples:
+
+    outside   embedding and head, before the first layer
+    observe   the layer, the sums of the shard at hand, half a sum for each one that waits in the tree, and what one product needs
+    compress  the layer, the next one (read ahead), codes, one statistic of each tap, and what rounding one stack of linears takes
+    replay    the compressed layer as it runs, its codes, the next layer
+
+On a GPU the next layer waits in host memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compress.artifact.context import OneRank
+from compress.calibrate.room import rounds_as_one
+from compress.calibrate.sequential import deal
+from compress.calibrate.stats import NUM_SHARDS
+from compress.models.arch import Arch, LayerShape
+from compress.models.decoder import LinearGroup
+
+STACK_COPIES = 6
+"""float32 matrices as large as the stack that GPTQ and the search of its scales hold at once, the stack among them."""
+MOMENT_COPIES = 7
+"""float32 matrices as large as the second moment while it is factorised, its mean among them."""
+LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
+"""What the mathematical libraries load when they first compute."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along."""
+
+    arch: Arch
+    num_samples: int
+    seq_len: int
+    device: str
+    num_ranks: int = OneRank.size
+    compares: bool = False
+
+    @property
+    def streams(self) -> int:
+        """Of activations: those of the compressed model, and those of the source."""
+        return 2 if self.compares else 1
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the computation: float32 on a CPU, 16 bits on a GPU."""
+        return 4 if self.device == "cpu" else 2
+
+
+def peak_bytes(work: Work) -> int:
+    """Of the largest rank, over what the interpreter and its libraries take."""
+    arch = work.arch
+    num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
+    rank_samples = -(-work.num_samples // work.num_ranks)
+    activations = work.streams * rank_samples * work.seq_len * arch.hidden_size * work.width
+    return LIBRARY_BYTES[work.device] + activations + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
+
+
+def host_bytes(work: Work) -> int:
+    """Of pinned memory beside a GPU: two layers, the one that is read and the one on its way."""
+    return 0 if work.device == "cpu" else 2 * 2 * max(_num_params(work.arch, layer) for layer in work.arch.layers)
+
+
+def flops(work: Work, *, searches: int) -> tuple[float, float]:
+    """Operations of the busiest rank: in the dtype of the computation, and in float32. `searches` counts products of a weight with its
+    statistic, or work like it."""
+    arch, tokens = work.arch, work.num_samples * work.seq_len
+    grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
+    forward = (1 + work.streams) * 2.0 * arch.num_linear_params * tokens
+    return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * searches * rows * size**2 for rows, size in shapes))
+
+
+def num_columns(work: Work) -> int:
+    """Columns that the busiest rank rounds one after the other."""
+    return int(_busiest(work, lambda shapes: shapes[0][1]))
+
+
+def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> float:
+    """Over all layers, the cost of the groups of linears that fall to the rank with the most to do."""
+    arch, total = work.arch, 0.0
+    for idx, layer in enumerate(arch.layers):
+        groups = _groups(layer)
+        owners, load = deal(arch, idx, groups, work.num_ranks), [0.0] * work.num_ranks
+        for group in groups:
+            load[owners[group.tap]] += cost([layer.linear_shape(name, arch.hidden_size) for name in group.linears])
+        total += max(load)
+    return total
+
+
+def _layer_bytes(work: Work, layer: LayerShape) -> int:
+    params, on_cpu = _num_params(work.arch, layer), work.device == "cpu"
+    taps = _taps(work.arch, layer)
+    moments = 4 * sum(size**2 for size in taps.values())
+    waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
+    cross = moments if work.compares else 0
+    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(taps.values()) ** 2
+    ahead = 2 * params if on_cpu else 0
+    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work.arch, layer, on_cpu=on_cpu)
+    replay = 2 * params + params + ahead
+    return max(observe, compress, replay)
+
+
+def _rounding_bytes(arch: Arch, layer: LayerShape, *, on_cpu: bool) -> int:
+    """Of one stack of linears: its own copies beside the moment and the factor, or the factorisation beside the stack."""
+    most = 0
+    for group in _groups(layer):
+        shapes = [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
+        sizes = [rows * columns for rows, columns in shapes]
+        stack = sum(sizes) if rounds_as_one(sum(sizes), on_cpu=on_cpu) else max(sizes)
+        moment = shapes[0][1] ** 2
+        most = max(most, 4 * (STACK_COPIES * stack + 2 * moment), 4 * (2 * stack + MOMENT_COPIES * moment))
+    return most
+
+
+def _num_params(arch: Arch, layer: LayerShape) -> int:
+    return sum(rows * columns for rows, columns in (layer.linear_shape(name, arch.hidden_size) for name in layer.linears))
+
+
+def _taps(arch: Arch, layer: LayerShape) -> dict[str, int]:
+    """Tap -> features."""
+    return {tap: layer.linear_shape(name, arch.hidden_size)[1] for name, tap in layer.linears.items()}
+
+
+def _groups(layer: LayerShape) -> list[LinearGroup]:
+    taps: dict[str, list[str]] = {}
+    for name, tap in layer.linears.items():
+        taps.setdefault(tap, []).append(name)
+    return [LinearGroup(tap, tuple(names)) for tap, names in taps.items()]

@@ -1,0 +1,129 @@
+"""What the inputs of a layer's linears look like over all samples: the statistics that passes read, in the fixed order of summation.
+
+A rank observes the shards that are its own. The sums of a tap then meet on one rank, the one that compresses the linears behind the tap,
+where the tree of merges is finished: it is the same tree whoever computed its parts (`stats.MergeTree`).
+
+Shapes: N samples, S sequence, D hidden.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.artifact.context import OneRank, Ranks
+from compress.calibrate.kv import Forward
+from compress.calibrate.room import Room, Samples
+from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory, shard_bounds
+from compress.models.attention import FullAttention
+from compress.models.decoder import LinearGroup, no_tap
+
+Trees = dict[tuple[str, str], MergeTree[Stat]]
+"""(tap, statistic) -> what is summed so far."""
+Stats = dict[str, dict[str, Stat]]
+"""Tap -> name -> statistic."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Consecutive virtual shards of a calibration set: the index of the first, and half-open ranges of samples."""
+
+    first: int
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> slice:
+        return slice(self.bounds[0][0], self.bounds[-1][1]) if self.bounds else slice(0, 0)
+
+    @staticmethod
+    def of(num_samples: int, *, rank: int = 0, size: int = 1) -> "Shards":
+        """Those of one rank; all together are those of one rank alone."""
+        bounds = shard_bounds(num_samples)
+        begin, end = (len(bounds) * each // size for each in (rank, rank + 1))
+        return Shards(begin, tuple(bounds[begin:end]))
+
+
+def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
+    """Statistics of every tap over all samples."""
+    samples = Samples.of(x_NSD)
+    return together(observe_shards(layer, samples, factories, Shards.of(len(samples)), Room(None, samples)), OneRank())
+
+
+def together(parts: Trees, ranks: Ranks) -> Stats:
+    """The finished statistics of every tap, on every rank: for small ones."""
+    own = {key: tree.nodes() for key, tree in parts.items()}
+    trees: Trees = {}
+    for source in range(ranks.size):
+        for key, nodes in ranks.broadcast(own, source=source).items():
+            for node in nodes:
+                trees.setdefault(key, MergeTree()).join(node)
+    stats: Stats = {}
+    for (tap, name), tree in trees.items():
+        stats.setdefault(tap, {})[name] = tree.root()
+    return stats
+
+
+def observe_shards(
+    layer: Forward, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards, room: Room, source: Samples | None = None
+) -> Trees:
+    """The sums over some shards, whose samples are given. `source`, where given, is what the source model has in the place of the samples;
+    it becomes the layer's output."""
+    trees: Trees = {}
+    for begin, end in shards.bounds:
+        shard: dict[tuple[str, str], Stat] = {}
+        for idx in range(begin - shards.samples.start, end - shards.samples.start):
+            beside: Mapping[str, Tensor] = {}
+            if source is not None:
+                source[idx], beside = room.attempt(partial(_taps, layer, source, idx), "observing a layer")
+            _, taps = room.attempt(partial(_taps, layer, samples, idx), "observing a layer")
+            for tap, x in taps.items():
+                for name, factory in factories.items():
+                    stat = shard.setdefault((tap, name), factory())
+                    room.attempt(partial(_update, stat, x, beside.get(tap)), "observing a layer")
+        for key in list(shard):
+            trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
+    return trees
+
+
+def _taps(layer: Forward, samples: Samples, idx: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a layer makes of one sample, and what its linears read."""
+    taps: dict[str, Tensor] = {}
+    return forward(layer, samples[idx], taps.__setitem__), taps
+
+
+def _update(stat: Stat, x: Tensor, beside: Tensor | None) -> None:
+    """Statistics allocate before they add, so that one that found no room can be tried again."""
+    if isinstance(stat, SourceStat) and beside is not None:
+        stat.update_beside(x.flatten(0, -2), beside.flatten(0, -2))
+    else:
+        stat.update(x.flatten(0, -2))
+
+
+def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:
+    """The finished statistics of the taps that this rank owns; `owners` is tap -> rank."""
+    stats: Stats = {}
+    for group in groups:
+        owner = owners[group.tap]
+        for name in names:
+            tree = trees.pop((group.tap, name), MergeTree[Stat]())
+            whole = MergeTree[Stat]()
+            for source in range(ranks.size):
+                nodes: list[Node[Stat]] | None = tree.nodes() if ranks.rank == source else None
+                for node in ranks.move(nodes, source=source, to=owner) or ():
+                    whole.join(node)
+            if ranks.rank == owner:
+                stats.setdefault(group.tap, {})[name] = whole.root()
+    return stats
+
+
+def replay_(layer: Forward, samples: Samples, room: Room) -> None:
+    """Each sample becomes what the layer makes of it."""
+    for idx in range(len(samples)):
+        samples[idx] = room.attempt(lambda idx=idx: forward(layer, samples[idx], no_tap), "replaying a layer")
+
+
+@torch.no_grad()
+def forward(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)

@@ -1,0 +1,101 @@
+"""What gives way when a device has no memory left: things that cost time and change no bit.
+
+First the activations of the calibration set go to pinned host memory and come back a sample at a time; then linears that are compressed as
+one matrix are compressed one by one, since rows are independent. One sample stays whole: its product is the unit of every sum. When nothing
+is left to give way, the run ends with a sentence, at a layer from which it resumes.
+
+Shapes: N samples, S sequence, D hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from compress.artifact.context import Progress, SilentProgress
+from compress.errors import EnvironmentUnfit
+
+T = TypeVar("T")
+CPU_STACK = 1 << 22
+"""Weights of a stack of linears that a CPU compresses at once."""
+
+
+def rounds_as_one(num_weights: int, *, on_cpu: bool) -> bool:
+    """Whether linears over one input are compressed as one matrix from the start: not on a CPU when they are large, because there what
+    rounding takes beside a layer would be most of the memory, and stacking saves little time."""
+    return not on_cpu or num_weights <= CPU_STACK
+
+
+class Samples:
+    """The activations [N, S, D] of a rank's samples between two layers; each comes as [1, S, D] on the device."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        self._x_NSD, self.on_host = torch.empty(0), True
+        try:
+            self._x_NSD, self.on_host = torch.empty(*shape, dtype=dtype, device=device), False
+        except torch.OutOfMemoryError:
+            self._x_NSD = torch.empty(*shape, dtype=dtype, pin_memory=True)
+
+    @staticmethod
+    def of(x_NSD: Tensor) -> "Samples":
+        samples = Samples(x_NSD.shape, x_NSD.dtype, x_NSD.device)
+        for idx in range(len(samples)):
+            samples[idx] = x_NSD[idx : idx + 1]
+        return samples
+
+    def copy(self) -> "Samples":
+        """The same numbers in a place of their own."""
+        other = Samples(self._x_NSD.shape, self._x_NSD.dtype, self._device)
+        other._x_NSD.copy_(self._x_NSD)
+        return other
+
+    def __len__(self) -> int:
+        return self._x_NSD.shape[0]
+
+    def __getitem__(self, idx: int) -> Tensor:
+        return self._x_NSD[idx : idx + 1].to(self._device, non_blocking=True)
+
+    def __setitem__(self, idx: int, x_1SD: Tensor) -> None:
+        self._x_NSD[idx : idx + 1] = x_1SD.to(self._x_NSD.dtype)
+
+    def retreat(self) -> bool:
+        """Move to the host; False if they are there."""
+        if self.on_host:
+            return False
+        host_NSD = torch.empty(self._x_NSD.shape, dtype=self._x_NSD.dtype, pin_memory=self._device.type == "cuda")
+        self._x_NSD, self.on_host = host_NSD.copy_(self._x_NSD), True
+        return True
+
+
+class Room:
+    """Tries work again with more room, or in smaller pieces."""
+
+    def __init__(self, progress: Progress | None = None, *samples: Samples) -> None:
+        self._progress, self._samples = progress or SilentProgress(), samples
+
+    def attempt(self, work: Callable[[], T], what: str, *, smaller: Callable[[], T] | None = None) -> T:
+        """The result of `work`, which must be safe to begin again; when nothing else helps, that of `smaller`.
+
+        Raises:
+            EnvironmentUnfit: there is no room for it, whatever gives way.
+        """
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                reason = str(error).strip().partition("\n")[0]
+            if torch.cuda.is_available():  # outside of the handler, whose traceback holds what was being computed
+                torch.cuda.empty_cache()
+            retreated = [each.retreat() for each in self._samples]
+            if any(retreated):
+                self._progress.say(f"out of memory {what}: the activations go to host memory")
+            elif smaller is not None:
+                self._progress.say(f"out of memory {what}: one linear at a time")
+                return smaller()
+            else:
+                raise EnvironmentUnfit(
+                    f"out of memory {what}, and nothing is left to give way ({reason}). Free the device of other work, use a larger one, "
+                    "or calibrate on a smaller seq_len; the same command resumes at the last layer that is stored."
+                )

@@ -1,0 +1,40 @@
+"""What ranks other than 0 do: wait until rank 0 comes to a stage that all take part in, and do their part of it.
+
+Rank 0 alone has the workspace, the recipe and the registry. A part names what the stage reads by path, so ranks on several machines need
+these directories, the workspace's among them, at the same places of a file system that all share.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifact.context import Context
+from compress.recipe import Spec
+from compress.registry.model_source import ModelSource
+from compress.stages import STAGES, Input, Inputs, Port
+
+if TYPE_CHECKING:
+    from compress.calibrate.ranks import TorchRanks
+
+
+def share(kind: str, spec: Spec, inputs: Inputs, *, seed: int, scratch: Path, offline: bool) -> dict[str, Any]:
+    """One stage, as rank 0 hands it to the others."""
+    source = {**asdict(inputs.source), "path": str(inputs.source.path.resolve())}
+    ports = {port.value: {"path": str(each.path.resolve()), "digest": each.digest} for port, each in inputs.ports.items()}
+    context = {"seed": seed, "scratch": str(scratch.resolve()), "offline": offline}
+    return {"kind": kind, "spec": spec.model_dump(mode="json", serialize_as_any=True), "source": source, "ports": ports, **context}
+
+
+def follow(ranks: "TorchRanks", device: str) -> None:
+    """Take part in whatever rank 0 runs, until it is done.
+
+    Raises:
+        CompressError: of the stage, or RankStopped when another rank failed.
+    """
+    for work in ranks.summons():
+        stage = STAGES.get(work["kind"])
+        assert stage.together is not None, "rank 0 summons to stages that have such a part"
+        source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
+        inputs = Inputs(source, {Port(port): Input(Path(each["path"]), each["digest"]) for port, each in work["ports"].items()})
+        context = Context(device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks)
+        stage.together(stage.spec.model_validate(work["spec"]), inputs, context)

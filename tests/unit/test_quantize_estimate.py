@@ -1,0 +1,43 @@
+"""What `plan` says the layer-by-layer runner takes: laws that hold for every shape."""
+
+import pytest
+from tiny_decoder import tiny_arch
+
+from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.models.arch import Arch
+from compress.models.family import family_of
+from compress.models.known import known_config
+
+
+def known(name: str) -> Arch:
+    config = known_config(name)
+    assert config is not None
+    return family_of(config).read_config(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_does_not_grow_with_the_number_of_layers_and_time_does(device: str) -> None:
+    small, deep = (Work(tiny_arch(num_hidden_layers=num, vocab_size=8), 8, 32, device) for num in (3, 30))
+    assert peak_bytes(small) == peak_bytes(deep)
+    assert host_bytes(small) == host_bytes(deep)
+    assert num_columns(deep) == 10 * num_columns(small)
+    for few, many in zip(flops(small, searches=4), flops(deep, searches=4), strict=True):
+        assert many == pytest.approx(10 * few)
+
+
+def test_ranks_share_samples_and_groups() -> None:
+    arch = known("llama-3.1-70b")
+    works = [Work(arch, 128, 2048, "cuda", ranks) for ranks in (1, 2, 4, 8)]
+    peaks = [peak_bytes(work) for work in works]
+    assert peaks == sorted(peaks, reverse=True)
+    in_dtype, in_float32 = zip(*(flops(work, searches=10) for work in works), strict=True)
+    assert [in_dtype[0] / each for each in in_dtype] == pytest.approx([1, 2, 4, 8])
+    assert list(in_float32) == sorted(in_float32, reverse=True)
+    down = 2.0 * 10 * arch.num_layers * 8192 * 28672**2  # the costliest group is one rank's, however many there are
+    assert in_float32[2] == in_float32[3] == pytest.approx(down)
+
+
+def test_a_model_larger_than_a_gpu_is_planned_on_one() -> None:
+    arch = known("llama-3.1-70b")
+    assert 2 * arch.num_params > 140e9
+    assert peak_bytes(Work(arch, 128, 2048, "cuda")) < 80e9
