@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.kernels.rows import ActivationQuant, quantize
 from compress.models.decoder import DecoderLayer, LinearGroup
-from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale
+from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
 from compress.quant.scheme import Scheme
 
 
@@ -57,8 +57,10 @@ class Sensitivities:
                 self._input[group.tap, scheme.name] = _input_quant(scheme, largest.max(), self._stored_dtype)
                 for linear in group.linears:
                     w_OI = layer.linear(linear).weight.to(torch.float32)
-                    rounded = round_to_nearest(w_OI, scheme, *choose_scale(w_OI, scheme, self._stored_dtype, choice="hessian", h_II=h_II))
-                    self._moved[linear, scheme.name] = (rounded.dequantize(torch.float32) - w_OI).to(layer.linear(linear).weight.dtype)
+                    padded_OI = whole_blocks(w_OI, scheme)
+                    scales = choose_scale(padded_OI, scheme, self._stored_dtype, choice="hessian", h_II=h_II)
+                    rounded_OI = round_to_nearest(padded_OI, scheme, *scales).dequantize(torch.float32)[: len(w_OI)]
+                    self._moved[linear, scheme.name] = (rounded_OI - w_OI).to(layer.linear(linear).weight.dtype)
 
     def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
         key = (layer.layer_idx, group.tap)
@@ -80,4 +82,5 @@ class Sensitivities:
 def _input_quant(scheme: Scheme, largest: Tensor, stored_dtype: torch.dtype) -> ActivationQuant | None:
     if scheme.activation is None:
         return None
-    return ActivationQuant(static_input_scale(largest, scheme, stored_dtype) if scheme.activation == "tensor" else None, scheme.code_dtype)
+    static_scale = static_input_scale(largest, scheme, stored_dtype) if scheme.activation == "tensor" else None
+    return ActivationQuant(static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None)

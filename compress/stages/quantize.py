@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from torch import Tensor
 
 from compress.artifact.context import Context
@@ -94,6 +94,7 @@ class Quantize(Spec):
     ] = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}; or `{{kind: mixed}}`, which chooses among several")
     overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
         default_factory=dict,
+        exclude_if=lambda overrides: not overrides,  # as `kv_cache`
         description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
         "the first pattern that matches decides",
         json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
@@ -140,11 +141,6 @@ class Quantize(Spec):
             kind = self.smooth.model_dump()["kind"]
             raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
         return self
-
-    @model_serializer(mode="wrap")
-    def _leave_no_empty_overrides(self, as_it_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Cache keys, and through them digests, of recipes without overrides stay what they were before there were any."""
-        return {key: value for key, value in as_it_is(self).items() if key != "overrides" or value}
 
     def method(self) -> str:
         """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""

@@ -18,7 +18,7 @@ from compress.errors import UsageError
 from compress.methods.sensitivity import Sensitivities
 from compress.models.decoder import Decoder, DecoderLayer, LinearGroup
 from compress.models.weights import WeightSource, build_decoder
-from compress.quant.numerics import choose_scale, round_to_nearest
+from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
 
 NUM_SAMPLES, SEQ_LEN = 6, 24
@@ -99,6 +99,9 @@ def test_labels_follow_the_predictions(tmp_path: Path) -> None:
 def rounded_input(x: Tensor, scheme: Scheme, largest: Tensor) -> Tensor:
     if scheme.activation is None:
         return x
+    if scheme.activation == "group":
+        parts = x.unflatten(-1, (-1, scheme.group_size))
+        return rounded_input(parts, SCHEMES["FP8_DYNAMIC"], largest).flatten(-2)
     absmax = x.abs().amax(-1, keepdim=True) if scheme.activation == "token" else largest
     if scheme.type == "int":
         return (x / (absmax / 127)).round() * (absmax / 127)
@@ -118,25 +121,32 @@ def measured_kl(source: WeightSource, tokens_NS: Tensor, group: tuple[int, tuple
         hook.remove()
         x_TI = torch.cat(seen).flatten(0, 1)
         for linear in linears:
-            scales = choose_scale(linear.weight, scheme, torch.float32, choice="hessian", h_II=x_TI.t() @ x_TI / len(x_TI))
-            linear.weight = torch.nn.Parameter(round_to_nearest(linear.weight, scheme, *scales).dequantize())
+            padded = whole_blocks(linear.weight, scheme)
+            scales = choose_scale(padded, scheme, torch.float32, choice="hessian", h_II=x_TI.t() @ x_TI / len(x_TI))
+            linear.weight = torch.nn.Parameter(round_to_nearest(padded, scheme, *scales).dequantize()[: len(linear.weight)])
             linear.register_forward_pre_hook(lambda module, args: (rounded_input(args[0], scheme, x_TI.abs().max()),))
         after = decoder(tokens_NS.to(torch.int64)).log_softmax(-1)
     return float((before.exp() * (before - after)).sum(-1).mean())
 
 
-def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(tmp_path: Path) -> None:
-    source = tiny_source(tiny_arch(LLAMA))
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(("changes", "schemes"), [({}, SCHEMES_TRIED), (WIDE, [SCHEMES["FP8_BLOCK"], SCHEMES["W4A16_G128"]])])
+def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
+    changes: dict[str, int], schemes: list[Scheme], tmp_path: Path
+) -> None:
+    source = tiny_source(tiny_arch(LLAMA, **changes))
     tokens_NS = tiny_tokens(source.arch, 24, SEQ_LEN)
-    visitor = Sensitivities(SCHEMES_TRIED, torch.float32)
+    visitor = Sensitivities(schemes, torch.float32)
     visit_gradients(source, tokens_NS, visitor, Context("cpu", 0, tmp_path), compute_dtype=torch.float32)
     layer = source.arch.layers[0]
     pairs = []
     for (layer_idx, tap), losses in visitor.loss.items():
         names = tuple(name for name in layer.linears if layer.linears[name] == tap)
-        pairs += [(losses[scheme.name], measured_kl(source, tokens_NS, (layer_idx, names), scheme)) for scheme in SCHEMES_TRIED]
+        pairs += [(losses[scheme.name], measured_kl(source, tokens_NS, (layer_idx, names), scheme)) for scheme in schemes]
     predicted, measured = (torch.tensor(each, dtype=torch.float64) for each in zip(*pairs, strict=True))
-    assert len(pairs) == 3 * 4 * len(SCHEMES_TRIED)
+    assert len(pairs) == source.arch.num_layers * 4 * len(schemes)
     assert spearmanr(predicted, measured).statistic > 0.97
     error = (predicted / measured).log()
     assert abs(float(error.mean())) < 0.3
