@@ -2,6 +2,7 @@
 
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
+                     cache     if asked: scales for what the layer, as it is now, puts into a KV cache (`kv.py`)
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := stored layer (x)
 
@@ -17,6 +18,7 @@ Shapes: N samples, S sequence, D hidden, T tokens.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,18 +27,18 @@ from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context
+from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
 from compress.calibrate.stats import MergeTree, SourceStat, Stat, StatFactory, shard_bounds
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
-from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
+from compress.models.decoder import LinearGroup, SmoothingPair
 from compress.models.weights import WeightSource, build_layer, dense
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 Row = dict[str, Any]
-"""One linear of the layer report: JSON values only."""
+"""One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
 
 
 @dataclass
@@ -44,8 +46,8 @@ class LayerState:
     """One layer while the passes work on it.
 
     `weights` are float32 on the device under names relative to the layer; a pass changes them in place. A linear that a pass has quantized
-    stands in `quantized` too, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the layer sees when
-    everything before it is already compressed.
+    stands in `quantized` too, and that is what is stored; so are `kv_scales`, beside the weights. `stats` is tap -> statistic name ->
+    statistic, of the inputs the layer sees when everything before it is already compressed.
     """
 
     layer_idx: int
@@ -55,9 +57,16 @@ class LayerState:
     stats: dict[str, dict[str, Stat]]
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
+    kv_scales: dict[str, Tensor] = field(default_factory=dict)
+    kv_rows: list[Row] = field(default_factory=list)
 
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
+
+    def stored(self, dtype: torch.dtype) -> dict[str, Tensor | QuantizedWeight]:
+        """What the layer's file holds; `dtype` of what is not quantized."""
+        weights = {name: self.quantized.get(name.removesuffix(".weight"), value.to(dtype)) for name, value in self.weights.items()}
+        return weights | self.kv_scales
 
 
 class LayerPass(Protocol):
@@ -77,6 +86,7 @@ def run_sequential(
     *,
     scheme: Scheme | None,
     compute_dtype: torch.dtype,
+    kv_scales: bool = False,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -84,15 +94,16 @@ def run_sequential(
         tokens_NS: calibration token ids [N, S].
         scheme: of the quantized linears, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
+        kv_scales: also find and store the static scales of every layer's KV cache.
 
     Returns:
-        One row per linear, in execution order.
+        One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
         Interrupted: at a layer boundary, when the context says so.
     """
-    arch, device = source.arch, torch.device(ctx.device)
+    arch, device, stored_dtype = source.arch, torch.device(ctx.device), getattr(torch, source.arch.dtype)
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     save_weights(out / OUTER_NAME, outer)
@@ -103,7 +114,11 @@ def run_sequential(
     for idx in range(arch.num_layers):
         if not _is_stored(out, idx):
             ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-            _store(out, arch, _compress(source, idx, x_NSD, source_NSD, passes, device, compute_dtype))
+            state = _compress(source, idx, x_NSD, source_NSD, passes, device, compute_dtype)
+            if kv_scales:
+                cached = KeysValues.of(arch, idx, state.stored(stored_dtype), dtype=compute_dtype, device=device)
+                state.kv_scales, state.kv_rows = calibrate_cache(cached, partial(_observe_over, x_NSD), stored_dtype=stored_dtype)
+            _store(out, stored_dtype, state)
         elif source_NSD is not None:
             _forward_(build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device), source_NSD)
         rows += json.loads(_rows_file(out, idx).read_bytes())
@@ -154,7 +169,7 @@ def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 
 @torch.no_grad()
 def observe(
-    layer: DecoderLayer, x_NSD: Tensor, factories: Mapping[str, StatFactory], source_NSD: Tensor | None = None
+    layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory], source_NSD: Tensor | None = None
 ) -> dict[str, dict[str, Stat]]:
     """Statistics of every tap over all samples, in the fixed order of summation. `source_NSD`, where given, is what the source model has in
     the place of x; it becomes the layer's output."""
@@ -175,6 +190,10 @@ def observe(
     return stats
 
 
+def _observe_over(x_NSD: Tensor, layer: Forward, factories: Mapping[str, StatFactory]) -> dict[str, dict[str, Stat]]:
+    return observe(layer, x_NSD, factories)
+
+
 def _tap_into(
     shard: dict[tuple[str, str], Stat], factories: Mapping[str, StatFactory], beside: Mapping[str, Tensor]
 ) -> Callable[[str, Tensor], None]:
@@ -192,26 +211,20 @@ def _tap_into(
 
 
 @torch.no_grad()
-def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
+def _forward_(layer: Forward, x_NSD: Tensor) -> None:
     for sample in range(x_NSD.shape[0]):
         x_NSD[sample : sample + 1] = _run(layer, x_NSD[sample : sample + 1], lambda name, x: None)
 
 
-def _run(layer: DecoderLayer, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+def _run(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
     return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
 
 
-def _store(out: Path, arch: Arch, state: LayerState) -> None:
+def _store(out: Path, dtype: torch.dtype, state: LayerState) -> None:
     """Rows first, weights second: a layer counts as stored when its weights are there."""
-    dtype = getattr(torch, arch.dtype)
-    weights: dict[str, Tensor | QuantizedWeight] = {
-        name: state.quantized.get(name.removesuffix(".weight"), value.to(dtype)) for name, value in state.weights.items()
-    }
-    write_atomic(
-        _rows_file(out, state.layer_idx),
-        canonical_json([state.rows[name] for group in state.groups for name in group.linears if name in state.rows]),
-    )
-    save_weights(out / layer_name(state.layer_idx), weights)
+    rows = [state.rows[name] for group in state.groups for name in group.linears if name in state.rows]
+    write_atomic(_rows_file(out, state.layer_idx), canonical_json(rows + state.kv_rows))
+    save_weights(out / layer_name(state.layer_idx), state.stored(dtype))
 
 
 def _is_stored(out: Path, idx: int) -> bool:

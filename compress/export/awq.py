@@ -79,6 +79,9 @@ class AwqCodec:
         dense = said.get("modules_to_not_convert") or ()  # parts of names, as AutoAWQ and vLLM take them
         return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return None
+
 
 def _pack_columns(codes_RO: Tensor) -> Tensor:
     """int8 [R, O] -> int32 [R, ceil(O/8)]; a last word that is not full ends in zero bits."""
@@ -99,6 +102,7 @@ def _unpack_columns(words: Tensor, columns: int) -> Tensor:
 class Awq:
     quant_method = "awq"
     scale_dtype = torch.float16
+    static_kv = None
     codec: ForeignCodec = AwqCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:

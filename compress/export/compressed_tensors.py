@@ -9,9 +9,9 @@ Integer codes                                           Float codes (FP8 e4m3)
 
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. Where the
 inputs are rounded to integers too, codes are int8 and lie as float codes do. The rows of a block may end with the weight, its columns may
-not. One group of `quantization_config` in `config.json` says how
-all linears are coded, a second one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. Checked
-against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
+not. One group of `quantization_config` in `config.json` says how all linears are coded, a second one the head if it is quantized; linears
+that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with calibrated scales is said by `kv_cache_scheme`; its scales are
+`<attention>.k_scale` and `.v_scale`, float32 [1]. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
@@ -28,6 +28,7 @@ from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import shapes
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
+from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
@@ -35,6 +36,10 @@ FORMAT_VERSION = "0.20.0"
 PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "int-quantized", "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
+KV_KEY = "kv_cache_scheme"
+STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_KV_DEFAULTS = {"symmetric": True, "dynamic": False}
+"""What the format's own library takes where a scheme leaves them out."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
@@ -74,11 +79,10 @@ class CompressedTensorsCodec:
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        for unread, why in (("sparsity_config", "sparse checkpoints"), ("kv_cache_scheme", "quantized KV caches")):
-            if quantization_config.get(unread):
-                raise UnsupportedFormat(f"the checkpoint has a {unread}; {why} are not read.")
+        if quantization_config.get("sparsity_config"):
+            raise UnsupportedFormat("the checkpoint has a sparsity_config; sparse checkpoints are not read.")
         groups = quantization_config.get("config_groups") or {}
-        if not groups:
+        if not groups and not quantization_config.get(KV_KEY):
             raise UnsupportedFormat("the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded.")
         by_target: dict[str, Scheme] = {}
         for group in groups.values():
@@ -92,6 +96,18 @@ class CompressedTensorsCodec:
         quantized = [linear for linear in linears if not any(_names(pattern, linear) for pattern in ignored)]
         found = {linear: _scheme_of(linear, by_target) for linear in quantized}
         return {linear: scheme for linear, scheme in found.items() if scheme is not None}
+
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        said = quantization_config.get(KV_KEY)
+        if not said:
+            return None
+        if any(said.get(key, _KV_DEFAULTS.get(key)) != value for key, value in STATIC_KV.items()):
+            stated = ", ".join(f"{key} {said.get(key)}" for key in STATIC_KV)
+            raise UnsupportedFormat(
+                f"the checkpoint's {KV_KEY} is {stated}; keys and values of 8 bits, type float, symmetric, strategy tensor and not "
+                "dynamic are read."
+            )
+        return FP8_STATIC
 
 
 def decode_unpacked(codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None, scheme: Scheme) -> QuantizedWeight:
@@ -213,6 +229,7 @@ def _known(scheme: Scheme) -> Scheme:
 class CompressedTensors:
     quant_method = "compressed-tensors"
     scale_dtype = None
+    static_kv: Mapping[str, Any] | None = {KV_KEY: STATIC_KV}
     codec: ForeignCodec = CompressedTensorsCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
@@ -227,7 +244,7 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted({*ignore} if scheme.head is not None else {*ignore, head}),
-            "kv_cache_scheme": None,
+            KV_KEY: None,
             "version": FORMAT_VERSION,
         }
 

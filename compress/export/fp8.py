@@ -50,9 +50,8 @@ class Fp8Codec:
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        for unread in ("kv_cache_scheme", "modules_to_convert"):
-            if said.get(unread):
-                raise UnsupportedFormat(f"the checkpoint's quantization_config has {unread}, which is not read.")
+        if said.get("modules_to_convert"):
+            raise UnsupportedFormat("the checkpoint's quantization_config has modules_to_convert, tables in FP8, which are not read.")
         if (said.get("fmt") or "e4m3") != "e4m3" or (said.get("scale_fmt") or "float") != "float":
             raise UnsupportedFormat(
                 f"the checkpoint is FP8 of fmt {said.get('fmt')} and scale_fmt {said.get('scale_fmt')}; e4m3 with scales that are floats "
@@ -61,6 +60,11 @@ class Fp8Codec:
         scheme = _scheme(said.get("weight_block_size"), said.get("activation_scheme"))
         dense = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
         return {linear: scheme for linear in in_layers(linears) if not any(_names(str(each), linear) for each in dense)}
+
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        if quantization_config.get("kv_cache_scheme"):
+            raise UnsupportedFormat("the checkpoint's quantization_config has a kv_cache_scheme, which is not read in this format.")
+        return None
 
 
 def _scale_leaf(scheme: Scheme) -> str:
@@ -87,6 +91,7 @@ def _names(pattern: str, module: str) -> bool:
 class Fp8:
     quant_method = "fp8"
     scale_dtype = None
+    static_kv = None
     codec: ForeignCodec = Fp8Codec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:

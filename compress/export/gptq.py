@@ -88,6 +88,9 @@ class GptqCodec:
         quantized = linears if said.get("lm_head") else in_layers(linears)
         return {linear: scheme for linear in quantized if not any(re.match(pattern, linear) for pattern in skipped)}
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return None
+
 
 def _in_order(in_features: int, scheme: Scheme) -> Tensor:
     """The g_idx of groups that follow each other."""
@@ -116,6 +119,7 @@ def _skipped(dynamic: Mapping[str, Any]) -> list[str]:
 class Gptq:
     quant_method = "gptq"
     scale_dtype = torch.float16
+    static_kv = None
     codec: ForeignCodec = GptqCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
+from compress.kernels.columns import descend_block
 from compress.methods import REFINERS, Rounded
-from compress.quant.numerics import nearest_codes, storable, whole_blocks
+from compress.quant.numerics import storable, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
@@ -102,11 +103,6 @@ class Point:
         """Dequantized weights [I, O]."""
         return self.levels_IO * self.scale_GO.repeat_interleave(len(self.levels_IO) // len(self.scale_GO), dim=0)
 
-    def nearest_levels(self, values: Tensor, group: int) -> Tensor:
-        zero_O = None if self.zero_GO is None else self.zero_GO[group]
-        codes = nearest_codes(values, self.scheme, self.scale_GO[group], zero_O)
-        return codes if zero_O is None else codes - zero_O
-
     def weight(self, before: QuantizedWeight) -> QuantizedWeight:
         """`before` with the codes and scales of this point."""
         codes_IO = self.levels_IO
@@ -143,15 +139,10 @@ def descend_codes_(point: Point, group: int, g_IO: Tensor, h_II: Tensor, pull_I:
 
     `pull_I` is 1 / H_ii, and 0 where a code is to stay.
     """
-    columns, scale_O = point.columns(group), point.scale_GO[group]
+    columns, scale_O, zero_O = point.columns(group), point.scale_GO[group], None if point.zero_GO is None else point.zero_GO[group]
     for begin in range(columns.start, columns.stop, BLOCK_SIZE):
         end = min(begin + BLOCK_SIZE, columns.stop)
         inside = slice(begin, end)
-        h_BB, g_BO = h_II[inside, inside].contiguous(), g_IO[inside].clone()
-        before_BO = point.levels_IO[inside].clone()
-        for i in range(end - begin):
-            old_O = before_BO[i]
-            levels_O = point.nearest_levels(old_O * scale_O - g_BO[i] * pull_I[begin + i], group)
-            point.levels_IO[begin + i] = levels_O
-            g_BO.addr_(h_BB[i], (levels_O - old_O) * scale_O)
-        g_IO.addmm_(h_II[:, inside], (point.levels_IO[inside] - before_BO) * scale_O)
+        state = point.levels_IO[inside], g_IO[inside], h_II[inside, inside], pull_I[inside]
+        point.levels_IO[inside], moves_BO = descend_block(*state, point.scheme, scale_O, zero_O)
+        g_IO.addmm_(h_II[:, inside], moves_BO)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
+from compress.kernels.columns import round_block
 from compress.methods import ROUNDERS, Rounded
-from compress.quant.numerics import ScaleChoice, choose_scale, nearest_codes
+from compress.quant.numerics import ScaleChoice, choose_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
@@ -96,18 +97,11 @@ def round_columns(
     codes_IO = torch.empty_like(w_IO)
     for begin in range(0, in_features, block_size):
         end = min(begin + block_size, in_features)
-        errors_BO = torch.empty(end - begin, out_features, device=w_OI.device)
-        for i in range(begin, end):
-            zero = None if zero_IO is None else zero_IO[i]
-            codes = nearest_codes(w_IO[i], scheme, scale_IO[i], zero)
-            codes_IO[i] = codes
-            value = (codes if zero is None else codes - zero) * scale_IO[i]
-            error = (w_IO[i] - value) / factor_II[i, i]
-            errors_BO[i - begin] = error
-            if i + 1 < end:
-                w_IO[i + 1 : end].addr_(factor_II[i, i + 1 : end], error, alpha=-1)
+        inside = slice(begin, end)
+        zero_BO = None if zero_IO is None else zero_IO[inside]
+        codes_IO[inside], errors_BO = round_block(w_IO[inside], factor_II[inside, inside], scheme, scale_IO[inside], zero_BO)
         if end < in_features:
-            w_IO[end:].addmm_(factor_II[begin:end, end:].t(), errors_BO, alpha=-1)
+            w_IO[end:].addmm_(factor_II[inside, end:].t(), errors_BO, alpha=-1)
     codes_OI = torch.empty(out_features, in_features, dtype=scheme.code_dtype, device=w_OI.device)
     codes_OI.view(torch.int8)[:, order] = codes_IO.t().to(scheme.code_dtype).view(torch.int8)  # torch indexes bytes, not e4m3, everywhere
     return codes_OI

@@ -55,6 +55,10 @@ class RandomSource:
     def arch(self) -> Arch:
         return self._arch
 
+    @property
+    def kv_format(self) -> str | None:
+        return None
+
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         generator = self._generator(_OUTER)
         return {

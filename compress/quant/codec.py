@@ -40,6 +40,13 @@ class ForeignCodec(Codec, Protocol):
             UnsupportedFormat: the config asks for something this codec does not read.
         """
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        """Format of the KV cache (`quant/kv.py`) that the config states, None where it states none.
+
+        Raises:
+            UnsupportedFormat: it states one that is not known here.
+        """
+
 
 class CanonicalCodec:
     """`scale` [O, G] (for blocks of rows [R, G]) in the model's dtype, and beside it

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 GRID_SIZE = 40
@@ -135,8 +136,8 @@ def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype)
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
     """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
     w, delta, h = w_OI.to(torch.float32), (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)), h_II.to(torch.float32)
-    signal = ((w @ h) * w).sum()
-    return float(((delta @ h) * delta).sum() / signal) if signal > 0 else 0.0
+    signal = (product(w, h) * w).sum()
+    return float((product(delta, h) * delta).sum() / signal) if signal > 0 else 0.0
 
 
 def stored_scale(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
+from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 Rows = Tensor | QuantizedRows | RawRows
@@ -138,7 +139,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer as it runs. `qk_norm` holds a weight for every query and key head, [H + K, C]; None when heads are not normed."""
+    """One layer as it runs. `qk_norm` holds a weight for every query and key head, [H + K, C]; None when heads are not normed. `kv_scales`
+    are the static scales (of keys, of values) of the cache; None when the source has none."""
 
     shape: LayerShape
     attn_norm: Tensor
@@ -148,6 +150,7 @@ class LayerWeights:
     ffn_norm: Tensor
     gate_up: Projection
     down: Projection
+    kv_scales: tuple[float, float] | None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -164,6 +167,12 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Projection
+
+    @property
+    def kv_scales(self) -> list[tuple[float, float]] | None:
+        """Of every layer, or None."""
+        scales = [layer.kv_scales for layer in self.layers if layer.kv_scales is not None]
+        return scales if len(scales) == len(self.layers) else None
 
     @property
     def weight_bytes(self) -> int:
@@ -254,7 +263,13 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
             name: place(linears, weights, target, activation=source.arch.activation if name == "gate_up" else None)
             for name, linears in PROJECTIONS.items()
         },
+        kv_scales=_kv_scales(weights),
     )
+
+
+def _kv_scales(weights: Weights) -> tuple[float, float] | None:
+    k_scale, v_scale = (weights.get(name) for name in KV_SCALES.values())
+    return None if k_scale is None or v_scale is None else (float(dense(k_scale)), float(dense(v_scale)))
 
 
 def _vector(weights: Weights, name: str, target: Target) -> Tensor:

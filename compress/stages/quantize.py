@@ -14,7 +14,8 @@ from pydantic import Field, model_validator
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
-from compress.calibrate.sequential import LayerPass, run_sequential
+from compress.calibrate.kv import cache_warning
+from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
 from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Refiner, Rounder, Smoother, Target
@@ -26,9 +27,11 @@ from compress.methods.smoothquant import SmoothQuant
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.weights import dense
+from compress.quant.kv import FP8_STATIC, KV_CACHES, kv_cache_named
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
+from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 
@@ -63,6 +66,11 @@ def _scheme_of_a_head(name: str | None) -> None:
         raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
 
 
+def _kv_cache(name: str | None) -> None:
+    if name is not None:
+        kv_cache_named(name)
+
+
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
@@ -81,9 +89,16 @@ class Quantize(Spec):
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = Field(None, exclude_if=lambda spec: spec is None)  # as `kv_cache`
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
+        None,
+        exclude_if=lambda name: name is None,  # so that what was made before there was this key keeps its cache key
+        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
+        "scale for each position and head as they go; left out, keys and values stay in 16 bits",
+        json_schema_extra={"enum": [*KV_CACHES, None]},
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +130,9 @@ class Quantize(Spec):
 
     def model_scheme(self) -> ModelScheme:
         return ModelScheme(scheme_named(self.scheme), None if self.head is None else scheme_named(self.head))
+
+    def kv_format(self) -> str | None:
+        return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
 
 
 def _settings(spec: Spec) -> str:
@@ -210,6 +228,8 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     peak = params * (width + 4) + streams * num_tokens * arch.hidden_size * width + working
     codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
     outer = outer_bytes(arch, spec.model_scheme())
+    kv_format = spec.kv_format()
+    kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
     forward = (1 + streams) * 2.0 * arch.num_linear_params * num_tokens
     grams = streams * 2.0 * num_tokens * arch.num_layers * sum(size**2 for size in inputs.values())
     sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
@@ -222,7 +242,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         codes + outer,
         flops,
         num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}"),
+        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}", *kv_note),
     )
 
 
@@ -250,6 +270,7 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         ctx,
         scheme=scheme.layers,
         compute_dtype=compute_dtype(ctx.device, stored_dtype),
+        kv_scales=spec.kv_format() == FP8_STATIC,
     )
     for name in map(layer_name, range(source.arch.num_layers)):
         _place(ctx.scratch / name, out.path / name)
@@ -259,4 +280,15 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = source.arch.to_json()
     shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"method": spec.method(), "layers": rows})
+    facts = {"method": spec.method(), "layers": [row for row in rows if "linear" in row], **_cache_facts(spec, rows, ctx)}
+    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts=facts)
+
+
+def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
+    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they do to each layer."""
+    if (kv_format := spec.kv_format()) is None:
+        return {}
+    cached = [row for row in rows if "cache" in row]
+    if warning := cache_warning(cached):
+        ctx.progress.say(warning)
+    return {"kv_cache": {"format": kv_format, "layers": cached, "warning": warning}}

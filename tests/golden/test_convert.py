@@ -41,6 +41,10 @@ class Rounded:
     def arch(self) -> Arch:
         return self._source.arch
 
+    @property
+    def kv_format(self) -> str | None:
+        return self._source.kv_format
+
     def _round(self, weight: Any, scheme: Scheme) -> QuantizedWeight:
         return nearest_weight(dense(weight), scheme, getattr(torch, self.arch.dtype))
 

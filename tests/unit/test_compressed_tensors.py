@@ -2,6 +2,7 @@
 it."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -76,7 +77,6 @@ def test_a_scheme_that_has_a_name_here_is_read_under_it(scheme: Scheme) -> None:
     ("path", "value", "message"),
     [
         (("sparsity_config",), {"format": "dense"}, "sparsity_config"),
-        (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
         (("config_groups", "group_0", "targets"), ["LlamaAttention"], "LlamaAttention"),
         (("config_groups", "group_0", "targets"), ["model.layers.7.mlp.up_proj"], r"layers\.7"),
         (("config_groups", "group_0", "weights", "num_bits"), 3, "3 bits"),
@@ -95,6 +95,33 @@ def test_what_is_not_honoured_is_refused(path: tuple[str, ...], value: Any, mess
     place[path[-1]] = value
     with pytest.raises(UnsupportedFormat, match=message):
         FORM.codec.schemes(said, LINEARS)
+
+
+def test_the_library_reads_the_kv_cache_that_the_config_states() -> None:
+    said = config() | copy.deepcopy(FORM.static_kv)
+    stated = QuantizationConfig.model_validate(copy.deepcopy(said)).kv_cache_scheme
+    assert (stated.num_bits, stated.type, stated.strategy, stated.symmetric, stated.dynamic) == (8, "float", "tensor", True, False)
+    assert FORM.codec.kv_format(said) == "FP8_STATIC"
+    assert FORM.codec.kv_format(config()) is None
+    assert FORM.codec.kv_format(json.loads(QuantizationConfig.model_validate(said).model_dump_json())) == "FP8_STATIC"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_bits", 4), ("type", "int"), ("symmetric", False), ("strategy", "attn_head"), ("strategy", None), ("dynamic", True)],
+)
+def test_a_kv_cache_that_is_not_honoured_is_refused(key: str, value: Any) -> None:
+    said = config() | copy.deepcopy(FORM.static_kv)
+    said["kv_cache_scheme"][key] = value
+    with pytest.raises(UnsupportedFormat, match=f"kv_cache_scheme is .*{key} {value}"):
+        FORM.codec.kv_format(said)
+
+
+def test_a_checkpoint_whose_cache_alone_is_quantized_has_dense_linears() -> None:
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": [], **copy.deepcopy(FORM.static_kv)}
+    assert FORM.codec.schemes(said, LINEARS) == {}
+    with pytest.raises(UnsupportedFormat, match="no config_groups"):
+        FORM.codec.schemes({**said, "kv_cache_scheme": None}, LINEARS)
 
 
 def test_ignore_takes_exact_names_and_regular_expressions() -> None:
