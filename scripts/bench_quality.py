@@ -43,6 +43,18 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")
+MIXED: dict[str, dict[str, Any]] = {
+    name: {"preset": "balanced", "scheme": {"kind": "mixed", "schemes": schemes, "budget": {"size_ratio": ratio}}}
+    for name, schemes, ratio in (
+        ("mixed-w4-as-g32", W4, 0.28125),  # the bytes of W4A16_G32
+        ("mixed-w4", W4, 0.2965),  # those of W4A16_G128 and 15 % more
+        ("mixed-fp8", FP8, 0.75),
+    )
+}
+"""Not among the default methods: they bring schemes of their own, and are to be set beside `balanced` with other `--scheme`s."""
+
+
 class Quiet:
     """A watch that shows nothing; the table is the output."""
 
@@ -55,7 +67,7 @@ class Quiet:
 def recipe_of(args: argparse.Namespace, method: str, seed: int) -> Recipe:
     stages = [
         ("calibrate", {"data": args.calibration, "num_samples": args.num_samples, "seq_len": args.seq_len}),
-        ("quantize", {"scheme": args.scheme, **METHODS[method]}),
+        ("quantize", {"scheme": args.scheme, **(METHODS | MIXED)[method]}),
         ("validate", {"data": args.data, "num_samples": args.eval_samples, "seq_len": args.seq_len, "latency": None}),
     ]
     nowhere = SourceMap(file="bench_quality", positions={})
@@ -73,7 +85,7 @@ def measure(args: argparse.Namespace, method: str, seed: int, workspace: Workspa
         "tool": "compress",
         "model": args.model.removeprefix("builtin://"),
         "method": method,
-        "scheme": args.scheme,
+        "scheme": _scheme(args, method),
         "kl_mean": accuracy["kl_mean"]["value"],
         "kl_p99": accuracy["kl_p99"]["value"],
         "top1": accuracy["top1"]["value"],
@@ -88,9 +100,16 @@ def measure(args: argparse.Namespace, method: str, seed: int, workspace: Workspa
     }
 
 
+def _scheme(args: argparse.Namespace, method: str) -> str:
+    if method in METHODS:
+        return args.scheme
+    mixed = MIXED[method]["scheme"]
+    return f"{'/'.join(mixed['schemes'])} at {mixed['budget']['size_ratio']:g}"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: mean over seeds, spread as half the range, and the ratio to plain rounding."""
-    by_method = {method: [row for row in rows if row["method"] == method] for method in METHODS}
+    by_method = {method: [row for row in rows if row["method"] == method] for method in METHODS | MIXED}
     base = statistics.mean(row["kl_mean"] for row in by_method["rtn"]) if by_method["rtn"] else None
     lines = ["| method | mean KL | ± seeds | x RTN | p99 KL | top-1 | perplexity ratio | s |", "|---|---|---|---|---|---|---|---|"]
     for method, runs in by_method.items():
@@ -112,7 +131,7 @@ def main() -> None:
     parser.add_argument("--data", default="builtin://python-eval", help="evaluation text: a data card")
     parser.add_argument("--calibration", default="builtin://python", help="calibration text: a data card")
     parser.add_argument("--scheme", default="W4A16_G128")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS | MIXED))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)

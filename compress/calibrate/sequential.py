@@ -35,7 +35,7 @@ from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.decoder import LinearGroup, SmoothingPair
 from compress.models.weights import WeightSource, build_layer, dense
-from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
 """One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
@@ -59,6 +59,12 @@ class LayerState:
     rows: dict[str, Row] = field(default_factory=dict)
     kv_scales: dict[str, Tensor] = field(default_factory=dict)
     kv_rows: list[Row] = field(default_factory=list)
+
+    def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
+        """What linears over one input have, None if they stay dense."""
+        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        assert len(found) == 1, f"linears over one input have several schemes: {linears}"
+        return found.pop()
 
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
@@ -84,7 +90,7 @@ def run_sequential(
     out: Path,
     ctx: Context,
     *,
-    scheme: Scheme | None,
+    scheme: Schemes | None,
     compute_dtype: torch.dtype,
     kv_scales: bool = False,
 ) -> list[Row]:
@@ -92,7 +98,7 @@ def run_sequential(
 
     Args:
         tokens_NS: calibration token ids [N, S].
-        scheme: of the quantized linears, to read a layer back.
+        scheme: of each linear, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
         kv_scales: also find and store the static scales of every layer's KV cache.
 
@@ -123,7 +129,7 @@ def run_sequential(
             _forward_(build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device), source_NSD)
         rows += json.loads(_rows_file(out, idx).read_bytes())
         if idx + 1 < arch.num_layers:
-            weights = load_weights(out / layer_name(idx), scheme)
+            weights = load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.")
             _forward_(build_layer(arch, idx, weights, dtype=compute_dtype, device=device), x_NSD)
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     return rows

@@ -57,8 +57,9 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
     sections = [
         table(head),
         _facts("architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}),
-        _facts("scheme", manifest.scheme),
-        _facts("facts", _without_rows(manifest.facts)),
+        _facts("scheme", _scheme_facts(manifest.scheme)),
+        _facts("facts", _without_rows({name: value for name, value in manifest.facts.items() if name != "mixed"})),  # long: see --json
+        _facts("mixed", {name: value for name, value in manifest.facts.get("mixed", {}).items() if name in _MIXED_SHOWN}),
     ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
@@ -104,6 +105,17 @@ def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         indices = [index for index, _ in run]
         rows.append((str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}", facts))
     return rows
+
+
+_MIXED_SHOWN = ("budget", "limit", "chosen", "uniform")
+
+
+def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Of linears with another scheme how many there are; which they are, the layers say."""
+    if not scheme or "exceptions" not in scheme:
+        return scheme
+    counts = [f"{len(each['linears'])} linears {each['scheme']['name'] if each['scheme'] else 'dense'}" for each in scheme["exceptions"]]
+    return {**scheme, "exceptions": ", ".join(counts)}
 
 
 def _fact_line(facts: Mapping[str, Any]) -> str:

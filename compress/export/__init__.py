@@ -3,7 +3,7 @@
 The same file reads the format back, so that somebody else's checkpoint and our own artifact come in through one door (`open_checkpoint`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.family import family_of
+from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
@@ -56,8 +57,9 @@ class ExportFormat(Protocol):
     @property
     def codec(self) -> ForeignCodec: ...
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
-        """The `quantization_config` of `config.json`. `head` is the head's disk module, `ignore` names linears of layers left dense."""
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of `config.json`. All names are those of disk modules, also in `scheme`; `linears` are all of the
+        layers, which one needs to know where they have several schemes."""
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         """Why this model in this scheme must not be written in this format; empty when it may."""
@@ -139,17 +141,17 @@ def count_changed(scale_OG: torch.Tensor, dtype: torch.dtype) -> int:
     return int((scale_OG.to(dtype).to(torch.float64) != scale_OG.to(torch.float64)).sum())
 
 
-def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme, *, ignore: Iterable[str] = ()) -> None:
-    """Write a quantized model as a Hugging Face directory in the format of that name; `ignore` are disk names of dense linears in layers.
+def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme) -> None:
+    """Write a quantized model as a Hugging Face directory in the format of that name.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
     """
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
-    form = FORMATS.get(name)
-    head = family_of({"model_type": source.arch.family}).to_disk("head")
-    config = form.quantization_config(scheme, head=head, ignore=ignore)
+    form, to_disk = FORMATS.get(name), family_of({"model_type": source.arch.family}).to_disk
+    linears = [to_disk(linear) for linear in linear_names(source.arch)]
+    config = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
     if source.kv_format == FP8_STATIC and form.static_kv is not None:
         config |= form.static_kv
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)

@@ -10,7 +10,7 @@ pass over, lets it come back as what it was. Scales are float16 whatever the mod
 0.32; `transformers` needs the package gptqmodel beside it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -105,7 +105,7 @@ class Awq:
     static_kv = None
     codec: ForeignCodec = AwqCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "bits": scheme.layers.num_bits,
@@ -113,7 +113,7 @@ class Awq:
             "zero_point": True,
             "sym": scheme.layers.symmetric,
             "version": "gemm",
-            "modules_to_not_convert": sorted({*ignore, head}),
+            "modules_to_not_convert": sorted({*scheme.dense, head}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:

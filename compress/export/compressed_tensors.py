@@ -9,13 +9,14 @@ Integer codes                                           Float codes (FP8 e4m3)
 
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. Where the
 inputs are rounded to integers too, codes are int8 and lie as float codes do. The rows of a block may end with the weight, its columns may
-not. One group of `quantization_config` in `config.json` says how all linears are coded, a second one the head if it is quantized; linears
-that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with calibrated scales is said by `kv_cache_scheme`; its scales are
-`<attention>.k_scale` and `.v_scale`, float32 [1]. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
+not. One group of `quantization_config` in `config.json` says how all linears are coded, or one for each scheme that layers have, by exact
+names, and another one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with
+calibrated scales is said by `kv_cache_scheme`; its scales are `<attention>.k_scale` and `.v_scale`, float32 [1]. Checked against
+compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -232,18 +233,26 @@ class CompressedTensors:
     static_kv: Mapping[str, Any] | None = {KV_KEY: STATIC_KV}
     codec: ForeignCodec = CompressedTensorsCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
-        """A quantized head is a group of its own, even in the layers' scheme, because vLLM does not count a head among the linears; and it
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+        """One group for all linears, or one for each scheme of the layers with the names of its linears: vLLM, which asks for a fused
+        projection, takes a group of the whole class before one that names the parts.
+
+        A quantized head is a group of its own, even in the layers' scheme, because vLLM does not count a head among the linears; and it
         is the first, because compressed-tensors warns of a name that it finds behind a class which holds it."""
-        coded = [(scheme.layers, ALL_LINEARS)] if scheme.head is None else [(scheme.head, head), (scheme.layers, ALL_LINEARS)]
-        groups = {f"group_{idx}": _group(each, target) for idx, (each, target) in enumerate(coded)}
+        coded = [(scheme.head, [head])] if scheme.head is not None else []
+        if len(scheme.of_layers) == 1:
+            coded.append((scheme.layers, [ALL_LINEARS]))
+        else:
+            coded += [(each, [linear for linear in linears if scheme.of(linear) == each]) for each in scheme.of_layers]
+        assert all(targets for _, targets in coded), "a scheme without linears"
+        groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
         return {
             "quant_method": self.quant_method,
             "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": sorted({*ignore} if scheme.head is not None else {*ignore, head}),
+            "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
             KV_KEY: None,
             "version": FORMAT_VERSION,
         }
@@ -256,22 +265,21 @@ class CompressedTensors:
             rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
         if scheme.head is not None and arch.tied_head:
             rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
-        if scheme.layers.group_size is not None:
-            size_of_group = scheme.layers.group_size
-            for name, size in sorted(_in_features(arch).items()):
-                if size % size_of_group:
-                    rules.append(Rule("whole-groups", f"{name} has K = {size}, not a multiple of {size_of_group}; vLLM would floor it."))
+        for name, size, group_size in sorted({(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}):
+            if size % group_size:
+                rules.append(Rule("whole-groups", f"{name} has K = {size}, not a multiple of {group_size}; vLLM would floor it."))
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
-        narrow = [name for name, size in sorted(_in_features(arch).items()) if size % 32] if scheme.layers.type == "int" else []
-        ragged = _fused_ragged(arch, scheme.layers)
+        narrow = sorted({name for name, size, each in _quantized(arch, scheme) if each.type == "int" and size % 32})
+        blocks = [each for each in scheme.of_layers if each.block_rows > 1]
+        ragged = _fused_ragged(arch, blocks[0]) if blocks else []
         vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
         if ragged:
             vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {scheme.layers.block_rows}"
         transformers, loads = "decompresses at load: no speed, no memory saved", True
-        if not scheme.layers.symmetric:
-            loads = scheme.head is None
+        if not all(each.symmetric for each in scheme.all):
+            loads = len(scheme.all) == 1
             transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"
             if not loads:
                 transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
@@ -301,7 +309,7 @@ def _format(scheme: Scheme) -> str:
     return PACK_FORMAT if scheme.activation is None else INT_FORMAT
 
 
-def _group(scheme: Scheme, target: str) -> dict[str, Any]:
+def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
     common: dict[str, Any] = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
     weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
     inputs = common | {"strategy": scheme.activation, "group_size": None, "dynamic": scheme.activation != "tensor"}
@@ -309,7 +317,7 @@ def _group(scheme: Scheme, target: str) -> dict[str, Any]:
         weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
         inputs |= {"group_size": scheme.group_size}
     return {
-        "targets": [target],
+        "targets": list(targets),
         "weights": weights,
         "input_activations": inputs if scheme.activation is not None else None,
         "output_activations": None,
@@ -317,14 +325,18 @@ def _group(scheme: Scheme, target: str) -> dict[str, Any]:
     }
 
 
-def _in_features(arch: Arch) -> dict[str, int]:
-    return {name: in_features for name, (_, in_features) in shapes(arch).items()}
-
-
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     """Linears that end within a block, with another behind them where vLLM makes one of q, k and v, and of gate and up."""
     fused = ("attn.q", "attn.k", "ffn.gate")
     return [name for name, (out_features, _) in sorted(shapes(arch).items()) if name in fused and out_features % scheme.block_rows]
+
+
+def _quantized(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Scheme]]:
+    """Name in its layer, K and scheme of every quantized linear of the layers."""
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            if (each := scheme.of(f"layers.{idx}.{name}")) is not None:
+                yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 
 FORMATS.add("compressed-tensors", CompressedTensors())

@@ -23,8 +23,9 @@ from compress.export import FORMATS, open_weights, write_format
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
+from compress.models.overrides import described, linear_names
 from compress.models.weights import WeightSource
-from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.quant.scheme import ModelScheme, QuantizedWeight, commonest
 from compress.registry.model_source import ModelSource
 
 CONVERT_VERSION = 1
@@ -41,17 +42,16 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UsageError(f"{directory} exists and is not an empty directory; name a new one.")
     weights = open_weights(source.path)
-    scheme, dense = stated_scheme(weights)
+    scheme = stated_scheme(weights)
     digest = open_artifact(source.path).digest if (source.path / MANIFEST_NAME).exists() else source.digest
 
     def build(out: ArtifactWriter) -> None:
-        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme, ignore=dense)
+        write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
         for file in source.text_files():
             shutil.copyfile(file, out.path / file.name)
-        arch, layers = weights.arch.to_json()
-        shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
+        arch, layers = described(weights.arch, scheme)
         kv_cache = {} if weights.kv_format is None else {"kv_cache": {"format": weights.kv_format}}
-        out.describe(role="checkpoint", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"format": name, **kv_cache})
+        out.describe(role="checkpoint", arch=arch, layers=layers, scheme=scheme.to_json(), facts={"format": name, **kv_cache})
 
     parents = {"source": digest}
     key = Workspace.key("convert", CONVERT_VERSION, {"to": name}, parents, 0)
@@ -62,24 +62,19 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     return open_artifact(directory)
 
 
-def stated_scheme(weights: WeightSource) -> tuple[ModelScheme, list[str]]:
-    """The scheme of a quantized model, and the disk names of linears in its layers that are dense all the same.
+def stated_scheme(weights: WeightSource) -> ModelScheme:
+    """The scheme of a quantized model; what most linears of the layers have is said of all, and the others are exceptions.
 
     Raises:
-        UnsupportedFormat: it is dense, or its layers have several schemes, which no recipe of this project makes.
+        UnsupportedFormat: it is dense.
     """
     if isinstance(weights, CanonicalStore) and weights.scheme is not None:
-        return weights.scheme, []
+        return weights.scheme
     schemes = dict(weights.schemes) if isinstance(weights, Checkpoint) else {}
     head = schemes.pop("head", None)
     if not schemes:
         raise UnsupportedFormat("the linears of this model's layers are dense: there are no codes to convert. `compress run` makes some.")
-    if len(several := sorted({scheme.name for scheme in schemes.values()})) > 1:
-        raise UnsupportedFormat(f"the layers of this model have several schemes ({', '.join(several)}); one for all of them is converted.")
-    assert isinstance(weights, Checkpoint)
-    linears = [f"layers.{idx}.{linear}" for idx, layer in enumerate(weights.arch.layers) for linear in layer.linears]
-    dense = [weights.family.to_disk(linear) for linear in linears if linear not in schemes]
-    return ModelScheme(next(iter(schemes.values())), head), dense
+    return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)
 
 
 @dataclass(frozen=True)

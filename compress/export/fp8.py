@@ -15,7 +15,7 @@ number of rows that is no multiple of 128 it would scale wrongly without a word.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -50,8 +50,9 @@ class Fp8Codec:
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        if said.get("modules_to_convert"):
-            raise UnsupportedFormat("the checkpoint's quantization_config has modules_to_convert, tables in FP8, which are not read.")
+        for unread in ("kv_cache_scheme", "modules_to_convert"):
+            if said.get(unread):
+                raise UnsupportedFormat(f"the checkpoint's quantization_config has {unread}, which is not read.")
         if (said.get("fmt") or "e4m3") != "e4m3" or (said.get("scale_fmt") or "float") != "float":
             raise UnsupportedFormat(
                 f"the checkpoint is FP8 of fmt {said.get('fmt')} and scale_fmt {said.get('scale_fmt')}; e4m3 with scales that are floats "
@@ -62,8 +63,6 @@ class Fp8Codec:
         return {linear: scheme for linear in in_layers(linears) if not any(_names(str(each), linear) for each in dense)}
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
-        if quantization_config.get("kv_cache_scheme"):
-            raise UnsupportedFormat("the checkpoint's quantization_config has a kv_cache_scheme, which is not read in this format.")
         return None
 
 
@@ -91,23 +90,23 @@ def _names(pattern: str, module: str) -> bool:
 class Fp8:
     quant_method = "fp8"
     scale_dtype = None
-    static_kv = None
     codec: ForeignCodec = Fp8Codec()
+    static_kv = None
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": BLOCK_SIZE,
-            "modules_to_not_convert": sorted({*ignore, head}),
+            "modules_to_not_convert": sorted({*scheme.dense, head}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = layout_rules(arch, scheme)
         if scheme.layers.num_bits != 8:
             rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
-        if scheme.layers != BLOCKS:
+        if scheme.of_layers != (BLOCKS,):
             rules.append(
                 Rule("blocks", f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.")
             )

@@ -13,7 +13,7 @@ A zero point of 0 (stored: -1) is read in two ways by programs of this format, s
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +31,8 @@ from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
 BITS = (4, 8)
 SKIP = "-:"
 """What a pattern in `dynamic` begins with that names dense linears."""
+FUSED = re.compile(r"\b([qkv]|gate|up)_proj$")
+"""Linears that vLLM makes one of, for which it asks `dynamic` by the name of the whole."""
 _AMBIGUOUS = "a zero point of 0, which GPTQ checkpoints store as -1 and programs read as 0 or as {above}"
 
 
@@ -92,6 +94,10 @@ class GptqCodec:
         return None
 
 
+def _fused(linear: re.Match[str]) -> str:
+    return "gate_up_proj" if linear[1] in ("gate", "up") else "qkv_proj"
+
+
 def _in_order(in_features: int, scheme: Scheme) -> Tensor:
     """The g_idx of groups that follow each other."""
     return torch.arange(in_features, dtype=torch.int32) // (scheme.group_size or in_features)
@@ -122,8 +128,8 @@ class Gptq:
     static_kv = None
     codec: ForeignCodec = GptqCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
-        dense = sorted(ignore)
+    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+        dense = sorted({*scheme.dense, *(FUSED.sub(_fused, linear) for linear in scheme.dense)})
         dynamic: dict[str, Any] = {"dynamic": {f"{SKIP}^{re.escape(name)}$": {} for name in dense}} if dense else {}
         return {
             "quant_method": self.quant_method,

@@ -19,6 +19,11 @@ GROUP_SIZES = (None, 32, 64, 128)
 def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> list[Rule]:
     """What breaks a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
     layers, rules = scheme.layers, []
+    if len(scheme.of_layers) > 1:
+        names = ", ".join(each.name for each in scheme.of_layers)
+        rules.append(
+            Rule("one-scheme", f"layers have several schemes ({names}); one for all linears, or dense ones beside it, can be said.")
+        )
     if layers.type != "int" or layers.activation is not None:
         rules.append(Rule("weight-only", f"{layers.name} is not a scheme of integer weights with 16-bit inputs."))
     if layers.num_bits not in bits:
@@ -27,8 +32,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
         rules.append(Rule("group-size", f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels."))
     rules += layout_rules(arch, scheme)
     per_word = 32 // layers.num_bits
-    coded = shapes(arch) | ({"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {})
-    for name, (out_features, in_features) in sorted(coded.items()):
+    for name, (out_features, in_features) in sorted(_quantized_shapes(arch, scheme).items()):
         if layers.group_size is not None and in_features % layers.group_size:
             rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}."))
         if out_features % per_word or in_features % per_word:
@@ -72,3 +76,12 @@ def in_layers(linears: Sequence[str]) -> list[str]:
 def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
     """[O, I] of the linears of layers."""
     return {name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears}
+
+
+def _quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:
+    """[O, I] by the name in its layer of each linear that some layer has quantized, and of the head if it is."""
+    found = {"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {}
+    for idx, layer in enumerate(arch.layers):
+        quantized = [name for name in layer.linears if scheme.of(f"layers.{idx}.{name}") is not None]
+        found |= {name: layer.linear_shape(name, arch.hidden_size) for name in quantized}
+    return found

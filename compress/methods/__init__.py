@@ -63,6 +63,9 @@ class Smoother(Protocol):
 
     def stats(self) -> Mapping[str, StatFactory]: ...
 
+    def idle(self, scheme: Scheme) -> str | None:
+        """Why it does nothing for weights of this scheme, None where it does something."""
+
     def scale(
         self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype, head_repeat: tuple[int, int]
     ) -> Tensor:

@@ -42,6 +42,11 @@ class SmoothQuant(Spec):
     def stats(self) -> Mapping[str, StatFactory]:
         return {"channel_max": ChannelMax}
 
+    def idle(self, scheme: Scheme) -> str | None:
+        if scheme.activation is not None:
+            return None
+        return "it moves outliers out of the inputs, which this scheme leaves in 16 bits. Use `awq`, or leave out `smooth`."
+
     def scale(
         self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype, head_repeat: tuple[int, int]
     ) -> Tensor:

@@ -1,9 +1,9 @@
 """The project's own store of weights between stages: one safetensors file per layer under canonical names, plus the outer weights.
 
 Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the
-manifest when linears are quantized (leaves of `quant/codec.py`), the head's inside it when the head is too. A layer's file is also a
-resume point: it is complete or absent. The manifest's `facts` name the format of a quantized KV cache, and the layers hold its scales if it
-has static ones.
+manifest when linears are quantized (leaves of `quant/codec.py`), the head's inside it when the head is too, and that of each linear which
+has another one or none. A layer's file is also a resume point: it is complete or absent. The manifest's `facts` name the format of a
+quantized KV cache, and the layers hold its scales if it has static ones.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.weights import Weights
 from compress.quant.codec import CanonicalCodec
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Schemes
 
 OUTER_NAME = "outer.safetensors"
 _CODEC = CanonicalCodec()
@@ -38,14 +38,15 @@ def save_weights(path: Path, weights: Weights) -> None:
     save_tensors(path, tensors)
 
 
-def load_weights(path: Path, scheme: Scheme | None) -> dict[str, Tensor | QuantizedWeight]:
-    """Inverse of `save_weights`."""
+def load_weights(path: Path, schemes: Schemes | None, *, prefix: str = "") -> dict[str, Tensor | QuantizedWeight]:
+    """Inverse of `save_weights`; `prefix` is what `schemes` has before the names of the file (`layers.3.`)."""
     tensors = load_tensors(path)
     weights: dict[str, Tensor | QuantizedWeight] = {}
     for name in [each for each in tensors if each.endswith(".scale")]:
-        if scheme is None:
-            raise UnsupportedFormat(f"{path} holds quantized weights and its artifact states no scheme for them.")
         module = name.removesuffix(".scale")
+        scheme = None if schemes is None else schemes.of(prefix + module)
+        if scheme is None:
+            raise UnsupportedFormat(f"{path} holds quantized weights of {module} and its artifact states no scheme for them.")
         leaves = {leaf: tensors.pop(f"{module}.{leaf}") for leaf in _CODEC.leaves(scheme)}
         weights[f"{module}.weight"] = _CODEC.decode(leaves, scheme)
     return weights | tensors
@@ -74,7 +75,7 @@ class CanonicalStore:
         return self._arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._path / OUTER_NAME, None if self.scheme is None else self.scheme.head)
+        return load_weights(self._path / OUTER_NAME, self.scheme)
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return load_weights(self._path / layer_name(layer_idx), None if self.scheme is None else self.scheme.layers)
+        return load_weights(self._path / layer_name(layer_idx), self.scheme, prefix=f"layers.{layer_idx}.")

@@ -11,9 +11,10 @@ whole input, found by calibration.
 Shapes: O out, I in, G groups along I (one group for a channel scheme), R rows of scales: O, or blocks of rows that share one.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,19 @@ from compress.errors import UsageError, did_you_mean
 
 FP8_MAX = 448
 """The largest number of e4m3."""
+DENSE = "dense"
+"""What a linear without a scheme is called: its weight stays in the model's dtype."""
+
+
+class Schemes(Protocol):
+    """Which scheme each linear has, by its canonical name (`layers.3.ffn.down`, `head`)."""
+
+    def of(self, linear: str) -> "Scheme | None":
+        """None: it stays dense."""
+
+    @property
+    def all(self) -> "tuple[Scheme, ...]":
+        """Each that occurs, once."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,14 @@ class Scheme:
     type: Literal["int", "float"] = "int"
     activation: Literal["token", "tensor", "group"] | None = None
     block_rows: int = 1
+
+    def of(self, linear: str) -> "Scheme":
+        """A scheme alone is that of every linear."""
+        return self
+
+    @property
+    def all(self) -> "tuple[Scheme, ...]":
+        return (self,)
 
     @property
     def min_code(self) -> int:
@@ -128,28 +150,80 @@ def scheme_named(name: str) -> Scheme:
 
 @dataclass(frozen=True)
 class ModelScheme:
-    """Schemes of a whole model: one for every linear of the layers, and the head's, None when the head is dense."""
+    """Schemes of a whole model: one for the linears of the layers, linears that differ from it by name (None: dense), and the head's, None
+    when the head is dense. Linears that share an input have the same scheme where this project chose it.
+    """
 
     layers: Scheme
     head: Scheme | None = None
+    exceptions: tuple[tuple[str, Scheme | None], ...] = ()
+
+    def of(self, linear: str) -> Scheme | None:
+        if linear == "head":
+            return self.head
+        return dict(self.exceptions).get(linear, self.layers)
 
     @property
     def name(self) -> str:
-        return self.layers.name if self.head is None else f"{self.layers.name}, head {self.head.name}"
+        counts = Counter(name_of(scheme) for _, scheme in self.exceptions)
+        exceptions = [f"{count} linear{'s' if count > 1 else ''} {name}" for name, count in sorted(counts.items())]
+        return ", ".join([self.layers.name, *exceptions, *([] if self.head is None else [f"head {self.head.name}"])])
+
+    @property
+    def of_layers(self) -> tuple[Scheme, ...]:
+        """Each that a linear of a layer has, once."""
+        return tuple(dict.fromkeys([self.layers, *(scheme for _, scheme in self.exceptions if scheme is not None)]))
 
     @property
     def all(self) -> tuple[Scheme, ...]:
-        return (self.layers,) if self.head is None else (self.layers, self.head)
+        return tuple(dict.fromkeys([*self.of_layers, *([] if self.head is None else [self.head])]))
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Linears of layers that have no scheme."""
+        return tuple(linear for linear, scheme in self.exceptions if scheme is None)
+
+    def renamed(self, rename: Callable[[str], str]) -> "ModelScheme":
+        """The same with the exceptions under other names: those of a checkpoint."""
+        return replace(self, exceptions=tuple((rename(linear), scheme) for linear, scheme in self.exceptions))
+
+    def facts_of_layer(self, layer_idx: int, linears: Iterable[str]) -> dict[str, Any]:
+        """What a manifest says of one layer: its scheme by name and, where not all its linears have it, those that differ."""
+        names = {linear: name_of(self.of(f"layers.{layer_idx}.{linear}")) for linear in linears}
+        scheme = next(iter(names.values())) if len(set(names.values())) == 1 else self.layers.name
+        different = {linear: name for linear, name in names.items() if name != scheme}
+        return {"scheme": scheme, **({"exceptions": different} if different else {})}
 
     def to_json(self) -> dict[str, Any]:
-        """The layers' facts, with the head's under `head`."""
+        """The layers' facts, with the head's under `head` and linears that differ under `exceptions`, scheme by scheme (null: dense)."""
+        linears: dict[Scheme | None, list[str]] = {}
+        for linear, scheme in self.exceptions:
+            linears.setdefault(scheme, []).append(linear)
+        exceptions = [{"scheme": scheme.to_json() if scheme else None, "linears": names} for scheme, names in linears.items()]
         head = {} if self.head is None else {"head": self.head.to_json()}
-        return self.layers.to_json() | head
+        return self.layers.to_json() | head | ({"exceptions": exceptions} if exceptions else {})
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "ModelScheme":
-        layers = Scheme.from_json({key: value for key, value in facts.items() if key != "head"})
-        return ModelScheme(layers, Scheme.from_json(facts["head"]) if facts.get("head") else None)
+        layers = Scheme.from_json({key: value for key, value in facts.items() if key not in ("head", "exceptions")})
+        head = Scheme.from_json(facts["head"]) if facts.get("head") else None
+        schemes = {linear: each["scheme"] for each in facts.get("exceptions", ()) for linear in each["linears"]}
+        return with_exceptions(layers, {linear: Scheme.from_json(said) if said else None for linear, said in schemes.items()}, head=head)
+
+
+def with_exceptions(layers: Scheme, schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None) -> ModelScheme:
+    """`layers` for every linear but those of `schemes` that have another; names in one order, so that equal models are equal."""
+    return ModelScheme(layers, head, tuple((linear, schemes[linear]) for linear in sorted(schemes) if schemes[linear] != layers))
+
+
+def commonest(schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None) -> ModelScheme:
+    """The scheme that most of these linears have for all, the rest as exceptions; of equal counts the one that comes first."""
+    counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
+    return with_exceptions(counts.most_common(1)[0][0], schemes, head=head)
+
+
+def name_of(scheme: Scheme | None) -> str:
+    return DENSE if scheme is None else scheme.name
 
 
 @dataclass(frozen=True)

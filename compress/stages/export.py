@@ -14,7 +14,7 @@ from compress.models.canonical import CanonicalStore
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize import Quantize, outer_bytes
+from compress.stages.quantize import Quantize, most_linear_bytes, outer_bytes
 
 
 def _one_known_format(names: tuple[str, ...]) -> None:
@@ -35,12 +35,11 @@ class Export(Spec):
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize") or Quantize()
     assert isinstance(quantize, Quantize)
-    arch, scheme = facts.arch, quantize.model_scheme()
-    kv_format = quantize.kv_format()
-    check_rules(spec.formats[0], arch, scheme, kv_format)
-    linears = [layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears]
-    size = sum(scheme.layers.weight_bytes(*shape) for shape in linears) + outer_bytes(arch, scheme)
-    consumers = FORMATS.get(spec.formats[0]).consumers(arch, scheme)
+    arch, possible, kv_format = facts.arch, quantize.possible_schemes(facts.arch), quantize.kv_format()
+    for scheme in possible:
+        check_rules(spec.formats[0], arch, scheme, kv_format)
+    size = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
+    consumers = FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
     notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
     notes += () if kv_format is None else (kv_note(kv_format),)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)

@@ -5,35 +5,38 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer, model_validator
+from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.sequential import LayerPass, Row, run_sequential
+from compress.digest import digest_json
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.export import open_weights
 from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Refiner, Rounder, Smoother, Target
-from compress.methods.awq import Awq
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
-from compress.methods.smoothquant import SmoothQuant
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
-from compress.models.weights import dense
+from compress.models.overrides import decide, described, overridden
+from compress.models.weights import WeightSource, dense
 from compress.quant.kv import FP8_STATIC, KV_CACHES, kv_cache_named
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, scheme_named
+from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme, Schemes, commonest, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
+from compress.stages.mixed import Mixed, choose, depends, effort, largest_bytes, scheme_or_dense, units_of
 
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
@@ -71,11 +74,28 @@ def _kv_cache(name: str | None) -> None:
         kv_cache_named(name)
 
 
+def _schemes_of_overrides(overrides: Mapping[str, str]) -> None:
+    for name in overrides.values():
+        scheme_or_dense(name)
+
+
+def _kind_of_scheme(value: Any) -> str:
+    return "mixed" if isinstance(value, Mapping | Mixed) else "name"
+
+
 class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
-    scheme: Annotated[str, checked_by(scheme_named)] = Field(
-        "W4A16_G128", description=f"one of {', '.join(SCHEMES)}", json_schema_extra={"enum": list(SCHEMES)}
+    scheme: Annotated[
+        Annotated[str, checked_by(scheme_named), Field(json_schema_extra={"enum": list(SCHEMES)}), Tag("name")]
+        | Annotated[Mixed, Tag("mixed")],
+        Discriminator(_kind_of_scheme),
+    ] = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}; or `{{kind: mixed}}`, which chooses among several")
+    overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
+        default_factory=dict,
+        description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
+        "the first pattern that matches decides",
+        json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
     )
     head: Annotated[str | None, checked_by(_scheme_of_a_head)] = Field(
         None,
@@ -89,7 +109,7 @@ class Quantize(Spec):
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = Field(None, exclude_if=lambda spec: spec is None)  # as `kv_cache`
+    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
     kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
@@ -110,26 +130,52 @@ class Quantize(Spec):
 
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
-        """Measured on the bundled model, mean KL of FP8_DYNAMIC: RTN 0.0091, AWQ + RTN 0.0091, GPTQ 0.0064, AWQ + GPTQ 0.0065."""
-        if isinstance(self.smooth, Awq) and scheme_named(self.scheme).type == "float":
-            raise ValueError(
-                f"smooth: awq does nothing for {self.scheme}: it gives large channels finer integer steps, and the steps of a float are "
-                "relative already. Leave out `smooth`."
-            )
-        if isinstance(self.smooth, SmoothQuant) and scheme_named(self.scheme).activation is None:
-            raise ValueError(
-                f"smooth: smoothquant does nothing for {self.scheme}: it moves outliers out of the inputs, which this scheme leaves in 16 "
-                "bits. Use `awq`, or leave out `smooth`."
-            )
+        if self.smooth is None:
+            return self
+        names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
+        schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
+        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
+        if None not in reasons:
+            kind = self.smooth.model_dump()["kind"]
+            raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _leave_no_empty_overrides(self, as_it_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Cache keys, and through them digests, of recipes without overrides stay what they were before there were any."""
+        return {key: value for key, value in as_it_is(self).items() if key != "overrides" or value}
 
     def method(self) -> str:
         """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
         parts = {"smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
-    def model_scheme(self) -> ModelScheme:
-        return ModelScheme(scheme_named(self.scheme), None if self.head is None else scheme_named(self.head))
+    def model_scheme(self, arch: Arch) -> ModelScheme:
+        """Raises UsageError: an override decides nothing, or linears over one input would differ."""
+        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
+        return overridden(scheme_named(self.scheme), self.patterns, arch, head=self.head_scheme)
+
+    def possible_schemes(self, arch: Arch) -> list[ModelScheme]:
+        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
+
+        Raises:
+            UsageError: as `model_scheme`.
+        """
+        if not isinstance(self.scheme, Mixed):
+            return [self.model_scheme(arch)]
+        units = units_of(self.scheme, decide(self.patterns, arch), arch)
+        picks = [[unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units] for idx in range(len(self.scheme.schemes))]
+        picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
+        possible = [{linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears} for each in picks]
+        return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
+
+    @property
+    def patterns(self) -> dict[str, Scheme | None]:
+        return {pattern: scheme_or_dense(name) for pattern, name in self.overrides.items()}
+
+    @property
+    def head_scheme(self) -> Scheme | None:
+        return None if self.head is None else scheme_named(self.head)
 
     def kv_format(self) -> str | None:
         return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
@@ -141,14 +187,13 @@ def _settings(spec: Spec) -> str:
     return f"{kind} ({', '.join(f'{key} {json.dumps(value)}' for key, value in settings.items())})"
 
 
-def quantization_passes(spec: Quantize, stored_dtype: torch.dtype) -> list[LayerPass]:
+def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dtype) -> list[LayerPass]:
     """The passes of a spec, in order."""
-    scheme = scheme_named(spec.scheme)
-    passes: list[LayerPass] = [BaselinePass(scheme, stored_dtype)]
+    passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
     if spec.smooth is not None:
-        passes.append(SmoothPass(cast(Smoother, spec.smooth), scheme, stored_dtype))
+        passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
     refiner, target = cast(Refiner | None, spec.refine), cast(Target | None, spec.target)
-    passes.append(RoundPass(cast(Rounder, spec.round), scheme, stored_dtype, refiner, target))
+    passes.append(RoundPass(cast(Rounder, spec.round), schemes, stored_dtype, refiner, target))
     return passes
 
 
@@ -157,12 +202,34 @@ def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" else stored_dtype
 
 
-def outer_bytes(arch: Arch, scheme: ModelScheme) -> int:
+def linear_bytes(arch: Arch, scheme: ModelScheme) -> int:
+    """All linears of the layers on disk, in 16 bits where they are dense."""
+    sizes = []
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            shape, of_linear = layer.linear_shape(name, arch.hidden_size), scheme.of(f"layers.{idx}.{name}")
+            sizes.append(2 * shape[0] * shape[1] if of_linear is None else of_linear.weight_bytes(*shape))
+    return sum(sizes)
+
+
+def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
+    """All linears of the layers on disk, at most: mixed precision keeps a budget.
+
+    Raises:
+        UsageError: a budget of bytes that cannot be kept.
+    """
+    if not isinstance(spec.scheme, Mixed):
+        return linear_bytes(arch, spec.model_scheme(arch))
+    units = units_of(spec.scheme, decide(spec.patterns, arch), arch)
+    return largest_bytes(spec.scheme, arch, units, outer_bytes(arch, spec.head_scheme))
+
+
+def outer_bytes(arch: Arch, head: Scheme | None) -> int:
     """Embedding and head on disk, in 16 bits unless the head has a scheme."""
     dense_bytes = 2 * arch.vocab_size * arch.hidden_size
     if arch.tied_head:
         return dense_bytes
-    return dense_bytes + (dense_bytes if scheme.head is None else scheme.head.weight_bytes(arch.vocab_size, arch.hidden_size))
+    return dense_bytes + (dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size))
 
 
 def _place(stored: Path, place: Path) -> None:
@@ -174,8 +241,11 @@ def _place(stored: Path, place: Path) -> None:
 
 
 def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
-    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points."""
-    return {"device": torch.device(device).type}
+    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points. And
+    the order of overrides, which a mapping in the key does not keep."""
+    order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
+    mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
+    return {"device": torch.device(device).type, **order, **mixed}
 
 
 def _refuse_quantized(arch: Arch) -> None:
@@ -209,7 +279,7 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     """Peak: one layer twice (compute dtype and float32), its largest Hessians, and the activations of the whole calibration set; with a
     target, also those of the source model, and their moments with the others."""
-    arch, scheme = facts.arch, scheme_named(spec.scheme)
+    arch, scheme = facts.arch, spec.possible_schemes(facts.arch)[-1]
     _refuse_quantized(arch)
     _refuse_tied_head(spec, arch)
     calib = facts.specs.get("calibrate") or Calibrate()
@@ -226,8 +296,6 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     working = max(4 * streams * hessians, streams * hessians + 6 * 4 * stacked, streams * hessians + 6 * largest)
     params = sum(rows * columns for rows, columns in shapes.values())
     peak = params * (width + 4) + streams * num_tokens * arch.hidden_size * width + working
-    codes = sum(scheme.weight_bytes(*each.linear_shape(name, arch.hidden_size)) for each in arch.layers for name in each.linears)
-    outer = outer_bytes(arch, spec.model_scheme())
     kv_format = spec.kv_format()
     kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
     forward = (1 + streams) * 2.0 * arch.num_linear_params * num_tokens
@@ -237,13 +305,42 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     in_float32 = 2.0 * arch.num_layers * searches * sum(rows * columns**2 for rows, columns in shapes.values())
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
     flops = forward + grams + slower * in_float32
+    if isinstance(spec.scheme, Mixed):
+        before, more = effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=width)
+        peak, flops = max(peak, before), flops + more
     return Estimate(
         peak,
-        codes + outer,
+        most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
         flops,
         num_launches=8 * (1 + sweeps) * arch.num_layers * sum(inputs.values()),
-        notes=(f"{scheme.name}, {arch.num_layers} layers one at a time", f"{spec.preset or 'method'}: {spec.method()}", *kv_note),
+        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note),
     )
+
+
+def _scheme_note(spec: Quantize, scheme: ModelScheme, arch: Arch) -> str:
+    if not isinstance(spec.scheme, Mixed):
+        return f"{scheme.name}, {arch.num_layers} layers one at a time"
+    return (
+        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
+        f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
+    )
+
+
+def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme, dict[str, Any]]:
+    """The scheme of every linear, and facts of how it was chosen where it was."""
+    arch = source.arch
+    if not isinstance(spec.scheme, Mixed):
+        return spec.model_scheme(arch), {}
+    chosen, facts = choose(
+        spec.scheme,
+        units_of(spec.scheme, decide(spec.patterns, arch), arch),
+        source,
+        tokens_NS,
+        ctx,
+        compute_dtype=compute_dtype(ctx.device, getattr(torch, arch.dtype)),
+        outer_bytes=outer_bytes(arch, spec.head_scheme),
+    )
+    return replace(chosen, head=spec.head_scheme), {"mixed": facts}
 
 
 @STAGES.stage(
@@ -256,19 +353,20 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     depends=_depends,
 )
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    source, scheme = open_weights(inputs[Port.DENSE].path), spec.model_scheme()
+    source = open_weights(inputs[Port.DENSE].path)
     _refuse_quantized(source.arch)
     _refuse_tied_head(spec, source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
-    stored_dtype = getattr(torch, source.arch.dtype)
+    stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    scheme, explained = _schemes(spec, source, tokens_NS, ctx)
     rows = run_sequential(
         source,
-        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS,
-        quantization_passes(spec, stored_dtype),
+        tokens_NS,
+        quantization_passes(spec, scheme, stored_dtype),
         ctx.scratch,
         ctx,
-        scheme=scheme.layers,
+        scheme=scheme,
         compute_dtype=compute_dtype(ctx.device, stored_dtype),
         kv_scales=spec.kv_format() == FP8_STATIC,
     )
@@ -278,10 +376,10 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
-    arch, layers = source.arch.to_json()
-    shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-    facts = {"method": spec.method(), "layers": [row for row in rows if "linear" in row], **_cache_facts(spec, rows, ctx)}
-    out.describe(role="quantized", arch=arch, layers=shapes, scheme=scheme.to_json(), facts=facts)
+    arch, layers = described(source.arch, scheme)
+    linears = [row for row in rows if "linear" in row]
+    facts = {"method": spec.method(), "layers": linears, **explained, **_cache_facts(spec, rows, ctx)}
+    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts=facts)
 
 
 def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:

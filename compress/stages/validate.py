@@ -24,7 +24,7 @@ from compress.errors import UsageError, did_you_mean
 from compress.export import VLLM_KV_FLAGS, open_weights
 from compress.kernels.paged import DENSE_FORMATS
 from compress.models.arch import Arch
-from compress.quant.scheme import ModelScheme
+from compress.quant.scheme import ModelScheme, name_of
 from compress.recipe import Spec, checked_by
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages import STAGES, Estimate, Input, Inputs, PlanFacts, Port
@@ -34,7 +34,7 @@ from compress.validate.accuracy import Accuracy, measure_accuracy
 from compress.validate.card import render_markdown_card
 from compress.validate.gates import GateResult, evaluate, parse_gates
 from compress.validate.latency import LatencyRow, measure_latency
-from compress.validate.report import build_report, render_html
+from compress.validate.report import build_report, ranges, render_html
 from compress.validate.roofline import (
     READ_BYTES,
     RooflineRow,
@@ -184,21 +184,23 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     gates = _gates(spec, accuracy, rows["candidate"], sizes, device)
     ctx.progress.update(num_steps, num_steps, "done")
     manifest = open_artifact(candidate_input.path).manifest
-    quantized = inputs.ports.get(Port.QUANTIZED)
     kv_cache = _served_cache(manifest, candidate)
+    scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
     return build_report(
-        title=f"{inputs.source.name} in {_scheme_name(manifest) or 'dense weights'}",
+        title=f"{inputs.source.name} in {'dense weights' if scheme is None else scheme.name}",
         artifact={
             "digest": candidate_input.digest,
             "source": inputs.source.name,
             "source_revision": inputs.source.revision,
             "source_digest": inputs.source.digest,
-            "scheme": _scheme_name(manifest),
+            "scheme": None if scheme is None else scheme.name,
+            "exceptions": _exceptions(scheme),
             "format": manifest.facts.get("format"),
             **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
             "sizes": sizes,
         },
-        layers=open_artifact(quantized.path).manifest.facts.get("layers", []) if quantized is not None else [],
+        layers=_layers(inputs, scheme),
+        mixed=_quantization(inputs).get("mixed"),
         accuracy=accuracy,
         latency_source=rows["source"],
         latency_candidate=rows["candidate"],
@@ -219,8 +221,28 @@ def _served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
     return {**(stated if stated.get("format") == engine.kv_format else {}), "format": engine.kv_format}
 
 
-def _scheme_name(manifest: Manifest) -> str | None:
-    return None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme).name
+def _quantization(inputs: Inputs) -> Mapping[str, Any]:
+    """Facts of the quantize stage, if the recipe has one."""
+    quantized = inputs.ports.get(Port.QUANTIZED)
+    return {} if quantized is None else open_artifact(quantized.path).manifest.facts
+
+
+def _layers(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
+    """The quantization's row of every linear, with its scheme where linears differ in it."""
+    rows = _quantization(inputs).get("layers", [])
+    if scheme is None or not scheme.exceptions:
+        return rows
+    return [{**row, "scheme": name_of(scheme.of(f"layers.{row['layer']}.{row['linear']}"))} for row in rows]
+
+
+def _exceptions(scheme: ModelScheme | None) -> dict[str, str] | None:
+    """Scheme -> the linears that have it instead of the model's, as `ffn.down of 0–3`."""
+    layers_of: dict[str, dict[str, list[int]]] = {}
+    for linear, other in scheme.exceptions if scheme is not None else ():
+        _, layer_idx, name = linear.split(".", 2)
+        layers_of.setdefault(name_of(other), {}).setdefault(name, []).append(int(layer_idx))
+    texts = {other: "; ".join(f"{name} of {ranges(idxs)}" for name, idxs in linears.items()) for other, linears in layers_of.items()}
+    return texts or None
 
 
 def _engine_config(spec: Validate) -> EngineConfig:

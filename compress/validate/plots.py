@@ -199,6 +199,29 @@ def size_plot(sizes: Sequence[Row]) -> str:
         return _svg(figure, salt="size")
 
 
+def mixed_plot(mixed: Row) -> str:
+    """Predicted KL over cost: the frontier, each scheme for all, the budget and what was chosen."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _figure(height=2.9)
+        lossy = [each for each in mixed["frontier"] if each["kl"] > 0]
+        axes.plot([each["cost"] * 100 for each in lossy], [each["kl"] for each in lossy], color=SOURCE, linewidth=1.4, label="best mixes")
+        axes.axvline(mixed["limit"] * 100, color=FLOOR, linewidth=1.1, linestyle=(0, (3, 3)), label="budget")
+        for index, (name, each) in enumerate((name, each) for name, each in mixed["uniform"].items() if each["kl"] > 0):
+            at = (each["cost"] * 100, each["kl"])
+            axes.plot(*at, "o", color=INK, markersize=4.5, label="one scheme for all" if index == 0 else None)
+            axes.annotate(name, at, xytext=(6, 3), textcoords="offset points", fontsize=8.5)
+        if mixed["chosen"]["kl"] > 0:
+            axes.plot(mixed["chosen"]["cost"] * 100, mixed["chosen"]["kl"], "D", color=CANDIDATE, markersize=7, label="chosen")
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.margins(x=0.1, y=0.12)
+        axes.grid()
+        axes.set_xlabel(f"{mixed['cost']} of the layers' linears, % of 16 bits")
+        axes.set_ylabel("predicted KL, nats a token")
+        figure.legend(loc="outside upper left", ncols=4, handlelength=1.4, columnspacing=1.6)
+        return _svg(figure, salt="mixed")
+
+
 def _figure(*, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from compress.validate.accuracy import Accuracy
 from compress.validate.gates import GateResult
 from compress.validate.latency import LatencyRow
-from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, size_plot
+from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, mixed_plot, size_plot
 from compress.validate.roofline import RooflineRow
 
 Json = dict[str, Any]
@@ -31,6 +31,7 @@ def build_report(
     recipe: Mapping[str, Any] | None = None,
     artifact: Mapping[str, Any] | None = None,
     layers: Sequence[Mapping[str, Any]] = (),
+    mixed: Mapping[str, Any] | None = None,
     accuracy: Accuracy | None = None,
     latency_source: Sequence[LatencyRow] = (),
     latency_candidate: Sequence[LatencyRow] = (),
@@ -46,7 +47,8 @@ def build_report(
     Args:
         recipe: facts to print: at least `digest`; `text` is shown as it is.
         artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
-        layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ...
+        layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
+        mixed: how schemes were chosen, as `stages/mixed.py` says it.
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
@@ -65,6 +67,7 @@ def build_report(
         "kernels": list(kernels),
         "layers": list(layers),
         "kv_cache": kv_cache,
+        "mixed": mixed,
         "calibration": calibration,
         "environment": environment,
     }
@@ -176,6 +179,8 @@ def _plots(report: Json) -> dict[str, Markup]:
         plots["latency"] = latency_plot(report["latency"])
     if "layers" in report:
         plots["layers"] = layer_error_plot(report["layers"])
+    if "mixed" in report:
+        plots["mixed"] = mixed_plot(report["mixed"])
     if report.get("artifact", {}).get("sizes"):
         plots["size"] = size_plot(report["artifact"]["sizes"])
     return {name: Markup(svg) for name, svg in plots.items()}
@@ -199,7 +204,7 @@ def _kernels(report: Json) -> list[Json]:
         what = json.dumps({name: value for name, value in row.items() if name != "layer"}, sort_keys=True)
         row_of[what] = row
         layers_of.setdefault(what, []).extend([row["layer"]] if row["layer"] is not None else [])
-    return [{**row, "layers": _ranges(layers_of[what])} for what, row in row_of.items()]
+    return [{**row, "layers": ranges(layers_of[what])} for what, row in row_of.items()]
 
 
 def _refusals(report: Json) -> list[tuple[str, list[str]]]:
@@ -217,7 +222,7 @@ def _on_reference_path(report: Json) -> bool:
     return any("dequantized" in row.get("kernel", "") for row in report.get("kernels", []))
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """`0–3, 7` for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -88,21 +88,22 @@ def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, 
 @pytest.mark.parametrize(("form", "scheme", "head"), with_heads())
 def test_the_config_says_which_linears_have_which_scheme(form: ExportFormat, scheme: Scheme, head: Scheme | None) -> None:
     ignore = ["model.layers.1.self_attn.q_proj"]
-    whole = ModelScheme(scheme, head)
-    config = json.loads(json.dumps(form.quantization_config(whole, head="lm_head", ignore=ignore)))
+    whole = ModelScheme(scheme, head, tuple((linear, None) for linear in ignore))
+    config = json.loads(json.dumps(form.quantization_config(whole, head="lm_head")))
     assert config["quant_method"] == form.quant_method
     schemes = form.codec.schemes(config, LINEARS)
     assert set(schemes) == set(LINEARS) - set(ignore) - (set() if head else {"lm_head"})  # layer 10 is not taken for layer 1
     assert schemes.pop("lm_head", None) == whole.head
     for found in schemes.values():
         assert dataclasses.replace(found, name=scheme.name) == scheme
-    unignored = form.codec.schemes(form.quantization_config(whole, head="lm_head"), LINEARS)
+    unignored = form.codec.schemes(form.quantization_config(ModelScheme(scheme, head), head="lm_head"), LINEARS)
     assert set(unignored) == set(LINEARS) - (set() if head else {"lm_head"})
 
 
 @EACH
 def test_the_order_in_which_linears_are_ignored_does_not_show(form: ExportFormat, scheme: Scheme) -> None:
-    configs = [form.quantization_config(ModelScheme(scheme), head="lm_head", ignore=names) for names in (["b", "a"], ["a", "b"])]
+    orders = ((("b", None), ("a", None)), (("a", None), ("b", None)))
+    configs = [form.quantization_config(ModelScheme(scheme, None, dense), head="lm_head") for dense in orders]
     assert configs[0] == configs[1]
 
 

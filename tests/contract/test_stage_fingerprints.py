@@ -22,14 +22,18 @@ RECORD = Path(__file__).with_name("stage_fingerprints.json")
 MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
     "quantize": (
+        "calibrate/gradients.py",
         "calibrate/sequential.py",
         "calibrate/stats.py",
+        "kernels/latency.py",
         "methods/*.py",
         "models/attention.py",
         "models/decoder.py",
+        "models/overrides.py",
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
+        "stages/mixed.py",
         "stages/quantize.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),

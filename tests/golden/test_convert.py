@@ -23,7 +23,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import build_decoder, dense
 from compress.quant.numerics import nearest_weight
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, with_exceptions
 from compress.runtime.engine import Engine, EngineConfig
 
 WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
@@ -32,10 +32,10 @@ Say = Callable[..., tuple[int, str, str]]
 
 
 class Rounded:
-    """A dense model with every linear of its layers rounded to nearest, except those in `left`."""
+    """A dense model with every linear rounded to nearest as its scheme says."""
 
-    def __init__(self, source: Checkpoint, scheme: ModelScheme, left: tuple[str, ...] = ()) -> None:
-        self._source, self._scheme, self._left = source, scheme, left
+    def __init__(self, source: Checkpoint, scheme: ModelScheme) -> None:
+        self._source, self._scheme = source, scheme
 
     @property
     def arch(self) -> Arch:
@@ -53,11 +53,11 @@ class Rounded:
         return outer if head is None else outer | {"head.weight": self._round(outer["head.weight"], head)}
 
     def layer(self, layer_idx: int) -> dict[str, Any]:
-        linears = self.arch.layers[layer_idx].linears.keys() - set(self._left)
-        return {
-            name: self._round(value, self._scheme.layers) if name.removesuffix(".weight") in linears else value
-            for name, value in self._source.layer(layer_idx).items()
-        }
+        layer = self._source.layer(layer_idx)
+        for linear in self.arch.layers[layer_idx].linears:
+            if (scheme := self._scheme.of(f"layers.{layer_idx}.{linear}")) is not None:
+                layer[f"{linear}.weight"] = self._round(layer[f"{linear}.weight"], scheme)
+        return layer
 
 
 def compressed(
@@ -153,12 +153,10 @@ def test_a_quantized_head_goes_into_gptq_in_the_scheme_of_the_layers_only(say: S
 
 def test_linears_that_are_dense_stay_dense(say: Say, tmp_path: Path) -> None:
     source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
-    scheme = ModelScheme(SCHEMES["W4A16_G128"])
-    left = ("ffn.down",)
+    scheme = with_exceptions(SCHEMES["W4A16_G128"], {f"layers.{idx}.ffn.down": None for idx in range(2)})
     mixed = tmp_path / "mixed"
     mixed.mkdir()
-    ignored = [f"model.layers.{idx}.mlp.down_proj" for idx in range(2)]
-    write_format("compressed-tensors", mixed, Rounded(Checkpoint(tmp_path / "source"), scheme, left), scheme, ignore=ignored)
+    write_format("compressed-tensors", mixed, Rounded(Checkpoint(tmp_path / "source"), scheme), scheme)
     assert not torch.equal(logits(mixed), logits(source))
     for to in ("gptq", "awq"):
         assert say("convert", mixed, "--to", to, "--out", tmp_path / to)[0] == 0

@@ -1,6 +1,6 @@
 """A quantized checkpoint as `transformers` sees it: it loads without a stray key and computes what our own decoder computes of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from compress.artifact.context import Context
 from compress.calibrate.sequential import LayerPass, run_sequential
 from compress.export import FORMATS, check_rules, open_checkpoint
+from compress.export.conversion import stated_scheme
 from compress.methods.awq import Awq
 from compress.methods.gptq import Gptq
 from compress.models.arch import Arch
@@ -20,6 +21,7 @@ from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import FAMILIES, family_of
+from compress.models.overrides import linear_names, overridden
 from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
@@ -59,42 +61,62 @@ WITH_HEAD = [
 ]
 
 
+SEVERAL: list[tuple[str, str, str | None, dict[str, str | None]]] = [
+    ("llama-gqa", "FP8_DYNAMIC", None, {"layers.0.*": None}),
+    ("qwen3", "W4A16_G128", None, {"*.ffn.down": "FP8_DYNAMIC", "layers.1.attn.o": None}),
+    ("qwen2", "FP8_STATIC", "FP8_DYNAMIC", {"layers.0.attn.[qkv]": "W8A16", "layers.1.ffn.gate": None, "layers.1.ffn.up": None}),
+    ("mistral-window", "INT8_DYNAMIC", "W8A16", {"layers.1.ffn.down": None, "layers.1.*": "W4A16_G64"}),
+    ("llama-tied", "W4A16_G128", None, {"*.attn.o": "W4A16_G32", "*.ffn.down": "W8A16"}),
+]
+
+
 class Stored:
     """The canonical files of a run as a weight source."""
 
     def __init__(self, source: Checkpoint, directory: Path, scheme: ModelScheme) -> None:
-        self._source, self._directory, self._scheme = source, directory, scheme
+        self._source, self._directory, self.scheme = source, directory, scheme
 
     @property
     def arch(self) -> Arch:
         return self._source.arch
 
     def outer(self) -> dict[str, Any]:
-        head, outer = self._scheme.head, self._source.outer()
+        head, outer = self.scheme.head, self._source.outer()
         return outer if head is None else outer | {"head.weight": nearest_weight(dense(outer["head.weight"]), head, torch.bfloat16)}
 
     def layer(self, layer_idx: int) -> dict[str, Any]:
-        return load_weights(self._directory / layer_name(layer_idx), self._scheme.layers)
+        return load_weights(self._directory / layer_name(layer_idx), self.scheme, prefix=f"layers.{layer_idx}.")
 
 
-def quantized(tmp_path: Path, case: str, scheme: Scheme, head: Scheme | None = None, *, kv_scales: bool = False) -> tuple[Stored, Path]:
+def quantized(
+    tmp_path: Path,
+    case: str,
+    scheme: Scheme,
+    head: Scheme | None = None,
+    overrides: Mapping[str, str | None] | None = None,
+    *,
+    kv_scales: bool = False,
+) -> tuple[Stored, Path]:
     """Quantize a tiny bf16 model with AWQ and GPTQ and export it; the canonical weights and the exported directory."""
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
     saved(tmp_path / "source", family, {**changes, **WHOLE_GROUPS, **layers}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")
     (tmp_path / "canonical").mkdir()
+    schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
+    whole = overridden(scheme, schemes, source.arch, head=head)
     passes: list[LayerPass] = [
-        SmoothPass(Awq(num_ratios=3), scheme, torch.bfloat16),
-        RoundPass(Gptq(), scheme, torch.bfloat16),
+        SmoothPass(Awq(num_ratios=3), whole, torch.bfloat16),
+        RoundPass(Gptq(), whole, torch.bfloat16),
     ]
     ctx = Context("cpu", 0, tmp_path / "canonical")
-    run_sequential(source, tokens(8, 16), passes, ctx.scratch, ctx, scheme=scheme, compute_dtype=torch.float32, kv_scales=kv_scales)
-    whole = ModelScheme(scheme, head)
+    run_sequential(source, tokens(8, 16), passes, ctx.scratch, ctx, scheme=whole, compute_dtype=torch.float32, kv_scales=kv_scales)
     stored = Stored(source, ctx.scratch, whole)
     form = FORMATS.get("compressed-tensors")
     check_rules("compressed-tensors", source.arch, whole)
-    config = form.quantization_config(whole, head=family_of({"model_type": family}).to_disk("head")) | (form.static_kv if kv_scales else {})
+    to_disk = family_of({"model_type": family}).to_disk
+    linears = [to_disk(linear) for linear in linear_names(source.arch)]
+    config = form.quantization_config(whole.renamed(to_disk), head=to_disk("head"), linears=linears) | (form.static_kv if kv_scales else {})
     (tmp_path / "exported").mkdir()
     write_checkpoint(tmp_path / "exported", stored, codec=form.codec, quantization_config=config, max_shard_bytes=200_000)
     return stored, tmp_path / "exported"
@@ -213,6 +235,40 @@ def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(case: s
             assert attention.get_parameter(name) == dense(opened.layer(layer_idx)[f"attn.{name}"])
     assert rms(ours - unrounded) > 100 * torch.finfo(torch.float32).eps * rms(unrounded)
     assert rms(theirs - ours) < rms(ours - unrounded) / 10  # a tie that is decided the other way, here and there
+
+
+@pytest.mark.parametrize(("case", "scheme_name", "head", "overrides"), SEVERAL)
+def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
+    case: str, scheme_name: str, head: str | None, overrides: dict[str, str | None], tmp_path: Path
+) -> None:
+    stored, exported = quantized(tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None, overrides)
+    opened = open_checkpoint(exported)
+    whole = stated_scheme(opened)
+    assert {linear: whole.of(linear) for linear in ["head", *linear_names(stored.arch)]} == {
+        linear: stored.scheme.of(linear) for linear in ["head", *linear_names(stored.arch)]
+    }
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    decoder, reference = decoder_of(opened, torch.bfloat16), decoder_of(opened, torch.float32)
+    weights_only = build_decoder(opened, dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(opened, device=torch.device("cpu"), config=EngineConfig(dtype=torch.float32, max_batch_size=2, max_model_len=48))
+    tokens_BS = tokens(2, 16)
+    with torch.no_grad():
+        theirs, ours, served = model.eval()(tokens_BS).logits.float(), decoder(tokens_BS).float(), engine.runner.score(tokens_BS)
+        exact, unrounded = reference(tokens_BS), weights_only(tokens_BS)
+    of_bf16 = torch.finfo(torch.bfloat16).eps * (10 * NUM_LAYERS) ** 0.5 * rms(exact)
+    of_inputs = 2**0.5 * rms(exact - unrounded)  # as in the test above
+    assert rms(theirs - exact) < of_bf16 + of_inputs
+    assert rms(ours - exact) < of_bf16 + of_inputs
+    assert rms(served - exact) < 1e-4 * rms(exact) + of_inputs
+    weights, family = dict(model.named_parameters()), family_of({"model_type": stored.arch.family})
+    for idx in range(NUM_LAYERS):
+        for name, value in stored.layer(idx).items():
+            disk = family.to_disk(f"layers.{idx}.{name.rpartition('.')[0]}") + "." + name.rpartition(".")[2]
+            assert torch.equal(weights[disk].to(torch.bfloat16), dense(value)), disk
+            assert torch.equal(dense(opened.layer(idx)[name]), dense(value)), disk
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])

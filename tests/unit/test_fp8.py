@@ -50,7 +50,7 @@ def quantized(directory: Path, spec: dict[str, Any], source: WeightSource) -> tu
     parsed, dtype = Quantize.model_validate(spec), getattr(torch, source.arch.dtype)
     scheme = scheme_named(parsed.scheme)
     ctx = Context("cpu", 0, directory)
-    passes = quantization_passes(parsed, dtype)
+    passes = quantization_passes(parsed, scheme, dtype)
     run_sequential(source, TOKENS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
     return directory, scheme
 

@@ -175,10 +175,8 @@ def output_error_of(w_OI: Tensor, values_OI: Tensor, h_II: Tensor) -> Tensor:
 class Blocks:
     """A source with every linear of its layers in blocks."""
 
-    kv_format: str | None = None
-
     def __init__(self, source: MemorySource) -> None:
-        self._source, self.arch = source, source.arch
+        self._source, self.arch, self.kv_format = source, source.arch, source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self._source.outer()

@@ -50,7 +50,7 @@ def run(out: Path, spec: Quantize, source: WeightSource, *, stop_after: int | No
     return run_sequential(
         source,
         tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN),
-        quantization_passes(spec, dtype),
+        quantization_passes(spec, SCHEMES[spec.scheme], dtype),
         out,
         ctx,
         scheme=SCHEMES[spec.scheme],
@@ -234,6 +234,9 @@ class Arbitrary:
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment}
 
+    def idle(self, scheme: Scheme) -> str | None:
+        return None
+
     def scale(
         self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype, head_repeat: tuple[int, int]
     ) -> Tensor:
@@ -267,7 +270,7 @@ def test_smoothing_is_stored_with_the_weights_it_was_folded_into(source: WeightS
 
 
 def test_passes_are_baseline_then_smoother_then_rounder() -> None:
-    names = [type(each).__name__ for each in quantization_passes(AWQ_GPTQ, torch.bfloat16)]
+    names = [type(each).__name__ for each in quantization_passes(AWQ_GPTQ, W8, torch.bfloat16)]
     assert names == ["BaselinePass", "SmoothPass", "RoundPass"]
     assert isinstance(AWQ_GPTQ.round, Gptq)
-    assert [type(each).__name__ for each in quantization_passes(RTN, torch.bfloat16)] == ["BaselinePass", "RoundPass"]
+    assert [type(each).__name__ for each in quantization_passes(RTN, W8, torch.bfloat16)] == ["BaselinePass", "RoundPass"]

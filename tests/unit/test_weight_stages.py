@@ -243,7 +243,7 @@ def test_a_head_in_its_own_scheme_goes_through_to_the_checkpoint(
     spec = Quantize.model_validate({"scheme": scheme, "head": head, "round": {"kind": "rtn"}})
     quantized = bench.run("quantize", spec)
     exported = bench.run("export", Export())
-    assert exported.manifest.scheme == quantized.manifest.scheme == spec.model_scheme().to_json()
+    assert exported.manifest.scheme == quantized.manifest.scheme == spec.model_scheme(Checkpoint(bench.source.path).arch).to_json()
     opened, source = open_checkpoint(exported.path), Checkpoint(bench.source.path)
     assert {name: found.name for name, found in opened.schemes.items() if name == "head"} == {"head": head}
     for store in (open_weights(quantized.path), opened):

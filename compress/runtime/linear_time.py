@@ -1,0 +1,86 @@
+"""What a fused linear takes on this device: the loader's own kernel on random weights, as a decode step calls it.
+
+Several copies of the weights, more bytes together than the device's caches hold, are walked over in one CUDA graph, so that each launch
+reads cold memory and overlaps its neighbours as in serving. The median over replays counts. On a CPU the same walk is timed by the clock.
+`scripts/bench_kernels.py` measures more carefully, with checks; this is quick enough to be a step of a stage.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.kernels.coverage import PROJECTIONS
+from compress.models.arch import Arch
+from compress.models.random_source import random_weight
+from compress.quant.scheme import Scheme
+from compress.runtime.loader import Projection, Target, place
+
+COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
+"""An H200 has 50 MB of L2."""
+MAX_COPIES, LAUNCHES, REPLAYS = 32, 32, 15
+_ADDS_RESIDUAL = ("o", "down")
+
+
+def linear_time_us(arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Target) -> float:
+    """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens, input quantization included where
+    its kernel does it.
+
+    Raises:
+        EnvironmentUnfit: no kernel here serves it.
+    """
+    generator = torch.Generator(target.device).manual_seed(0)
+    layer, linears = arch.layers[layer_idx], PROJECTIONS[name]
+    shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in linears}
+    weights = {f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator) for each, shape in shapes.items()}
+    gate = arch.activation if name == "gate_up" else None
+    copies = [place(linears, weights, target, activation=gate)]
+    cold = COLD_BYTES[target.device.type]
+    while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
+        copies.append(place(linears, weights, target, activation=gate))
+    x_TI = torch.randn(rows, shapes[linears[0]][1], dtype=target.dtype, device=target.device, generator=generator)
+    residual_TO = None
+    if name in _ADDS_RESIDUAL:
+        residual_TO = torch.randn(rows, shapes[linears[0]][0], dtype=target.dtype, device=target.device, generator=generator)
+    launches = [_launch(each, x_TI, residual_TO) for each in copies] * -(-LAUNCHES // len(copies))
+    with torch.inference_mode():
+        return (_graph_seconds if target.device.type == "cuda" else _clock_seconds)(launches) * 1e6
+
+
+def _launch(projection: Projection, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:
+    return lambda: projection(x_TI, "decode", residual=residual_TO)
+
+
+def _graph_seconds(launches: Sequence[Callable[[], Tensor]]) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for launch in launches:  # compilation and workspaces come before the capture
+            launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times_ms = [before.elapsed_time(after) for before, after in zip(events, events[1:], strict=False)]
+    return statistics.median(times_ms) / 1e3 / len(launches)
+
+
+def _clock_seconds(launches: Sequence[Callable[[], Tensor]]) -> float:
+    seconds = []
+    for _ in range(REPLAYS):
+        begin = time.perf_counter()
+        for launch in launches:
+            launch()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds) / len(launches)
