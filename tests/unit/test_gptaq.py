@@ -230,17 +230,17 @@ def test_the_runner_compares_the_inputs_with_those_of_the_source_model(source: W
 
 
 def test_looking_at_the_source_moves_no_other_number(source: WeightSource, tmp_path: Path) -> None:
-    without = quantization_passes(Quantize.model_validate(SPEC), torch.bfloat16)
+    without = quantization_passes(Quantize.model_validate(SPEC), W8, torch.bfloat16)
     plain, watched = run(tmp_path / "plain", without, source), run(tmp_path / "watched", [Look(), *without], source)
     assert plain == watched
-    with_target = run(tmp_path / "target", quantization_passes(WITH_TARGET, torch.bfloat16), source)
+    with_target = run(tmp_path / "target", quantization_passes(WITH_TARGET, W8, torch.bfloat16), source)
     assert [name for name in plain if plain[name] != with_target[name]] != []
     assert plain[layer_name(0)] == with_target[layer_name(0)]  # its inputs are the source's own
 
 
 @pytest.mark.parametrize("stop_after", [1, 2])
 def test_a_run_stopped_at_a_layer_boundary_ends_in_the_same_bytes(stop_after: int, source: WeightSource, tmp_path: Path) -> None:
-    passes = quantization_passes(WITH_TARGET, torch.bfloat16)
+    passes = quantization_passes(WITH_TARGET, W8, torch.bfloat16)
     whole = run(tmp_path / "whole", passes, source)
     with pytest.raises(Interrupted):
         run(tmp_path / "cut", passes, source, stop_after=stop_after)

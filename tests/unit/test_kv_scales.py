@@ -30,7 +30,7 @@ WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidde
 def quantized(source: WeightSource, out: Path) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     tokens = tiny_tokens(source.arch, 5, 24)
-    passes = quantization_passes(W4, torch.bfloat16)
+    passes = quantization_passes(W4, SCHEMES[W4.scheme], torch.bfloat16)
     return run_sequential(
         source, tokens, passes, out, Context("cpu", 0, out), scheme=SCHEMES[W4.scheme], compute_dtype=torch.float32, kv_scales=True
     )
