@@ -190,6 +190,8 @@ class Look:
 class Upto:
     """The stored layers before `end`, the source's from there on."""
 
+    kv_format: str | None = None
+
     def __init__(self, source: WeightSource, directory: Path, scheme: Scheme, end: int) -> None:
         self._source, self._directory, self._scheme, self._end = source, directory, scheme, end
         self.arch = source.arch

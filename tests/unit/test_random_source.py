@@ -38,7 +38,7 @@ def test_codes_fill_their_range_and_weights_keep_the_deviation_of_dense_ones(sch
     codes = weight.codes_OI.to(torch.float32)
     assert weight.codes_OI.dtype == scheme.code_dtype
     assert (float(codes.min()), float(codes.max())) == (scheme.min_code, scheme.max_code)
-    assert weight.scale_OG.shape == (256, scheme.num_groups(1024))
+    assert weight.scale_OG.shape == (scheme.num_scale_rows(256), scheme.num_groups(1024))
     assert (weight.zero_point_OG is None) == scheme.symmetric
     assert (weight.input_scale is None) == (scheme.activation != "tensor")
     std = float(weight.dequantize(torch.float32).std())
