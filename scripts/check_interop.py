@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -39,8 +39,8 @@ from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
-LIMITS = {"float16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
-"""What vLLM computes in -> largest mean and largest single difference of log probabilities."""
+LIMITS = {"float16": (0.02, 0.15), "bfloat16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
+"""What the other program computes in -> largest mean and largest single difference of log probabilities."""
 NEAR_TIE = 0.05
 CACHE_GIB = "1"
 TEXTS = (
@@ -111,16 +111,38 @@ def ask_runtime(path: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> 
     return answers
 
 
-def ask_vllm(python: Path, path: Path, prompts: list[tuple[int, ...]], max_tokens: int, dtype: str) -> list[Answer]:
+@dataclass(frozen=True)
+class Question:
+    """What another program is asked of one checkpoint; see `consumer_logprobs.py`."""
+
+    model: str
+    dtype: str
+    max_tokens: int
+    prompts: list[tuple[int, ...]]
+    decompress: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The other program's answers, one a prompt, or why there are none."""
+
+    prompts: list[Answer]
+    version: str | None = None
+    error: str | None = None
+
+
+def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply]:
+    """A reply a question; what the program said of those that failed goes to stderr."""
     with tempfile.TemporaryDirectory() as directory:
-        question, answer = Path(directory, "question.json"), Path(directory, "answer.json")
-        question.write_text(json.dumps({"model": str(path.resolve()), "dtype": dtype, "max_tokens": max_tokens, "prompts": prompts}))
-        command = [str(python), str(Path(__file__).with_name("vllm_logprobs.py")), str(question), str(answer)]
+        asked, answered = Path(directory, "questions.json"), Path(directory, "answers.json")
+        asked.write_text(json.dumps([asdict(each) for each in questions]))
+        command = [str(python), str(Path(__file__).with_name("consumer_logprobs.py")), program, str(asked), str(answered)]
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"vLLM failed on {path} (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}")
-        return [Answer(**each) for each in json.loads(answer.read_text())]
+        replies = json.loads(answered.read_text()) if done.returncode == 0 else [{"error": f"exit code {done.returncode}"}] * len(questions)
+    if any("error" in each for each in replies):
+        print(done.stderr[-6000:], file=sys.stderr)
+    return [Reply([Answer(**row) for row in each.pop("prompts", [])], **each) for each in replies]
 
 
 def compare(ours: Answer, theirs: Answer) -> Row:
@@ -148,8 +170,11 @@ def check(path: Path, python: Path, max_tokens: int) -> bool:
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
     print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
     prompts = encode(path)
-    ours, theirs = ask_runtime(path, prompts, max_tokens), ask_vllm(python, path, prompts, max_tokens, dtype)
-    return report([compare(mine, other) for mine, other in zip(ours, theirs, strict=True)], dtype)
+    ours = ask_runtime(path, prompts, max_tokens)
+    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts)])
+    if theirs.error is not None:
+        sys.exit(f"vLLM failed on {path}: {theirs.error}")
+    return report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
 
 
 def main() -> None:

@@ -1,0 +1,123 @@
+"""Which programs read which of our formats as this project's runtime does: tiny models of every family in every format.
+
+    python scripts/interop_matrix.py --python .venv-interop/bin/python
+
+Models are random, of two layers, with every width a multiple of 128 (vLLM's CPU kernels want 32, groups of the formats 128). Each program
+scores the same prompts and continues them greedily; agreement is `check_interop.py`'s. vLLM reads everything, `transformers` the
+compressed-tensors files (the others need a package beside it); with zero points only when it decompresses at load.
+Exit code 1: a program does not load a file, or disagrees.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_interop import CPU, LIMITS, Question, ask_all, ask_runtime, compare
+
+from compress.export import write_format
+from compress.models.family import family_of
+from compress.models.random_source import RandomSource
+from compress.quant.scheme import SCHEMES, ModelScheme
+
+SMALL: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+}
+WRITTEN = (
+    ("compressed-tensors", "W4A16_G128"),
+    ("compressed-tensors", "W4A16_G128_ASYM"),
+    ("compressed-tensors", "FP8_DYNAMIC"),
+    ("compressed-tensors", "INT8_DYNAMIC"),
+    ("awq", "W4A16_G128_ASYM"),
+    ("gptq", "W4A16_G128"),
+)
+VLLM_DTYPE = {"INT8_DYNAMIC": "bfloat16"}
+"""float16 elsewhere, which rounds less; vLLM's INT8 kernel for CPUs takes no float16."""
+NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 4, 48, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    form: str
+    scheme: str
+    path: Path
+
+    def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
+        dtype = "float32" if program == "transformers" else VLLM_DTYPE.get(self.scheme, "float16")
+        return Question(str(self.path), dtype, MAX_TOKENS, prompts, decompress=not SCHEMES[self.scheme].symmetric)
+
+
+def write_all(directory: Path) -> Iterator[Case]:
+    for family, facts in FAMILIES.items():
+        config = {**SMALL, "model_type": family, **facts}
+        arch = family_of(config).read_config(config)
+        for form, name in WRITTEN:
+            case = Case(family, form, name, directory / f"{family}-{form}-{name}")
+            case.path.mkdir()
+            source = RandomSource(arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
+            write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
+            yield case
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
+    parser.add_argument(
+        "--transformers", type=Path, default=Path(sys.executable), help="a Python that has transformers; this one by default"
+    )
+    parser.add_argument("--programs", nargs="+", default=["vllm", "transformers"], choices=["vllm", "transformers"])
+    args = parser.parse_args()
+    started_s = time.perf_counter()
+    drawn = torch.randint(2, SMALL["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    prompts = [tuple(row) for row in drawn.tolist()]
+    lines, agree = ["| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | |", "|" + "---|" * 8], True
+    with tempfile.TemporaryDirectory() as directory:
+        cases = list(write_all(Path(directory)))
+        ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
+        for program in args.programs:
+            asked = [case for case in cases if program == "vllm" or case.form == "compressed-tensors"]
+            questions = [case.question(program, prompts) for case in asked]
+            answers = ask_all(program, args.python if program == "vllm" else args.transformers, questions)
+            for case, question, answer in zip(asked, questions, answers, strict=True):
+                name = f"| {case.family} | {case.form} | {case.scheme} | {program} {answer.version or ''} | {question.dtype} "
+                if answer.error is not None:
+                    lines.append(f"{name}| | | {answer.error} |")
+                    agree = False
+                    continue
+                rows = [compare(mine, other) for mine, other in zip(ours[case], answer.prompts, strict=True)]
+                problems = {problem for row in rows if (problem := row.verdict(question.dtype))}
+                mean, worst = max(row.mean for row in rows), max(row.worst for row in rows)
+                lines.append(f"{name}| {mean:.6f} | {worst:.6f} | {', '.join(problems) or 'agrees'} |")
+                agree = agree and not problems
+    print(*lines, f"{time.perf_counter() - started_s:.0f} s; limits (mean, single): {LIMITS}", sep="\n")
+    sys.exit(not agree)
+
+
+if __name__ == "__main__":
+    main()
