@@ -39,8 +39,8 @@ from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
-LIMITS = {"float16": (0.02, 0.15), "bfloat16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
-"""What the other program computes in -> largest mean and largest single difference of log probabilities."""
+LIMITS = {"float16": (0.02, 0.15), "float32": (1e-4, 1e-3)}
+"""What vLLM computes in -> largest mean and largest single difference of log probabilities."""
 NEAR_TIE = 0.05
 CACHE_GIB = "1"
 TEXTS = (
@@ -75,19 +75,16 @@ class Row:
     worst: float
     parts_early: bool
 
-    def verdict(self, dtype: str) -> str | None:
+    def verdict(self, max_mean: float, max_single: float) -> str | None:
         """What is wrong, or None."""
-        max_mean, max_single = LIMITS[dtype]
         if self.parts_early:
             return "tokens part without a tie"
         return None if self.mean <= max_mean and self.worst <= max_single else "log probabilities differ"
 
 
-def write_dense_twin(artifact: Path, directory: Path) -> Path:
+def write_dense_twin(artifact: Path, directory: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The artifact's dequantized weights as a plain checkpoint: what differs between the two is how codes are read, not the values."""
-    decoder = build_decoder(open_checkpoint(artifact), dtype=torch.bfloat16, device=CPU)
-    write_checkpoint(directory, MemorySource(decoder, dtype=torch.bfloat16))
-    shutil.copyfile(artifact / "tokenizer.json", directory / "tokenizer.json")
+    write_checkpoint(directory, MemorySource(build_decoder(open_checkpoint(artifact), dtype=dtype, device=CPU), dtype=dtype))
     return directory
 
 
@@ -145,23 +142,22 @@ def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply
     return [Reply([Answer(**row) for row in each.pop("prompts", [])], **each) for each in replies]
 
 
-def compare(ours: Answer, theirs: Answer) -> Row:
+def compare(ours: Answer, theirs: Answer, *, near_tie: float = NEAR_TIE) -> Row:
     """Prompt tokens always, generated ones as long as both programs have seen the same text."""
     parting = next((idx for idx, pair in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if pair[0] != pair[1]), None)
     end = len(theirs.tokens) if parting is None else parting
     pairs = [*zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True), *zip(ours.logprobs[:end], theirs.logprobs[:end], strict=True)]
     differences = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
-    parts_early = parting is not None and theirs.margins[parting] >= NEAR_TIE
+    parts_early = parting is not None and near_tie < math.inf and theirs.margins[parting] >= near_tie
     return Row(len(ours.prompt_logprobs), end, sum(differences) / len(differences), max(differences), parts_early)
 
 
 def report(rows: list[Row], dtype: str) -> bool:
     print("prompt  scored  generated  mean |dlogp|  max |dlogp|  verdict")
     for idx, row in enumerate(rows):
-        print(
-            f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {row.verdict(dtype) or 'agrees'}"
-        )
-    return all(row.verdict(dtype) is None for row in rows)
+        verdict = row.verdict(*LIMITS[dtype]) or "agrees"
+        print(f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {verdict}")
+    return all(row.verdict(*LIMITS[dtype]) is None for row in rows)
 
 
 def check(path: Path, python: Path, max_tokens: int) -> bool:
@@ -187,6 +183,7 @@ def main() -> None:
     if open_checkpoint(arguments.artifact).schemes:
         with tempfile.TemporaryDirectory() as directory:
             twin = write_dense_twin(arguments.artifact, Path(directory))
+            shutil.copyfile(arguments.artifact / "tokenizer.json", twin / "tokenizer.json")
             verdicts.append(check(twin, arguments.python, arguments.max_tokens))
     agree = all(verdicts)
     print("vLLM and this runtime agree." if agree else "vLLM and this runtime DISAGREE.")
