@@ -4,26 +4,69 @@
     python scripts/bench_kv.py --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
 
 Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1 agreement, and the mean KL of the first
-and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are.
+and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are. The
+scales of FP8_STATIC are calibrated on text of their own.
+
+Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to the last bit, and one scale
+for a layer must choose whom to keep. `error` is what calibration says of the head that lost most (`calibrate/kv.py`).
 """
 
 import argparse
 import sys
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_setup import markdown, write_results
+from kv_outliers import Outliers
 from torch import Tensor
 
+from compress.artifact.context import Context
 from compress.calibrate.dataset import TokenSet
+from compress.calibrate.kv import cache_warning
+from compress.calibrate.sequential import Row, run_sequential
 from compress.cli.run import pick_device
 from compress.export import open_weights
 from compress.kernels.paged import TOKEN_HEAD_FORMATS
+from compress.models.arch import Arch
+from compress.models.canonical import layer_name, load_weights
+from compress.models.weights import WeightSource
 from compress.pipeline import resolve_text
+from compress.quant.kv import DENSE, FP8_STATIC
+from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages.calibrate import read_tokens
+from compress.stages.quantize import compute_dtype
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
+
+FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)
+OUTLIER_LAYER, OUTLIER_HEAD = 3, 1
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A source with the static scales of its KV cache, as the sequential runner stored its layers."""
+
+    base: WeightSource
+    directory: Path
+    rows: list[Row]
+    kv_format: str = FP8_STATIC
+
+    @property
+    def arch(self) -> Arch:
+        return self.base.arch
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return self.base.outer()
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return load_weights(self.directory / layer_name(layer_idx), None)
+
+    @property
+    def worst_error(self) -> float:
+        return max(float(row["error"]) for row in self.rows)
 
 
 class Watched:
@@ -64,20 +107,38 @@ def row_of(kv_format: str, engine: Engine, accuracy: Accuracy, first: float, las
     }
 
 
-def measure(args: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(args: argparse.Namespace, device: torch.device, scratch: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     source = resolve_text(args.model)
     weights = open_weights(source.path)
     length = args.seq_len or weights.arch.max_position
-    tokens, _ = read_tokens(source, args.data, num_samples=args.num_samples, seq_len=length, seed=None, offline=True)
+    read = {"seq_len": length, "offline": True}
+    tokens, _ = read_tokens(source, args.data, num_samples=args.num_samples, seed=None, **read)
+    calibration, _ = read_tokens(source, args.calibration, num_samples=args.calibration_samples, seed=0, **read)
 
-    def engine(kv_format: str | None) -> Engine:
-        return Engine(weights, device=device, config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format))
+    def engine(of: WeightSource, kv_format: str) -> Engine:
+        return Engine(of, device=device, config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format))
 
-    dense, rows = engine(None), []
-    for kv_format in args.formats:
-        rows.append(compared(kv_format, dense, engine(kv_format), tokens, device))
-        print(f"{kv_format}: KL {rows[-1]['kl_mean']:.2e}", file=sys.stderr, flush=True)
-    return rows, {"model": source.name, "evaluation": args.data, "num_samples": args.num_samples, "seq_len": length}
+    dense, rows = engine(weights, DENSE), []
+    for power in (0, *args.outliers):
+        model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
+        of = Outliers(weights, OUTLIER_LAYER, OUTLIER_HEAD, power) if power else weights
+        calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(power))
+        if warning := cache_warning(calibrated.rows):
+            print(f"{model}: {warning}", file=sys.stderr)
+        formats = args.formats if power == 0 else [DENSE, *args.formats] if power == max(args.outliers) else [FP8_STATIC]
+        for kv_format in formats:
+            error = {"error": calibrated.worst_error} if kv_format == FP8_STATIC else {}
+            rows.append({"model": model, **compared(kv_format, dense, engine(calibrated, kv_format), tokens, device), **error})
+            print(f"{model}, {kv_format}: KL {rows[-1]['kl_mean']:.2e}", file=sys.stderr, flush=True)
+    facts = {"model": source.name, "evaluation": args.data, "num_samples": args.num_samples, "seq_len": length}
+    return rows, facts | {"calibration": args.calibration, "calibration_samples": args.calibration_samples}
+
+
+def calibrate(source: WeightSource, tokens_NS: Tensor, device: torch.device, out: Path) -> Calibrated:
+    out.mkdir()
+    dtype = compute_dtype(str(device), getattr(torch, source.arch.dtype))
+    ctx = Context(str(device), 0, out)
+    return Calibrated(source, out, run_sequential(source, tokens_NS, [], out, ctx, scheme=None, compute_dtype=dtype, kv_scales=True))
 
 
 def compared(kv_format: str, dense: Engine, quantized: Engine, tokens: TokenSet, device: torch.device) -> dict[str, Any]:
@@ -89,14 +150,14 @@ def compared(kv_format: str, dense: Engine, quantized: Engine, tokens: TokenSet,
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ("KV cache", "bytes/token", "mean KL", "95 % interval", "p99 KL", "top-1", "first quarter", "last quarter")
+    header = ("model", "KV cache", "bytes/token", "mean KL", "95 % interval", "p99 KL", "top-1", "first quarter", "last quarter", "error")
     return markdown(
         header,
         [
             (
-                row["kv_format"], f"{row['bytes_per_token']:,}", f"{row['kl_mean']:.2e}",
+                row["model"], row["kv_format"], f"{row['bytes_per_token']:,}", f"{row['kl_mean']:.2e}",
                 "{:.2e} .. {:.2e}".format(*row["kl_mean_interval"]), f"{row['kl_p99']:.2e}", f"{row['top1']:.4f}",
-                f"{row['kl_first_quarter']:.2e}", f"{row['kl_last_quarter']:.2e}",
+                f"{row['kl_first_quarter']:.2e}", f"{row['kl_last_quarter']:.2e}", f"{row['error']:.3f}" if "error" in row else "",
             )
             for row in rows
         ],
@@ -107,15 +168,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--data", default="builtin://python-eval", help="evaluation text: a data card")
-    parser.add_argument("--formats", nargs="+", default=list(TOKEN_HEAD_FORMATS), choices=TOKEN_HEAD_FORMATS)
+    parser.add_argument("--calibration", default="builtin://python", help="calibration text of the static scales: a data card")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--outliers", nargs="*", type=int, default=[12, 14, 16, 20], help="powers of two; all formats for the largest")
     parser.add_argument("--num-samples", type=int, default=24)
+    parser.add_argument("--calibration-samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=None, help="of a window; the model's longest by default")
     parser.add_argument("--device", default=None)
     parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
     parser.add_argument("--out", type=Path, default=None, help="write the result file here, e.g. benchmarks/kv.json")
     args = parser.parse_args()
     device = torch.device(pick_device(args.device))
-    rows, facts = measure(args, device)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows, facts = measure(args, device, Path(scratch))
     print(table(rows))
     if args.out is not None:
         write_results(args.out, rows, device=device, commit=args.commit, facts=facts)

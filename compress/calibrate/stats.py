@@ -8,7 +8,7 @@ Shapes: T tokens of one sample, D features.
 """
 
 from collections.abc import Callable
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class SecondMoment:
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        gram_DD = _gram(x_TD)
+        gram_DD = _product(x_TD, x_TD)
         self._sum_DD = gram_DD if self._sum_DD is None else self._sum_DD.add_(gram_DD)
         self.num_tokens += x_TD.shape[0]
 
@@ -53,6 +53,47 @@ class SecondMoment:
 
     def rescale_(self, scale_D: Tensor) -> None:
         """Become the moment of x / s, after s was folded into whatever produces x."""
+        assert self._sum_DD is not None
+        self._sum_DD = self._sum_DD / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
+
+    def mean(self) -> Tensor:
+        """float32 [D, D]."""
+        assert self._sum_DD is not None
+        return self._sum_DD / self.num_tokens
+
+
+@runtime_checkable
+class SourceStat(Stat, Protocol):
+    """A statistic of an input beside what the source model has in its place; by `update` alone, the two are the same."""
+
+    def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None: ...
+
+
+class CrossMoment:
+    """E[(x_source - x) x^T], how what is still missing from an input goes along with the input (arXiv 2504.02692). Float32 sums.
+
+    Differences of bf16 inputs are rounded to bf16 for the tensor cores; those of numbers within a factor of two are exact.
+    """
+
+    def __init__(self) -> None:
+        self._sum_DD: Tensor | None = None
+        self.num_tokens = 0
+
+    def update(self, x_TD: Tensor) -> None:
+        self.update_beside(x_TD, x_TD)
+
+    def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None:
+        product_DD = _product(source_TD - x_TD, x_TD)
+        self._sum_DD = product_DD if self._sum_DD is None else self._sum_DD.add_(product_DD)
+        self.num_tokens += x_TD.shape[0]
+
+    def merge(self, other: "CrossMoment") -> None:
+        if other._sum_DD is not None:
+            self._sum_DD = other._sum_DD if self._sum_DD is None else self._sum_DD.add_(other._sum_DD)
+            self.num_tokens += other.num_tokens
+
+    def rescale_(self, scale_D: Tensor) -> None:
+        """Both inputs are divided by s: the source's model takes the same scale out of its weights."""
         assert self._sum_DD is not None
         self._sum_DD = self._sum_DD / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
 
@@ -143,8 +184,8 @@ def shard_bounds(num_samples: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
 
 
-def _gram(x_TD: Tensor) -> Tensor:
-    if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
-        return torch.mm(x_TD.t(), x_TD, out_dtype=torch.float32)
-    x_TD = x_TD.to(torch.float32)
-    return x_TD.t() @ x_TD
+def _product(a_TD: Tensor, b_TD: Tensor) -> Tensor:
+    """a^T b, float32 [D, D]."""
+    if a_TD.is_cuda and a_TD.dtype == torch.bfloat16:
+        return torch.mm(a_TD.t(), b_TD, out_dtype=torch.float32)
+    return a_TD.to(torch.float32).t() @ b_TD.to(torch.float32)

@@ -14,7 +14,7 @@ def convert(
     source: Annotated[
         str, typer.Argument(help="A quantized model: an artifact, or a checkpoint of any tool (a path or hf://).", show_default=False)
     ],
-    to: Annotated[str, typer.Option("--to", help="compressed-tensors, gptq or awq.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="compressed-tensors, fp8, gptq or awq.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="New directory for the checkpoint.", show_default=False)],
     offline: OfflineOption = False,
     as_json: JsonFlag = False,

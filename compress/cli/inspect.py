@@ -58,7 +58,7 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
         table(head),
         _facts("architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}),
         _facts("scheme", manifest.scheme),
-        _facts("facts", {name: value for name, value in manifest.facts.items() if name != "layers"}),  # a row a linear: see --json
+        _facts("facts", _without_rows(manifest.facts)),
     ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
@@ -76,6 +76,12 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
             "files\n" + _indented(table([(record.path, size_text(record.size_bytes)) for record in manifest.files], right=(1,)))
         )
     return "\n\n".join(section for section in sections if section)
+
+
+def _without_rows(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts without the rows of layers, which `--json` has."""
+    kept = {name: value for name, value in facts.items() if name != "layers"}
+    return {name: _without_rows(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
 def _by_dtype(manifest: "Manifest") -> dict[str, dict[str, int]]:

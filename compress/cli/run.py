@@ -226,6 +226,7 @@ def _card(document: dict[str, Any], result: "RunResult") -> str:
         measured = "" if gate["value"] is None else f"{gate['value']:.4g}, bound {gate['bound']:.4g}"
         reason = f"  {gate['note']}" if gate["note"] else ""
         rows.append(("gate", f"{verdict}  {gate['name']} {gate['relation']} {gate['limit']:g}  {measured}{reason}"))
+    rows += [("warning", warning) for warning in result.warnings]
     if document["pushed"]:
         rows.append(("pushed", f"{document['pushed']['name']}:{', '.join(document['pushed']['tags'])}"))
     elif result.gates_failed:

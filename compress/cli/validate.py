@@ -16,6 +16,10 @@ def validate(
     data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
     num_samples: Annotated[int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", min=8, help="Tokens a window.")] = 512,
+    kv_format: Annotated[
+        str | None,
+        typer.Option("--kv-format", help="KV cache of the artifact: DENSE, FP8_STATIC or *_TOKEN_HEAD; by default what it states."),
+    ] = None,
     gate: Annotated[
         list[str] | None, typer.Option("--gate", help="metric=limit or metric@device=limit, may be repeated; a failed gate is exit code 3.")
     ] = None,
@@ -31,7 +35,7 @@ def validate(
     from compress.artifact.workspace import ArtifactWriter
     from compress.pipeline import resolve_text
     from compress.stages import Input, Inputs, Port
-    from compress.stages.validate import REPORT_HTML, Latency, Validate
+    from compress.stages.validate import REPORT_HTML, Latency, Validate, kv_format_named
     from compress.stages.validate import validate as prove
     from compress.validate.gates import parse_gates
 
@@ -41,7 +45,10 @@ def validate(
     source = resolve_text(against, offline=offline)
     limits = _gates(gate or [])
     parse_gates(limits)
-    spec = Validate(data=data, num_samples=num_samples, seq_len=seq_len, latency=Latency() if latency else None, gates=limits)
+    served = kv_format_named(kv_format)
+    spec = Validate(
+        data=data, num_samples=num_samples, seq_len=seq_len, kv_format=served, latency=Latency() if latency else None, gates=limits
+    )
     candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
     if candidate is None:
         raise UsageError(
@@ -62,6 +69,8 @@ def validate(
         table([*rows, ("report", out / REPORT_HTML, "", "")]),
         as_json=as_json,
     )
+    for warning in facts.get("warnings", []):
+        note(f"warning: {warning}")
     if facts["verdict"]["passed"] is False:
         note("a gate failed")
         raise typer.Exit(GateFailed.exit_code)

@@ -13,12 +13,13 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.canonical import OUTER_NAME, CanonicalStore
+from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.family import family_of
 from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
+from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 
@@ -40,13 +41,17 @@ class Rule:
 
 
 class ExportFormat(Protocol):
-    """`quant_method` is the name in a checkpoint's `quantization_config`; `scale_dtype` is None where scales keep their dtype on disk."""
+    """`quant_method` is the name in a checkpoint's `quantization_config`; `scale_dtype` is None where scales keep their dtype on disk;
+    `static_kv` is what the config says beside it of a KV cache with calibrated scales, None where the format has no word for one."""
 
     @property
     def quant_method(self) -> str: ...
 
     @property
     def scale_dtype(self) -> torch.dtype | None: ...
+
+    @property
+    def static_kv(self) -> Mapping[str, Any] | None: ...
 
     @property
     def codec(self) -> ForeignCodec: ...
@@ -61,6 +66,12 @@ class ExportFormat(Protocol):
         """Who loads the result."""
 
 
+VLLM_KV_FLAGS = {
+    FP8_TOKEN_HEAD: "--kv-cache-dtype fp8_per_token_head",
+    INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
+    INT4_TOKEN_HEAD: "--kv-cache-dtype int4_per_token_head",
+}
+"""What vLLM is told where no checkpoint format can."""
 FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
 
 
@@ -69,9 +80,9 @@ def codecs() -> Mapping[str, ForeignCodec]:
     return {each.quant_method: each.codec for _, each in FORMATS.items()}
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A Hugging Face directory, dense or quantized in any format known here."""
-    return Checkpoint(path, codecs=codecs())
+def open_checkpoint(path: Path, *, kv_format: str | None = None) -> Checkpoint:
+    """A Hugging Face directory, dense or quantized in any format known here; `kv_format` where its own config states none."""
+    return Checkpoint(path, codecs=codecs(), kv_format=kv_format)
 
 
 def open_weights(path: Path) -> WeightSource:
@@ -81,18 +92,22 @@ def open_weights(path: Path) -> WeightSource:
         UsageError: no model lies there.
         UnsupportedArch, UnsupportedFormat: it is not understood wholly.
     """
-    if (path / MANIFEST_NAME).exists() and (path / OUTER_NAME).exists():
-        return CanonicalStore(open_artifact(path))
-    return open_checkpoint(path)
+    if not (path / MANIFEST_NAME).exists():
+        return open_checkpoint(path)
+    artifact = open_artifact(path)
+    return CanonicalStore(artifact) if (path / OUTER_NAME).exists() else open_checkpoint(path, kv_format=stated_kv_format(artifact))
 
 
-def check_rules(name: str, arch: Arch, scheme: ModelScheme) -> None:
+def check_rules(name: str, arch: Arch, scheme: ModelScheme, kv_format: str | None = None) -> None:
     """Refuse before anything is written.
 
     Raises:
         UnsupportedFormat: naming every broken rule.
     """
-    broken = FORMATS.get(name).broken_rules(arch, scheme)
+    form = FORMATS.get(name)
+    broken = form.broken_rules(arch, scheme)
+    if kv_format == FP8_STATIC and form.static_kv is None:
+        broken.append(Rule("kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."))
     if broken:
         reasons = " ".join(f"[{rule.name}] {rule.problem}" for rule in broken)
         raise UnsupportedFormat(f"scheme {scheme.name} cannot be exported as {name}: {reasons}")
@@ -130,12 +145,21 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
     """
-    check_rules(name, source.arch, scheme)
+    check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
     form = FORMATS.get(name)
     head = family_of({"model_type": source.arch.family}).to_disk("head")
     config = form.quantization_config(scheme, head=head, ignore=ignore)
+    if source.kv_format == FP8_STATIC and form.static_kv is not None:
+        config |= form.static_kv
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
+
+
+def kv_note(kv_format: str) -> str:
+    """How consumers come to serve a checkpoint with a KV cache of that format."""
+    if kv_format == FP8_STATIC:
+        return f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers rounds keys and values alike"
+    return f"KV cache {kv_format}: compress.json says it, no checkpoint format does; vLLM serves it with {VLLM_KV_FLAGS[kv_format]}"
 
 
 def weight_only_scheme(num_bits: int, *, symmetric: bool, group_size: int | None) -> Scheme:

@@ -11,6 +11,7 @@ pass over, lets it come back as what it was. Scales are float16 whatever the mod
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 class AwqCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales"})
@@ -76,6 +79,9 @@ class AwqCodec:
         dense = said.get("modules_to_not_convert") or ()  # parts of names, as AutoAWQ and vLLM take them
         return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return None
+
 
 def _pack_columns(codes_RO: Tensor) -> Tensor:
     """int8 [R, O] -> int32 [R, ceil(O/8)]; a last word that is not full ends in zero bits."""
@@ -96,6 +102,7 @@ def _unpack_columns(words: Tensor, columns: int) -> Tensor:
 class Awq:
     quant_method = "awq"
     scale_dtype = torch.float16
+    static_kv = None
     codec: ForeignCodec = AwqCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:

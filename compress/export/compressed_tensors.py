@@ -5,26 +5,30 @@ Integer codes                                           Float codes (FP8 e4m3)
     <module>.weight_packed      int32 [O, ceil(I*b/32)]     <module>.weight         float8_e4m3fn [O, I]
     <module>.weight_scale       [O, G], the model's dtype   <module>.weight_scale   [O, 1], the model's dtype
     <module>.weight_shape       int64 [2] = [O, I]          <module>.input_scale    float32 [1], static activations only
-    <module>.weight_zero_point  int32 [ceil(O*b/32), G]
+    <module>.weight_zero_point  int32 [ceil(O*b/32), G]     of blocks of 128 x 128: [ceil(O/128), I/128]
 
 Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. Where the
-inputs are rounded to integers too, codes are int8 and lie as float codes do. One group of `quantization_config` in `config.json` says how
-all linears are coded, a second one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. Checked
-against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
+inputs are rounded to integers too, codes are int8 and lie as float codes do. The rows of a block may end with the weight, its columns may
+not. One group of `quantization_config` in `config.json` says how all linears are coded, a second one the head if it is quantized; linears
+that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with calibrated scales is said by `kv_cache_scheme`; its scales are
+`<attention>.k_scale` and `.v_scale`, float32 [1]. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
+from compress.export.rules import shapes
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
+from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
@@ -32,12 +36,18 @@ FORMAT_VERSION = "0.20.0"
 PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "int-quantized", "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
+KV_KEY = "kv_cache_scheme"
+STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_KV_DEFAULTS = {"symmetric": True, "dynamic": False}
+"""What the format's own library takes where a scheme leaves them out."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
 
 class CompressedTensorsCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         if _format(scheme) != PACK_FORMAT:
@@ -59,7 +69,7 @@ class CompressedTensorsCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if _format(scheme) != PACK_FORMAT:
-            return _decode_unpacked(leaves, scheme)
+            return decode_unpacked(leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme)
         out_features, in_features = leaves["weight_shape"].tolist()
         codes_OI = unpack(leaves["weight_packed"], scheme.num_bits, in_features)
         zero_point_OG = None
@@ -69,11 +79,10 @@ class CompressedTensorsCodec:
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        for unread, why in (("sparsity_config", "sparse checkpoints"), ("kv_cache_scheme", "quantized KV caches")):
-            if quantization_config.get(unread):
-                raise UnsupportedFormat(f"the checkpoint has a {unread}; {why} are not read.")
+        if quantization_config.get("sparsity_config"):
+            raise UnsupportedFormat("the checkpoint has a sparsity_config; sparse checkpoints are not read.")
         groups = quantization_config.get("config_groups") or {}
-        if not groups:
+        if not groups and not quantization_config.get(KV_KEY):
             raise UnsupportedFormat("the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded.")
         by_target: dict[str, Scheme] = {}
         for group in groups.values():
@@ -88,18 +97,38 @@ class CompressedTensorsCodec:
         found = {linear: _scheme_of(linear, by_target) for linear in quantized}
         return {linear: scheme for linear, scheme in found.items() if scheme is not None}
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        said = quantization_config.get(KV_KEY)
+        if not said:
+            return None
+        if any(said.get(key, _KV_DEFAULTS.get(key)) != value for key, value in STATIC_KV.items()):
+            stated = ", ".join(f"{key} {said.get(key)}" for key in STATIC_KV)
+            raise UnsupportedFormat(
+                f"the checkpoint's {KV_KEY} is {stated}; keys and values of 8 bits, type float, symmetric, strategy tensor and not "
+                "dynamic are read."
+            )
+        return FP8_STATIC
 
-def _decode_unpacked(leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-    """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype."""
-    codes_OI, scale = leaves["weight"], leaves["weight_scale"]
+
+def decode_unpacked(codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None, scheme: Scheme) -> QuantizedWeight:
+    """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype.
+
+    Raises:
+        UnsupportedFormat: codes of another type than they claim, or scales that are not one a block, a channel or a matrix.
+    """
     if codes_OI.dtype != scheme.code_dtype:
         form = "e4m3" if scheme.type == "float" else "int8"
         raise UnsupportedFormat(
             f"the checkpoint says that its weights are {scheme.type} of 8 bits and stores them as {codes_OI.dtype}, not {form}."
         )
-    scale_OG = scale if scale.numel() == codes_OI.shape[0] else scale.reshape(1).expand(codes_OI.shape[0])
-    static = leaves["input_scale"].to(torch.float32).reshape(()) if scheme.activation == "tensor" else None
-    return QuantizedWeight(scheme, codes_OI, scale_OG.reshape(-1, 1).contiguous(), input_scale=static)
+    out_features, in_features = codes_OI.shape
+    wanted = scheme.num_scale_rows(out_features), scheme.num_groups(in_features)
+    if scheme.block_rows == 1 and scale.numel() in (1, out_features):
+        scale = scale.reshape(-1, 1).expand(wanted)
+    if scale.shape != wanted:
+        raise UnsupportedFormat(f"it is {out_features} x {in_features} with scales {list(scale.shape)}, where {scheme.name} has {wanted}.")
+    static = None if input_scale is None else input_scale.to(torch.float32).reshape(())
+    return QuantizedWeight(scheme, codes_OI, scale.contiguous(), input_scale=static)
 
 
 def _check_targets(targets: Iterable[str], linears: list[str]) -> None:
@@ -171,19 +200,25 @@ def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
     weights, said = group["weights"], _said_of_inputs(group)
     bits, strategy, symmetric = weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric")
-    activations: dict[tuple[Any, ...], Literal["token", "tensor"]] = {
-        (8, "float", True, "token", True): "token",
-        (8, "float", True, "tensor", False): "tensor",
+    names = {
+        (8, "float", True, "token", True): "FP8_DYNAMIC",
+        (8, "float", True, "tensor", False): "FP8_STATIC",
+        (8, "float", True, "group", True): "FP8_BLOCK",
     }
-    known_form = form in (FLOAT_FORMAT, NAIVE_FORMAT)
-    if not known_form or bits != 8 or not symmetric or strategy not in ("channel", "tensor") or said not in activations:
+    block, group_size = weights.get("block_structure"), (group.get("input_activations") or {}).get("group_size")
+    known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and said in names
+    if known and names[said] == "FP8_BLOCK":
+        known = strategy == "block" and block in ([128, 128], "128x128") and group_size == 128
+    elif known:
+        known = strategy in ("channel", "tensor")
+    if not known:
         raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, with input activations "
-            f"(bits, type, symmetric, strategy, dynamic) = {said}; {FLOAT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs "
-            "of 8 bits, dynamic per token or static per tensor, is read."
+            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, block_structure {block}, with "
+            f"input activations (bits, type, symmetric, strategy, dynamic) = {said} in groups of {group_size}; {FLOAT_FORMAT} of 8 bits, "
+            "symmetric, is read: per channel or tensor with inputs of 8 bits, dynamic per token or static per tensor, or in blocks of "
+            "128 x 128 with inputs dynamic per group of 128."
         )
-    activation = activations[said]
-    return _known(Scheme(f"FP8_{activation.upper()}", 8, True, None, "float", activation))
+    return SCHEMES[names[said]]
 
 
 def _known(scheme: Scheme) -> Scheme:
@@ -194,6 +229,7 @@ def _known(scheme: Scheme) -> Scheme:
 class CompressedTensors:
     quant_method = "compressed-tensors"
     scale_dtype = None
+    static_kv: Mapping[str, Any] | None = {KV_KEY: STATIC_KV}
     codec: ForeignCodec = CompressedTensorsCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
@@ -208,7 +244,7 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted({*ignore} if scheme.head is not None else {*ignore, head}),
-            "kv_cache_scheme": None,
+            KV_KEY: None,
             "version": FORMAT_VERSION,
         }
 
@@ -229,7 +265,10 @@ class CompressedTensors:
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
         narrow = [name for name, size in sorted(_in_features(arch).items()) if size % 32] if scheme.layers.type == "int" else []
+        ragged = _fused_ragged(arch, scheme.layers)
         vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
+        if ragged:
+            vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {scheme.layers.block_rows}"
         transformers, loads = "decompresses at load: no speed, no memory saved", True
         if not scheme.layers.symmetric:
             loads = scheme.head is None
@@ -239,7 +278,7 @@ class CompressedTensors:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
-            Consumer("vLLM", loads=not narrow, note=vllm),
+            Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
         ]
 
 
@@ -247,6 +286,8 @@ def _vllm_note(scheme: ModelScheme) -> str:
     notes = [f"reads {' and '.join(sorted({_format(each) for each in scheme.all}))} natively"]
     if any(each.type == "float" for each in scheme.all):
         notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
+    if any(each.block_rows > 1 for each in scheme.all):
+        notes.append("multiplies blocks from sm_90 on its fast kernels")
     if any(_format(each) == INT_FORMAT for each in scheme.all):
         notes.append("multiplies in INT8 from sm_75 to sm_90, and on a CPU in bfloat16 only")
     if any(each.activation == "tensor" for each in scheme.all):
@@ -261,9 +302,12 @@ def _format(scheme: Scheme) -> str:
 
 
 def _group(scheme: Scheme, target: str) -> dict[str, Any]:
-    common = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
+    common: dict[str, Any] = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
     weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
-    inputs = common | {"strategy": scheme.activation, "group_size": None, "dynamic": scheme.activation == "token"}
+    inputs = common | {"strategy": scheme.activation, "group_size": None, "dynamic": scheme.activation != "tensor"}
+    if scheme.block_rows > 1:
+        weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
+        inputs |= {"group_size": scheme.group_size}
     return {
         "targets": [target],
         "weights": weights,
@@ -274,7 +318,13 @@ def _group(scheme: Scheme, target: str) -> dict[str, Any]:
 
 
 def _in_features(arch: Arch) -> dict[str, int]:
-    return {name: layer.linear_shape(name, arch.hidden_size)[1] for layer in arch.layers for name in layer.linears}
+    return {name: in_features for name, (_, in_features) in shapes(arch).items()}
+
+
+def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
+    """Linears that end within a block, with another behind them where vLLM makes one of q, k and v, and of gate and up."""
+    fused = ("attn.q", "attn.k", "ffn.gate")
+    return [name for name, (out_features, _) in sorted(shapes(arch).items()) if name in fused and out_features % scheme.block_rows]
 
 
 FORMATS.add("compressed-tensors", CompressedTensors())

@@ -50,7 +50,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
             shutil.copyfile(file, out.path / file.name)
         arch, layers = weights.arch.to_json()
         shapes = [{"scheme": scheme.layers.name, **layer} for layer in layers]
-        out.describe(role="checkpoint", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"format": name})
+        kv_cache = {} if weights.kv_format is None else {"kv_cache": {"format": weights.kv_format}}
+        out.describe(role="checkpoint", arch=arch, layers=shapes, scheme=scheme.to_json(), facts={"format": name, **kv_cache})
 
     parents = {"source": digest}
     key = Workspace.key("convert", CONVERT_VERSION, {"to": name}, parents, 0)
@@ -91,6 +92,10 @@ class Watched:
     @property
     def arch(self) -> Arch:
         return self.source.arch
+
+    @property
+    def kv_format(self) -> str | None:
+        return self.source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self.source.outer()

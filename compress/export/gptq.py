@@ -14,6 +14,7 @@ A zero point of 0 (stored: -1) is read in two ways by programs of this format, s
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _AMBIGUOUS = "a zero point of 0, which GPTQ checkpoints store as -1 and programs
 
 class GptqCodec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
@@ -85,6 +88,9 @@ class GptqCodec:
         quantized = linears if said.get("lm_head") else in_layers(linears)
         return {linear: scheme for linear in quantized if not any(re.match(pattern, linear) for pattern in skipped)}
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return None
+
 
 def _in_order(in_features: int, scheme: Scheme) -> Tensor:
     """The g_idx of groups that follow each other."""
@@ -113,6 +119,7 @@ def _skipped(dynamic: Mapping[str, Any]) -> list[str]:
 class Gptq:
     quant_method = "gptq"
     scale_dtype = torch.float16
+    static_kv = None
     codec: ForeignCodec = GptqCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:

@@ -25,15 +25,22 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
         rules.append(Rule("bits", f"{layers.num_bits} bits; {' and '.join(map(str, sorted(bits)))} are read by consumers."))
     if layers.group_size not in GROUP_SIZES:
         rules.append(Rule("group-size", f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels."))
-    if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
-        rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
+    rules += layout_rules(arch, scheme)
     per_word = 32 // layers.num_bits
-    shapes = _shapes(arch) | ({"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {})
-    for name, (out_features, in_features) in sorted(shapes.items()):
+    coded = shapes(arch) | ({"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {})
+    for name, (out_features, in_features) in sorted(coded.items()):
         if layers.group_size is not None and in_features % layers.group_size:
             rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}."))
         if out_features % per_word or in_features % per_word:
             rules.append(Rule("whole-words", f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a word."))
+    return rules
+
+
+def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+    """What breaks any checkpoint that a stock config describes."""
+    rules = []
+    if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
+        rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
     if scheme.head is not None and arch.tied_head:
         rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
     return rules
@@ -62,5 +69,6 @@ def in_layers(linears: Sequence[str]) -> list[str]:
     return [linear for linear in linears if re.search(r"\.\d+\.", linear)]
 
 
-def _shapes(arch: Arch) -> dict[str, tuple[int, int]]:
+def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
+    """[O, I] of the linears of layers."""
     return {name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears}

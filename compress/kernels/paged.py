@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from compress.kernels.rows import FP8, FP8_MAX, dynamic_scale
+from compress.quant.kv import FP8_STATIC as FP8_STATIC
+from compress.quant.kv import FP8_TOKEN_HEAD as FP8_TOKEN_HEAD
+from compress.quant.kv import INT4_TOKEN_HEAD as INT4_TOKEN_HEAD
+from compress.quant.kv import INT8_TOKEN_HEAD as INT8_TOKEN_HEAD
 
 PADDING_BLOCK = 0
 DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
-FP8_STATIC = "FP8_STATIC"
-INT8_TOKEN_HEAD, INT4_TOKEN_HEAD = "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"
 INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
 TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}

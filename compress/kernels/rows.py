@@ -1,16 +1,16 @@
 """Rows of activations as an 8-bit linear reads them: values on the grid of e4m3 or int8, and one scale a row.
 
-    scale = max(absmax(x) / largest, tiny)    dynamic, per token: a row's values depend on the row alone
+    scale = max(absmax(x) / largest, tiny)    dynamic, per token, or per token and group of columns: values depend on their row alone
     values = round(x / scale)                 to the nearest, ties to even; saturating at +-largest
 
 The largest e4m3 number is 448 (arXiv 2209.05433). Of int8 it is 127, so that no row saturates, as in SmoothQuant (arXiv 2211.10438) and
 vLLM; compressed-tensors divides by 127.5 and clips the largest number of a row by half a step.
 
 A static scale is one number for the whole tensor, found by calibration. Dynamic per tensor is not offered: it would couple rows.
-Shapes: T rows, K features.
+Shapes: T rows, K features, G groups of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,21 +24,24 @@ TINY_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """How a linear wants its input. `static_scale` is a float32 scalar on the device, or None for one dynamic scale per token.
+    """How a linear wants its input. `static_scale` is a float32 scalar on the device, or None for one dynamic scale per token; with a
+    `group_size`, for each group of so many columns of a token.
 
     Rows of int8 have dynamic scales: an integer cannot be NaN, so the scale is what tells that a row is broken.
     """
 
     static_scale: Tensor | None = None
     dtype: torch.dtype = FP8
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         assert self.dtype == FP8 or self.static_scale is None, "int8 rows take their own scales"
+        assert self.group_size is None or self.static_scale is None, "groups take their own scales"
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """x [T, K] ~ values * scale: e4m3 or int8 values [T, K], float32 scale [T]."""
+    """x [T, K] ~ values * scale: e4m3 or int8 values [T, K], float32 scale [T], or [T, G] of groups of columns."""
 
     values_TK: Tensor
     scale_T: Tensor
@@ -48,7 +51,9 @@ class QuantizedRows:
         return self.values_TK.shape
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return (self.values_TK.to(torch.float32) * self.scale_T.unsqueeze(1)).to(dtype)
+        scale_TG = self.scale_T if self.scale_T.dim() == 2 else self.scale_T.unsqueeze(1)
+        values_TGN = self.values_TK.to(torch.float32).unflatten(1, (scale_TG.shape[1], -1))
+        return (values_TGN * scale_TG.unsqueeze(-1)).flatten(1).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,10 @@ def dynamic_scale(x_f32: Tensor, largest: float = FP8_MAX) -> Tensor:
 def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
     """The definition that every kernel is held to."""
     x_f32, largest = x_TK.to(torch.float32), LARGEST[quant.dtype]
+    if quant.group_size is not None:
+        assert x_TK.shape[1] % quant.group_size == 0, f"{x_TK.shape[1]} features are no whole groups of {quant.group_size}"
+        parts = quantize(x_f32.reshape(-1, quant.group_size), replace(quant, group_size=None))
+        return QuantizedRows(parts.values_TK.view(x_TK.shape), parts.scale_T.view(x_TK.shape[0], -1))
     if quant.static_scale is None:
         scale_T = dynamic_scale(x_f32, largest)
     else:

@@ -1,8 +1,10 @@
-"""Quantization = smoother x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures it.
+"""Quantization = smoother x target x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures
+it.
 
-A smoother proposes a per-channel scale that may be moved in front of a group of linears; a rounder turns weights into codes; a refiner
-improves codes and scales that a rounder gave, whichever it was. All see the inputs of the group only through statistics. Methods know
-nothing of layers, files or one another; `stages/quantize.py` puts them together.
+A smoother proposes a per-channel scale that may be moved in front of a group of linears; a target says which weights the codes are to come
+near, if not the linear's own; a rounder turns weights into codes; a refiner improves codes and scales that a rounder gave, whichever it
+was. All see the inputs of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize.py`
+puts them together.
 """
 
 from collections.abc import Mapping
@@ -32,7 +34,8 @@ class Rounder(Protocol):
         """Statistics it needs of the linears' input, by name."""
 
     def round(self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
-        """Codes of float32 weights [O, I]; rows are independent, so linears that share an input may be stacked along O."""
+        """Codes of float32 weights [O, I]; blocks of rows are independent, and rows where each has its own scale, so linears that share
+        an input may be stacked along O, each filled up to whole blocks (`whole_blocks`)."""
 
 
 class Refiner(Protocol):
@@ -42,7 +45,17 @@ class Refiner(Protocol):
         """Statistics it needs of the linears' input, by name."""
 
     def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat]) -> Rounded:
-        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I]; rows are independent, as in `round`."""
+        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`."""
+
+
+class Target(Protocol):
+    """A Spec that moves what is aimed at."""
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        """Statistics it needs of the linears' input, by name."""
+
+    def target(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Tensor:
+        """The float32 weights [O, I] that rounder and refiner take for float32 weights [O, I]; rows are independent."""
 
 
 class Smoother(Protocol):
@@ -61,4 +74,5 @@ class Smoother(Protocol):
 
 ROUNDERS: PluginSet[type[Rounder]] = PluginSet("rounder", "compress.methods")
 REFINERS: PluginSet[type[Refiner]] = PluginSet("refiner", "compress.methods")
+TARGETS: PluginSet[type[Target]] = PluginSet("target", "compress.methods")
 SMOOTHERS: PluginSet[type[Smoother]] = PluginSet("smoother", "compress.methods")

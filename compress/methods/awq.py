@@ -20,7 +20,8 @@ from torch import Tensor
 
 from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
 from compress.methods import SMOOTHERS
-from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
+from compress.quant.numerics import grouped, min_max_scale, round_to_nearest, ungrouped
+from compress.quant.products import product
 from compress.quant.scheme import Scheme
 from compress.recipe import Spec
 
@@ -59,7 +60,7 @@ def rounding_loss(w_OI: Tensor, scale_I: Tensor, h_II: Tensor, scheme: Scheme, s
     scale_OG, zero_point_OG = min_max_scale(grouped(scaled_OI, scheme), scheme, scale_dtype)
     rounded = round_to_nearest(scaled_OI, scheme, scale_OG, zero_point_OG)
     delta_OI = rounded.dequantize(torch.float32) / scale_I - w_OI
-    return float(((delta_OI @ h_II) * delta_OI).sum())
+    return float((product(delta_OI, h_II) * delta_OI).sum())
 
 
 def _candidates(x_I: Tensor, w_I: Tensor, num_ratios: int) -> Iterator[Tensor]:
@@ -77,7 +78,7 @@ def _normalised(scale_I: Tensor) -> Tensor:
 def _relative_magnitude(w_OI: Tensor, scheme: Scheme) -> Tensor:
     """Mean over O of |w| relative to the largest of its group, [I]."""
     w_OGN = grouped(w_OI, scheme).abs()
-    return (w_OGN / w_OGN.amax(dim=-1, keepdim=True).clamp(min=SMALLEST)).view(w_OI.shape).mean(dim=0)
+    return ungrouped(w_OGN / w_OGN.amax(dim=-1, keepdim=True).clamp(min=SMALLEST), scheme, w_OI.shape).mean(dim=0)
 
 
 def _tied(value_I: Tensor, head_repeat: tuple[int, int]) -> Tensor:

@@ -9,6 +9,7 @@ is a parabola in each single number, so the best stored value of that number is 
 
     code i of the row:    q_i := the nearest dequantized value to q_i - g_i / H_ii
     scale of a group u:   s := the stored value nearest to s - (g . u) / (u H u^T), u = the group's codes - zero point, 0 elsewhere
+                          (both products summed over the rows that share the scale)
 
 Both are exact over the numbers that can be stored, the scale's dtype included, so no step can raise the loss, and the result is never
 worse than what the rounder gave. A sweep visits the groups in order: first the group's scale, then its codes column by column. Zero points
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
+from compress.kernels.columns import descend_block
 from compress.methods import REFINERS, Rounded
-from compress.quant.numerics import nearest_codes, storable
+from compress.quant.numerics import storable, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
@@ -75,7 +77,8 @@ class Descent(Spec):
 
 @dataclass(frozen=True)
 class Point:
-    """Where the descent stands: codes less their zero points [I, O], and scales as stored [G, O], both in float32."""
+    """Where the descent stands: codes less their zero points [I, O], and scales as stored [G, O], for each row its own copy, both in
+    float32."""
 
     scheme: Scheme
     levels_IO: Tensor
@@ -85,7 +88,7 @@ class Point:
 
     @staticmethod
     def of(weight: QuantizedWeight) -> "Point":
-        scale_GO = weight.scale_OG.to(torch.float32).t().contiguous()
+        scale_GO = weight.scheme.by_row(weight.scale_OG, weight.shape[0]).to(torch.float32).t().contiguous()
         zero_GO = None if weight.zero_point_OG is None else weight.zero_point_OG.to(torch.float32).t().contiguous()
         levels_IO = weight.codes_OI.to(torch.float32).t().contiguous()
         if zero_GO is not None:
@@ -100,31 +103,35 @@ class Point:
         """Dequantized weights [I, O]."""
         return self.levels_IO * self.scale_GO.repeat_interleave(len(self.levels_IO) // len(self.scale_GO), dim=0)
 
-    def nearest_levels(self, values: Tensor, group: int) -> Tensor:
-        zero_O = None if self.zero_GO is None else self.zero_GO[group]
-        codes = nearest_codes(values, self.scheme, self.scale_GO[group], zero_O)
-        return codes if zero_O is None else codes - zero_O
-
     def weight(self, before: QuantizedWeight) -> QuantizedWeight:
         """`before` with the codes and scales of this point."""
         codes_IO = self.levels_IO
         if self.zero_GO is not None:
             codes_IO = codes_IO + self.zero_GO.repeat_interleave(len(codes_IO) // len(self.zero_GO), dim=0)
         codes_OI = codes_IO.t().contiguous().to(self.scheme.code_dtype)
-        return replace(before, codes_OI=codes_OI, scale_OG=self.scale_GO.t().contiguous().to(self.scale_dtype))
+        scale_OG = self.scale_GO[:, :: self.scheme.block_rows].t().contiguous()
+        return replace(before, codes_OI=codes_OI, scale_OG=scale_OG.to(self.scale_dtype))
 
 
 def refit_scale_(point: Point, group: int, g_IO: Tensor, h_II: Tensor) -> None:
-    """The scale of one group goes to its best stored value; a group of zeros, or one whose best is not positive, keeps what it has."""
+    """The scales of one group go to their best stored values; one of zeros only, or whose best is not positive, stays as it is."""
     columns, scale_O = point.columns(group), point.scale_GO[group]
     levels_NO = point.levels_IO[columns]
     slope_IO = h_II[:, columns] @ levels_NO
-    curvature_O = (slope_IO[columns] * levels_NO).sum(dim=0)
-    best_O = scale_O - (g_IO[columns] * levels_NO).sum(dim=0) / curvature_O
+    curvature_O = _shared((slope_IO[columns] * levels_NO).sum(dim=0), point.scheme)
+    best_O = scale_O - _shared((g_IO[columns] * levels_NO).sum(dim=0), point.scheme) / curvature_O
     best_O = storable(best_O, point.scheme, point.scale_dtype).to(torch.float32)
     best_O = torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
     g_IO += slope_IO * (best_O - scale_O)
     point.scale_GO[group] = best_O
+
+
+def _shared(sum_O: Tensor, scheme: Scheme) -> Tensor:
+    """Each row's own sum, or that of the rows it shares its scale with."""
+    if scheme.block_rows == 1:
+        return sum_O
+    blocks = whole_blocks(sum_O.unsqueeze(1), scheme).view(-1, scheme.block_rows)
+    return scheme.by_row(blocks.sum(dim=1), len(sum_O))
 
 
 def descend_codes_(point: Point, group: int, g_IO: Tensor, h_II: Tensor, pull_I: Tensor) -> None:
@@ -132,15 +139,10 @@ def descend_codes_(point: Point, group: int, g_IO: Tensor, h_II: Tensor, pull_I:
 
     `pull_I` is 1 / H_ii, and 0 where a code is to stay.
     """
-    columns, scale_O = point.columns(group), point.scale_GO[group]
+    columns, scale_O, zero_O = point.columns(group), point.scale_GO[group], None if point.zero_GO is None else point.zero_GO[group]
     for begin in range(columns.start, columns.stop, BLOCK_SIZE):
         end = min(begin + BLOCK_SIZE, columns.stop)
         inside = slice(begin, end)
-        h_BB, g_BO = h_II[inside, inside].contiguous(), g_IO[inside].clone()
-        before_BO = point.levels_IO[inside].clone()
-        for i in range(end - begin):
-            old_O = before_BO[i]
-            levels_O = point.nearest_levels(old_O * scale_O - g_BO[i] * pull_I[begin + i], group)
-            point.levels_IO[begin + i] = levels_O
-            g_BO.addr_(h_BB[i], (levels_O - old_O) * scale_O)
-        g_IO.addmm_(h_II[:, inside], (point.levels_IO[inside] - before_BO) * scale_O)
+        state = point.levels_IO[inside], g_IO[inside], h_II[inside, inside], pull_I[inside]
+        point.levels_IO[inside], moves_BO = descend_block(*state, point.scheme, scale_O, zero_O)
+        g_IO.addmm_(h_II[:, inside], moves_BO)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
+from compress.kernels.columns import round_block
 from compress.methods import ROUNDERS, Rounded
-from compress.quant.numerics import ScaleChoice, choose_scale, nearest_codes
+from compress.quant.numerics import ScaleChoice, choose_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
@@ -53,7 +54,8 @@ class Gptq(Spec):
         order = torch.argsort(h_II.diagonal(), descending=True, stable=True) if self.act_order else torch.arange(w_OI.shape[1])
         order = order.to(w_OI.device)
         factor_II, damping = inverse_factor(h_II[order][:, order], damping=self.damping)
-        codes_OI = round_columns(w_OI, order, factor_II, scheme, scale_OG, zero_point_OG, block_size=self.block_size)
+        by_row_OG = scheme.by_row(scale_OG, len(w_OI))
+        codes_OI = round_columns(w_OI, order, factor_II, scheme, by_row_OG, zero_point_OG, block_size=self.block_size)
         facts = {"damping": damping, "dead_inputs": int(dead_I.sum())}
         return Rounded(QuantizedWeight(scheme, codes_OI, scale_OG, zero_point_OG), facts)
 
@@ -95,18 +97,11 @@ def round_columns(
     codes_IO = torch.empty_like(w_IO)
     for begin in range(0, in_features, block_size):
         end = min(begin + block_size, in_features)
-        errors_BO = torch.empty(end - begin, out_features, device=w_OI.device)
-        for i in range(begin, end):
-            zero = None if zero_IO is None else zero_IO[i]
-            codes = nearest_codes(w_IO[i], scheme, scale_IO[i], zero)
-            codes_IO[i] = codes
-            value = (codes if zero is None else codes - zero) * scale_IO[i]
-            error = (w_IO[i] - value) / factor_II[i, i]
-            errors_BO[i - begin] = error
-            if i + 1 < end:
-                w_IO[i + 1 : end].addr_(factor_II[i, i + 1 : end], error, alpha=-1)
+        inside = slice(begin, end)
+        zero_BO = None if zero_IO is None else zero_IO[inside]
+        codes_IO[inside], errors_BO = round_block(w_IO[inside], factor_II[inside, inside], scheme, scale_IO[inside], zero_BO)
         if end < in_features:
-            w_IO[end:].addmm_(factor_II[begin:end, end:].t(), errors_BO, alpha=-1)
+            w_IO[end:].addmm_(factor_II[inside, end:].t(), errors_BO, alpha=-1)
     codes_OI = torch.empty(out_features, in_features, dtype=scheme.code_dtype, device=w_OI.device)
     codes_OI.view(torch.int8)[:, order] = codes_IO.t().to(scheme.code_dtype).view(torch.int8)  # torch indexes bytes, not e4m3, everywhere
     return codes_OI

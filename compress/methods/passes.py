@@ -1,7 +1,8 @@
 """How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
 
 A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
-second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input.
+second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input; no
+block of rows that has one scale reaches from a linear into the next.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,9 @@ from torch import Tensor
 from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.methods import Refiner, Rounded, Rounder, Smoother
+from compress.methods import Refiner, Rounded, Rounder, Smoother, Target
 from compress.models.surgery import fold_
-from compress.quant.numerics import nearest_weight, output_error, static_input_scale
+from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 
@@ -41,22 +42,28 @@ class SmoothPass:
 
 
 class RoundPass:
-    """Rounds every group of linears, refines the codes if asked, and notes, per linear, the output error that is left."""
+    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, the output error that is left of
+    what was aimed at."""
 
-    def __init__(self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None) -> None:
-        self._rounder, self._refiner, self._scheme, self._stored_dtype = rounder, refiner, scheme, stored_dtype
+    def __init__(
+        self, rounder: Rounder, scheme: Scheme, stored_dtype: torch.dtype, refiner: Refiner | None = None, target: Target | None = None
+    ) -> None:
+        self._rounder, self._refiner, self._target, self._scheme, self._stored_dtype = rounder, refiner, target, scheme, stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if self._scheme.activation == "tensor" else {}
-        of_refiner: Mapping[str, StatFactory] = {} if self._refiner is None else self._refiner.stats()
-        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **of_refiner}
+        optional = [each.stats() for each in (self._refiner, self._target) if each is not None]
+        asked = {name: factory for stats in optional for name, factory in stats.items()}
+        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **asked}
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
             stats = state.stats[group.tap]
             weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
             try:
-                rounded = self._rounded(torch.cat(weights), stats)
+                if self._target is not None:
+                    weights = list(self._target.target(torch.cat(weights), stats).split([len(weight) for weight in weights]))
+                rounded = self._rounded(torch.cat([whole_blocks(weight, self._scheme) for weight in weights]), stats)
                 stacked = replace(rounded.weight, input_scale=self._input_scale(stats))
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
@@ -109,6 +116,9 @@ def _moment(stats: Mapping[str, Stat]) -> Tensor:
 
 
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
-    codes, scales = weight.codes_OI.split(rows), weight.scale_OG.split(rows)
+    scheme = weight.scheme
+    scale_rows = [scheme.num_scale_rows(each) for each in rows]
+    blocks = weight.codes_OI.split([each * scheme.block_rows for each in scale_rows])
+    codes, scales = [block[:each] for block, each in zip(blocks, rows, strict=True)], weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [QuantizedWeight(weight.scheme, *each, weight.input_scale) for each in zip(codes, scales, zeros, strict=True)]

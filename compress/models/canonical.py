@@ -2,7 +2,8 @@
 
 Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the
 manifest when linears are quantized (leaves of `quant/codec.py`), the head's inside it when the head is too. A layer's file is also a
-resume point: it is complete or absent.
+resume point: it is complete or absent. The manifest's `facts` name the format of a quantized KV cache, and the layers hold its scales if it
+has static ones.
 """
 
 from pathlib import Path
@@ -50,6 +51,12 @@ def load_weights(path: Path, scheme: Scheme | None) -> dict[str, Tensor | Quanti
     return weights | tensors
 
 
+def stated_kv_format(artifact: Artifact) -> str | None:
+    """Format of the KV cache that an artifact is to be served with, if its manifest says one."""
+    stated: str | None = artifact.manifest.facts.get("kv_cache", {}).get("format")
+    return stated
+
+
 class CanonicalStore:
     """An artifact with this layout as a `WeightSource`."""
 
@@ -60,6 +67,7 @@ class CanonicalStore:
         self._arch = Arch.from_json(artifact.manifest.arch, artifact.manifest.layers)
         scheme = artifact.manifest.scheme
         self.scheme = None if scheme is None else ModelScheme.from_json(scheme)
+        self.kv_format = stated_kv_format(artifact)
 
     @property
     def arch(self) -> Arch:

@@ -21,6 +21,7 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.weights import WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
+from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 CONFIG_NAME = "config.json"
@@ -54,14 +55,15 @@ class Checkpoint:
         UnsupportedFormat: pickles, or a `quant_method` without a codec here.
     """
 
-    def __init__(self, path: Path, *, codecs: Mapping[str, ForeignCodec] | None = None) -> None:
+    def __init__(self, path: Path, *, codecs: Mapping[str, ForeignCodec] | None = None, kv_format: str | None = None) -> None:
         config = read_config(path)
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
         self._files = TensorFiles(path)
-        self._codec, self._schemes = _quantization(config, codecs or {}, self._linears_on_disk())
-        self._names = parameter_names(self._arch)
+        self._codec, self._schemes, stated = _quantization(config, codecs or {}, self._linears_on_disk())
+        self.kv_format = kv_format if stated is None else stated
+        self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
         if not (config.get("dtype") or config.get("torch_dtype")):  # a config that leaves it out means the dtype of the tensors
             self._arch = self._arch.replace(dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch."))
@@ -86,14 +88,25 @@ class Checkpoint:
         module, _, leaf = name.rpartition(".")
         disk = self.family.to_disk(module)
         if leaf == "weight" and disk in self._schemes:
-            assert self._codec is not None
             scheme = self._schemes[disk]
-            leaves = {each: self._files.get(f"{disk}.{each}") for each in self._codec.leaves(scheme)}
+            leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
+            assert self._codec is not None
             try:
                 return _scaled_in(self._arch.dtype, self._codec.decode(leaves, scheme))
             except UnsupportedFormat as error:
                 raise UnsupportedFormat(f"{self.path}: {disk} is not read: {error}") from None
+        if name.endswith(tuple(KV_SCALES.values())):
+            return read_kv_scale(self._files.get(f"{disk}.{leaf}"), f"{disk}.{leaf}")
         return self._files.get(f"{disk}.{leaf}")
+
+    def _leaves(self, disk: str) -> dict[str, str]:
+        """Leaf of a quantized linear -> the tensor that holds it."""
+        assert self._codec is not None
+        found = {}
+        for leaf in self._codec.leaves(self._schemes[disk]):
+            name, alias = f"{disk}.{leaf}", f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
+            found[leaf] = alias if alias in self._files and name not in self._files else name
+        return found
 
     def _canonical_linears(self) -> Iterator[tuple[str, str]]:
         for idx, layer in enumerate(self._arch.layers):
@@ -130,7 +143,7 @@ class Checkpoint:
         return self.family.to_disk("embed") + ".weight"
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
-        """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows)."""
+        """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows, and for scalars)."""
         outer, layers = self._names
         named = dict(outer)
         for idx, layer in enumerate(layers):
@@ -140,10 +153,9 @@ class Checkpoint:
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module)
             if leaf == "weight" and disk in self._schemes:
-                assert self._codec is not None
-                expected.update(dict.fromkeys(f"{disk}.{each}" for each in self._codec.leaves(self._schemes[disk])))
+                expected.update(dict.fromkeys(self._leaves(disk).values()))
             else:
-                expected[f"{disk}.{leaf}"] = shape
+                expected[f"{disk}.{leaf}"] = shape or None  # a scalar may be [] or [1]
         return expected
 
 
@@ -168,7 +180,7 @@ def write_checkpoint(
         module, _, leaf = name.rpartition(".")
         disk = family.to_disk(module)
         if not isinstance(value, QuantizedWeight):
-            shards.add(f"{disk}.{leaf}", value)
+            shards.add(f"{disk}.{leaf}", value if value.dim() else value.reshape(1))  # scales of the KV cache: consumers want [1]
         elif codec is None:
             raise UnsupportedFormat(f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export format.")
         else:
@@ -189,15 +201,23 @@ def write_checkpoint(
 
 def _quantization(
     config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec], linears: list[str]
-) -> tuple[ForeignCodec | None, dict[str, Scheme]]:
+) -> tuple[ForeignCodec | None, dict[str, Scheme], str | None]:
+    """How weights are coded, which ones, and the format of the KV cache if the config says one."""
     said = config.get("quantization_config")
     if not said:
-        return None, {}
+        return None, {}, None
     method = str(said.get("quant_method"))
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}.")
-    return codecs[method], codecs[method].schemes(said, linears)
+    codec = codecs[method]
+    return codec, codec.schemes(said, linears), codec.kv_format(said)
+
+
+def _names_of(arch: Arch, *, kv_scales: bool) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
+    """What a checkpoint holds, and its shapes: (outer, one mapping a layer)."""
+    outer, layers = parameter_names(arch)
+    return outer, [layer | (dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}) for layer in layers]
 
 
 def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -92,15 +92,22 @@ class Attention(nn.Module):
         shape, leading = self.shape, x_BSD.shape[:-1]
         tap("attn_in", x_BSD)
         q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
-        k_BSKC = self.k(x_BSD).view(*leading, shape.num_kv_heads, shape.head_dim)
-        v_BSKC = self.v(x_BSD).view(*leading, shape.num_kv_heads, shape.head_dim)
         if self.qk_norm:
-            q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        cos, sin = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        q_BSHC, k_BSKC = rotate(q_BSHC, cos, sin), rotate(k_BSKC, cos, sin)
+            q_BSHC = self.q_norm(q_BSHC)
+        cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
+        q_BSHC = rotate(q_BSHC, *cos_sin_SC)
+        k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC)
         out = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
         tap("attn_out", out)
         return self.o(out)
+
+    def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What a cache holds: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
+        shape = self.shape
+        k_BSKC, v_BSKC = (each(x_BSD).view(*x_BSD.shape[:-1], shape.num_kv_heads, shape.head_dim) for each in (self.k, self.v))
+        if self.qk_norm:
+            k_BSKC = self.k_norm(k_BSKC)
+        return rotate(k_BSKC, *cos_sin_SC), v_BSKC
 
 
 class Ffn(nn.Module):

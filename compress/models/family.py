@@ -103,6 +103,7 @@ SHAPE_FIELDS = frozenset(
 OUTER_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER_MODULES = {
     "attn_norm": "input_layernorm",
+    "attn": "self_attn",
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
     "attn.v": "self_attn.v_proj",

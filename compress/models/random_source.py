@@ -55,6 +55,10 @@ class RandomSource:
     def arch(self) -> Arch:
         return self._arch
 
+    @property
+    def kv_format(self) -> str | None:
+        return None
+
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         generator = self._generator(_OUTER)
         return {
@@ -91,7 +95,7 @@ def random_weight(
     else:
         code_std = ((4**scheme.num_bits - 1) / 12) ** 0.5  # of a uniform draw from 2^b neighbouring integers
         codes_OI = torch.randint(scheme.min_code, scheme.max_code + 1, shape, dtype=scheme.code_dtype, device=device, generator=generator)
-    groups = (out_features, scheme.num_groups(in_features))
+    groups = (scheme.num_scale_rows(out_features), scheme.num_groups(in_features))
     spread_OG = torch.empty(groups, dtype=torch.float32, device=device).uniform_(1 - SCALE_SPREAD, 1 + SCALE_SPREAD, generator=generator)
     zero_point_OG = None
     if not scheme.symmetric:

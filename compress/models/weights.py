@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
+from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 Weights = Mapping[str, Tensor | QuantizedWeight]
@@ -23,11 +24,15 @@ class WeightSource(Protocol):
     @property
     def arch(self) -> Arch: ...
 
+    @property
+    def kv_format(self) -> str | None:
+        """Format of the KV cache that the model is to be served with (`quant/kv.py`), None where nothing says one."""
+
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         """`embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        """Parameters of one layer, names relative to it (`attn.q.weight`, ...)."""
+        """Parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES` where the cache has static ones."""
 
 
 def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
@@ -37,8 +42,10 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 
 
 def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Assign every parameter of a module built on the meta device; both sides must name the same parameters."""
-    state = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items()}
+    """Assign every parameter of a module built on the meta device; both sides must name the same parameters. Scales of a KV cache are
+    none: a decoder attends to keys and values as its linears give them."""
+    scales = tuple(KV_SCALES.values())
+    state = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items() if not name.endswith(scales)}
     module.load_state_dict(state, strict=True, assign=True)
 
 
@@ -80,6 +87,8 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
 
 class MemorySource:
     """A decoder in memory as a source of its weights (trained models, tests)."""
+
+    kv_format: str | None = None
 
     def __init__(self, decoder: Decoder, *, dtype: torch.dtype) -> None:
         self._decoder = decoder

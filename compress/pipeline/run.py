@@ -55,6 +55,11 @@ class RunResult:
         return evidence.manifest.facts["gates"] if evidence is not None else []
 
     @property
+    def warnings(self) -> list[str]:
+        evidence = self.latest(Port.EVIDENCE)
+        return evidence.manifest.facts.get("warnings", []) if evidence is not None else []
+
+    @property
     def gates_failed(self) -> list[str]:
         return [gate["name"] for gate in self.gates if gate["passed"] is False]
 

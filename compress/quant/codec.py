@@ -29,6 +29,10 @@ class Codec(Protocol):
 class ForeignCodec(Codec, Protocol):
     """A codec of a published checkpoint format, which also says in `config.json` what is quantized and how."""
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Leaf -> the name under which some programs store it instead."""
+
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         """Scheme of every quantized linear among `linears` (disk module names) as a checkpoint's `quantization_config` states them.
 
@@ -36,9 +40,16 @@ class ForeignCodec(Codec, Protocol):
             UnsupportedFormat: the config asks for something this codec does not read.
         """
 
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        """Format of the KV cache (`quant/kv.py`) that the config states, None where it states none.
+
+        Raises:
+            UnsupportedFormat: it states one that is not known here.
+        """
+
 
 class CanonicalCodec:
-    """`scale` [O, G] in the model's dtype, and beside it
+    """`scale` [O, G] (for blocks of rows [R, G]) in the model's dtype, and beside it
 
     integer codes: `packed` int32 [O, ceil(I*b/32)], `shape` int64 [2] = [O, I] (a last word may be padded), and `zero_point` int8 [O, G]
                    for asymmetric schemes;

@@ -7,6 +7,9 @@ min / s), the range always holding zero. Scales are rounded to the stored dtype 
 on a grid and keeps, per group, the one with the least error: squared error, or the error of the layer's output as far as the group's own
 block of H = E[x x^T] sees it (the clipping search of AWQ, arXiv 2306.00978, without replaying any token).
 
+A scale that several output channels share has the columns of all of them for members: then O, of a weight in groups and of its scales, is
+the number of blocks of channels (R in `scheme.py`), and a ragged last block is filled up with zeros, which move no range and err nowhere.
+
 Shapes: O out, I in, G groups, N members of a group.
 """
 
@@ -15,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 GRID_SIZE = 40
@@ -26,7 +30,25 @@ _SMALL_SCALE = 2.0**-17
 
 def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
     """[O, I] -> [O, G, N]."""
-    return w_OI.reshape(w_OI.shape[0], scheme.num_groups(w_OI.shape[1]), -1)
+    groups = scheme.num_groups(w_OI.shape[1])
+    if scheme.block_rows == 1:
+        return w_OI.reshape(w_OI.shape[0], groups, -1)
+    blocks = whole_blocks(w_OI, scheme).view(-1, scheme.block_rows, groups, w_OI.shape[1] // groups)
+    return blocks.transpose(1, 2).reshape(len(blocks), groups, -1)
+
+
+def ungrouped(w_OGN: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
+    """The inverse of `grouped`: [O, G, N] -> [O, I]."""
+    if scheme.block_rows == 1:
+        return w_OGN.view(shape)
+    num_blocks, groups, _ = w_OGN.shape
+    return w_OGN.view(num_blocks, groups, scheme.block_rows, -1).transpose(1, 2).reshape(-1, shape[1])[: shape[0]]
+
+
+def whole_blocks(w_OI: Tensor, scheme: Scheme) -> Tensor:
+    """With rows of zeros behind it that fill the last block of rows."""
+    short = -w_OI.shape[0] % scheme.block_rows
+    return torch.nn.functional.pad(w_OI, (0, 0, 0, short)) if short else w_OI
 
 
 def min_max_scale(
@@ -98,7 +120,7 @@ def round_to_nearest(w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_
     """Quantize with the given scales, each weight on its own."""
     zero = None if zero_point_OG is None else zero_point_OG.unsqueeze(-1)
     codes = nearest_codes(grouped(w_OI, scheme), scheme, scale_OG.unsqueeze(-1), zero)
-    return QuantizedWeight(scheme, codes.to(scheme.code_dtype).view(w_OI.shape), scale_OG, zero_point_OG)
+    return QuantizedWeight(scheme, ungrouped(codes, scheme, w_OI.shape).to(scheme.code_dtype), scale_OG, zero_point_OG)
 
 
 def nearest_weight(w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> QuantizedWeight:
@@ -114,8 +136,8 @@ def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype)
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
     """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
     w, delta, h = w_OI.to(torch.float32), (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)), h_II.to(torch.float32)
-    signal = ((w @ h) * w).sum()
-    return float(((delta @ h) * delta).sum() / signal) if signal > 0 else 0.0
+    signal = (product(w, h) * w).sum()
+    return float((product(delta, h) * delta).sum() / signal) if signal > 0 else 0.0
 
 
 def stored_scale(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
@@ -139,4 +161,6 @@ def _group_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tenso
     delta_OGN = (codes if zero is None else codes - zero.to(torch.float32)) * scale.to(torch.float32) - w_OGN.to(torch.float32)
     if h_GNN is None:
         return delta_OGN.square().sum(dim=-1)
-    return ((delta_OGN.transpose(0, 1) @ h_GNN).transpose(0, 1) * delta_OGN).sum(dim=-1)
+    by_channel = delta_OGN.unflatten(-1, (scheme.block_rows, -1)).transpose(1, 2).flatten(0, 1)
+    errors = ((by_channel.transpose(0, 1) @ h_GNN).transpose(0, 1) * by_channel).sum(dim=-1)
+    return errors.unflatten(0, (-1, scheme.block_rows)).sum(dim=1)

@@ -5,9 +5,10 @@ value = (code - zero_point) * scale. Float codes are numbers of the e4m3 grid (a
 448, no infinity); value = code * scale. Packing to words on disk is `packing.py`'s, choosing scales and codes is `numerics.py`'s.
 
 A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product runs on 8-bit tensor cores:
-`token` computes one scale for each row as it comes, `tensor` has one fixed scale for the whole input, found by calibration.
+`token` computes one scale for each row as it comes, `group` one for each row and group of columns, `tensor` has one fixed scale for the
+whole input, found by calibration.
 
-Shapes: O out, I in, G groups along I (one group for a channel scheme).
+Shapes: O out, I in, G groups along I (one group for a channel scheme), R rows of scales: O, or blocks of rows that share one.
 """
 
 from collections.abc import Mapping
@@ -25,10 +26,12 @@ FP8_MAX = 448
 
 @dataclass(frozen=True)
 class Scheme:
-    """`group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits.
+    """`group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits. With `block_rows` above 1
+    so many output channels share the scales of their groups, and a scale belongs to a block of the weight.
 
-    Float codes, and integer codes whose inputs are rounded too, are symmetric, of 8 bits, with one scale per output channel: what the 8-bit
-    kernels of every consumer take.
+    Float codes, and integer codes whose inputs are rounded too, are symmetric, of 8 bits, with one scale per output channel or (e4m3 only)
+    for each block of 128 x 128, beside inputs in groups of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3): what the 8-bit kernels of
+    every consumer take.
     """
 
     name: str
@@ -36,7 +39,8 @@ class Scheme:
     symmetric: bool
     group_size: int | None
     type: Literal["int", "float"] = "int"
-    activation: Literal["token", "tensor"] | None = None
+    activation: Literal["token", "tensor", "group"] | None = None
+    block_rows: int = 1
 
     @property
     def min_code(self) -> int:
@@ -51,7 +55,9 @@ class Scheme:
         return torch.float8_e4m3fn if self.type == "float" else torch.int8
 
     @property
-    def strategy(self) -> Literal["group", "channel"]:
+    def strategy(self) -> Literal["group", "channel", "block"]:
+        if self.block_rows > 1:
+            return "block"
         return "channel" if self.group_size is None else "group"
 
     def num_groups(self, in_features: int) -> int:
@@ -69,16 +75,24 @@ class Scheme:
             )
         return in_features // self.group_size
 
+    def num_scale_rows(self, out_features: int) -> int:
+        """R; the last block of rows may be a part of one."""
+        return -(-out_features // self.block_rows)
+
+    def by_row(self, scale_RG: Tensor, out_features: int) -> Tensor:
+        """[R, G] -> [O, G]: what each output channel is scaled by."""
+        return scale_RG if self.block_rows == 1 else scale_RG.repeat_interleave(self.block_rows, dim=0)[:out_features]
+
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
         """Bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight on disk and on the device."""
-        groups = self.num_groups(in_features)
-        zero_points = 0 if self.symmetric else groups * out_features * self.num_bits // 8
+        num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
+        zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
         input_scale = 4 if self.activation == "tensor" else 0
-        return out_features * in_features * self.num_bits // 8 + groups * out_features * scale_bytes + zero_points + input_scale
+        return out_features * in_features * self.num_bits // 8 + num_scales * scale_bytes + zero_points + input_scale
 
     def to_json(self) -> dict[str, Any]:
-        """`type` and `activation` are left out where they are the default, so that manifests of weight-only schemes keep their digest."""
-        optional = {"type": "int", "activation": None}
+        """What was not always there is left out where it is the default, so that manifests of older schemes keep their digest."""
+        optional = {"type": "int", "activation": None, "block_rows": 1}
         return {key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]}
 
     @staticmethod
@@ -101,6 +115,7 @@ SCHEMES = {
         Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
         Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
+        Scheme("FP8_BLOCK", num_bits=8, symmetric=True, group_size=128, type="float", activation="group", block_rows=128),
     )
 }
 
@@ -139,8 +154,8 @@ class ModelScheme:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes [O, I] (int8, or float8_e4m3fn for float schemes), scale [O, G] in the stored dtype, zero_point int8 [O, G] or None when
-    symmetric. `input_scale` is a float32 scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
+    """Codes [O, I] (int8, or float8_e4m3fn for float schemes), scale [O, G] in the stored dtype ([R, G] for blocks), zero_point int8 [O, G]
+    or None when symmetric. `input_scale` is a float32 scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
     """
 
     scheme: Scheme
@@ -156,9 +171,10 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Weights [O, I]: the product is exact in float32 and rounded once to `dtype` (default: the scale's, as every consumer does)."""
         out_features, in_features = self.shape
-        groups = self.scale_OG.shape[1]
+        scale_OG = self.scheme.by_row(self.scale_OG, out_features).to(torch.float32)
+        groups = scale_OG.shape[1]
         codes_OGI = self.codes_OI.to(torch.float32).view(out_features, groups, in_features // groups)
         if self.zero_point_OG is not None:
             codes_OGI = codes_OGI - self.zero_point_OG.to(torch.float32).unsqueeze(-1)
-        weight_OI = (codes_OGI * self.scale_OG.to(torch.float32).unsqueeze(-1)).view(out_features, in_features)
+        weight_OI = (codes_OGI * scale_OG.unsqueeze(-1)).view(out_features, in_features)
         return weight_OI.to(dtype if dtype is not None else self.scale_OG.dtype)

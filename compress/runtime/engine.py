@@ -18,6 +18,7 @@ from compress.errors import UsageError
 from compress.kernels.paged import DENSE_FORMATS, PADDING_BLOCK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
+from compress.quant.kv import DENSE
 from compress.runtime.decode import DecodeSteps, Launched
 from compress.runtime.decode_state import DecodeRow
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
@@ -43,8 +44,8 @@ class EngineConfig:
     `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
     that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
     sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
-    CUDA, 16 on CPU. `kv_format` None: the model's dtype; else a name of `kernels/paged.py`. `sync`: no step is launched before the last
-    one's tokens are on the host.
+    CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
+    `kernels/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
 
     Raises:
         UsageError: sizes that contradict one another.
@@ -110,13 +111,21 @@ class Engine:
         target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
-        self.kv_format = config.kv_format if config.kv_format is not None else DENSE_FORMATS[self.dtype]
+        stated = config.kv_format if config.kv_format is not None else source.kv_format
+        self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         self._block_size = config.block_size if config.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
         self.max_model_len, num_blocks = _size_cache(
             self.arch, config, device, bytes_per_token=self.kv_bytes_per_token, block_size=self._block_size
         )
-        cache = KVCache(self.arch, num_blocks=num_blocks, block_size=self._block_size, kv_format=self.kv_format, device=device)
+        cache = KVCache(
+            self.arch,
+            num_blocks=num_blocks,
+            block_size=self._block_size,
+            kv_format=self.kv_format,
+            device=device,
+            static_scales=weights.kv_scales,
+        )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
         self._decoding = DecodeSteps(
             self.runner,

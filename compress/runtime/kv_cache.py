@@ -5,6 +5,8 @@ sequence gathered along axis 1 are a dense [K, L, C], the operand of an attentio
 nobody: block tables are padded with it, and rows that only fill up a batch write there. Formats are those of `kernels/paged.py`.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from compress.errors import UsageError
@@ -72,14 +74,14 @@ class KVCache:
         block_size: int,
         kv_format: str,
         device: torch.device,
-        static_scales: list[tuple[float, float]] | None = None,
+        static_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         if block_size not in BLOCK_SIZES:
             raise UsageError(f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
         if kv_format == FP8_STATIC and static_scales is None:
             raise UsageError(
-                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this artifact has "
-                f"none. {FP8_TOKEN_HEAD} finds its scales as positions are written."
+                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this model has "
+                f"none. Quantize it with `kv_cache: fp8`, which finds them; {FP8_TOKEN_HEAD} finds its scales as positions are written."
             )
         self.block_size = block_size
         self.kv_format = kv_format

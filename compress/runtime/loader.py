@@ -22,6 +22,7 @@ from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
+from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 Rows = Tensor | QuantizedRows | RawRows
@@ -110,8 +111,10 @@ class Projection:
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How all parts want their input, if they agree; else each quantizes it for itself."""
-        return self.parts[0].quant if len(self.parts) == 1 else None
+        """How the op before is to give the rows: as all parts want them, if they agree and it is by whole rows; else each part quantizes
+        its input for itself."""
+        quant = self.parts[0].quant if len(self.parts) == 1 else None
+        return None if quant is None or quant.group_size is not None else quant
 
     def prepares(self, phase: Phase) -> bool:
         """Whether the kernel takes rows that are not yet normed and quantized."""
@@ -136,7 +139,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer as it runs. `qk_norm` holds a weight for every query and key head, [H + K, C]; None when heads are not normed."""
+    """One layer as it runs. `qk_norm` holds a weight for every query and key head, [H + K, C]; None when heads are not normed. `kv_scales`
+    are the static scales (of keys, of values) of the cache; None when the source has none."""
 
     shape: LayerShape
     attn_norm: Tensor
@@ -146,6 +150,7 @@ class LayerWeights:
     ffn_norm: Tensor
     gate_up: Projection
     down: Projection
+    kv_scales: tuple[float, float] | None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -162,6 +167,12 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Projection
+
+    @property
+    def kv_scales(self) -> list[tuple[float, float]] | None:
+        """Of every layer, or None."""
+        scales = [layer.kv_scales for layer in self.layers if layer.kv_scales is not None]
+        return scales if len(scales) == len(self.layers) else None
 
     @property
     def weight_bytes(self) -> int:
@@ -223,7 +234,7 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
         placed["prefill"],
         bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None,
         quant=_input_quant(stacked, target),
-        quantize=select(target.machine.problem("quantize_rows", n=in_features)).fn,
+        quantize=select(target.machine.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
 
 
@@ -233,7 +244,8 @@ def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) ->
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    return ActivationQuant(torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme.code_dtype)
+    static_scale, scheme = torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme
+    return ActivationQuant(static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None)
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:
@@ -251,7 +263,13 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
             name: place(linears, weights, target, activation=source.arch.activation if name == "gate_up" else None)
             for name, linears in PROJECTIONS.items()
         },
+        kv_scales=_kv_scales(weights),
     )
+
+
+def _kv_scales(weights: Weights) -> tuple[float, float] | None:
+    k_scale, v_scale = (weights.get(name) for name in KV_SCALES.values())
+    return None if k_scale is None or v_scale is None else (float(dense(k_scale)), float(dense(v_scale)))
 
 
 def _vector(weights: Weights, name: str, target: Target) -> Tensor:

@@ -9,7 +9,7 @@ from compress.artifact.context import Context
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.errors import UsageError
-from compress.export import FORMATS, check_rules, write_format
+from compress.export import FORMATS, check_rules, kv_note, write_format
 from compress.models.canonical import CanonicalStore
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
@@ -36,11 +36,13 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize") or Quantize()
     assert isinstance(quantize, Quantize)
     arch, scheme = facts.arch, quantize.model_scheme()
-    check_rules(spec.formats[0], arch, scheme)
+    kv_format = quantize.kv_format()
+    check_rules(spec.formats[0], arch, scheme, kv_format)
     linears = [layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears]
     size = sum(scheme.layers.weight_bytes(*shape) for shape in linears) + outer_bytes(arch, scheme)
     consumers = FORMATS.get(spec.formats[0]).consumers(arch, scheme)
     notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
+    notes += () if kv_format is None else (kv_note(kv_format),)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
 
 
@@ -55,5 +57,6 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     for file in inputs.source.text_files():
         shutil.copyfile(file, out.path / file.name)
     manifest = artifact.manifest
-    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts={"format": name})
+    kv_cache = {key: value for key, value in manifest.facts.items() if key == "kv_cache"}
+    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts={"format": name, **kv_cache})
     ctx.progress.update(1, 1, name)

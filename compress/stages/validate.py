@@ -6,7 +6,7 @@ Both models run through the bundled runtime's own path; the numbers that are gat
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
@@ -20,8 +20,9 @@ from compress.calibrate.card import check_at_hand, load_card
 from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
 from compress.digest import digest_json
-from compress.errors import UsageError
-from compress.export import open_weights
+from compress.errors import UsageError, did_you_mean
+from compress.export import VLLM_KV_FLAGS, open_weights
+from compress.kernels.paged import DENSE_FORMATS
 from compress.models.arch import Arch
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
@@ -48,6 +49,9 @@ from compress.validate.roofline import (
 REPORT_JSON, REPORT_HTML, MODEL_CARD = "report.json", "report.html", "README.md"
 
 
+KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
+
+
 class Latency(Spec):
     """What is timed, on this machine."""
 
@@ -65,13 +69,21 @@ class Validate(Spec):
     data: str = Field("builtin://python-eval", description="evaluation text: a data card or builtin://python-eval")
     num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
-    kv_format: Literal["FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"] | None = Field(
-        None, description="of the candidate's KV cache; the model's dtype by default. The source keeps the model's"
+    kv_format: KVFormat | None = Field(
+        None, description="of the candidate's KV cache; by default what the artifact states, the model's dtype where it states nothing"
     )
     latency: Latency | None = Latency()
     gates: Annotated[dict[str, float | dict[str, float]], checked_by(parse_gates)] = Field(
         default_factory=dict, description="metric -> limit, latency per device"
     )
+
+
+def kv_format_named(name: str | None) -> KVFormat | None:
+    """Raises UsageError: there is no KV cache of that name."""
+    known = {each: each for each in get_args(KVFormat)}
+    if name is not None and name not in known:
+        raise UsageError(f"unknown KV cache format '{name}'.{did_you_mean(name, known)}")
+    return known.get(name)
 
 
 def _depends(spec: Validate, device: str) -> Mapping[str, str]:
@@ -121,11 +133,12 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         report,
         base_model=inputs.source.name,
         license_id=_license(inputs),
-        serve_command="vllm serve <this directory>",
+        serve_command=f"vllm serve <this directory> {VLLM_KV_FLAGS.get(report['artifact'].get('kv_cache'), '')}".rstrip(),
         eval_command=f"compress validate <this directory> --against {inputs.source.name} --data {spec.data}",
     )
     write_atomic(out.path / MODEL_CARD, card.encode())
-    out.describe(role="evidence", facts={"verdict": report["verdict"], "gates": report.get("gates", [])})
+    facts = {"verdict": report["verdict"], "gates": report.get("gates", [])}
+    out.describe(role="evidence", facts=facts | ({"warnings": report["warnings"]} if "warnings" in report else {}))
 
 
 def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
@@ -172,6 +185,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     ctx.progress.update(num_steps, num_steps, "done")
     manifest = open_artifact(candidate_input.path).manifest
     quantized = inputs.ports.get(Port.QUANTIZED)
+    kv_cache = _served_cache(manifest, candidate)
     return build_report(
         title=f"{inputs.source.name} in {_scheme_name(manifest) or 'dense weights'}",
         artifact={
@@ -181,6 +195,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             "source_digest": inputs.source.digest,
             "scheme": _scheme_name(manifest),
             "format": manifest.facts.get("format"),
+            **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
             "sizes": sizes,
         },
         layers=open_artifact(quantized.path).manifest.facts.get("layers", []) if quantized is not None else [],
@@ -192,7 +207,16 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         gates=gates,
         calibration=_calibration(inputs, tokens, data_facts),
         environment=environment_facts(device),
+        kv_cache=kv_cache,
     )
+
+
+def _served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
+    """The candidate's KV cache if it is quantized: what its manifest says of it, if that is the one that was served."""
+    if engine.kv_format in DENSE_FORMATS.values():
+        return None
+    stated: dict[str, Any] = manifest.facts.get("kv_cache", {})
+    return {**(stated if stated.get("format") == engine.kv_format else {}), "format": engine.kv_format}
 
 
 def _scheme_name(manifest: Manifest) -> str | None:

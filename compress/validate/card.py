@@ -23,6 +23,7 @@ def render_markdown_card(
         _front_matter(front),
         f"# {report['title']}",
         f"A compressed form of `{base_model}`{_scheme(artifact)}.{_size(artifact)} {_verdict(report['verdict'])}",
+        *(f"> **Warning.** {warning}" for warning in report.get("warnings", [])),
         *_recovery(report),
         *_latency(report),
         *_calibration(report),
@@ -54,7 +55,8 @@ def _quoted(value: str) -> str:
 
 
 def _scheme(artifact: Json) -> str:
-    return f" in `{artifact['scheme']}`" if artifact.get("scheme") else ""
+    cache = f" with a KV cache in `{artifact['kv_cache']}`" if artifact.get("kv_cache") else ""
+    return (f" in `{artifact['scheme']}`" if artifact.get("scheme") else "") + cache
 
 
 def _size(artifact: Json) -> str:

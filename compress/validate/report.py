@@ -39,6 +39,7 @@ def build_report(
     gates: Sequence[GateResult] = (),
     calibration: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> Json:
     """The document, schema 1.
 
@@ -49,9 +50,12 @@ def build_report(
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
+        kv_cache: `format`, and where scales were calibrated `layers`, rows {layer, cache, amax, scale, saturated_frac, flushed_frac,
+            worst_head, error, error_token_head}, and a `warning` or None.
     """
     latency = {"source": [row.as_json() for row in latency_source], "candidate": [row.as_json() for row in latency_candidate]}
     parts: Json = {
+        "warnings": [kv_cache["warning"]] if kv_cache is not None and kv_cache.get("warning") else [],
         "recipe": recipe,
         "artifact": artifact,
         "gates": [asdict(gate) for gate in gates],
@@ -60,6 +64,7 @@ def build_report(
         "roofline": [row.as_json() for row in roofline],
         "kernels": list(kernels),
         "layers": list(layers),
+        "kv_cache": kv_cache,
         "calibration": calibration,
         "environment": environment,
     }
@@ -89,6 +94,7 @@ def render_html(report: Json) -> str:
         report=report,
         plots=_plots(report),
         worst_layers=_worst_layers(report),
+        worst_caches=_worst_caches(report),
         kernels=_kernels(report),
         on_reference_path=_on_reference_path(report),
         refusals=_refusals(report),
@@ -126,6 +132,7 @@ def percent(value: float, decimals: int = 1) -> str:
 
 
 _LABELS = {
+    "kv_cache": "KV cache",
     "ppl_ratio": "Perplexity ratio",
     "bits_per_byte": "Bits per byte",
     "kl_mean": "Mean KL",
@@ -177,6 +184,11 @@ def _plots(report: Json) -> dict[str, Markup]:
 def _worst_layers(report: Json) -> list[Json]:
     """The linears that lost most; ties in the order of the model."""
     return sorted(report.get("layers", []), key=lambda row: -float(row["error_after"]))[:_WORST_LAYERS]
+
+
+def _worst_caches(report: Json) -> list[Json]:
+    """The keys or values of layers that a calibrated scale holds least."""
+    return sorted(report.get("kv_cache", {}).get("layers", []), key=lambda row: -float(row["error"]))[:_WORST_LAYERS]
 
 
 def _kernels(report: Json) -> list[Json]:

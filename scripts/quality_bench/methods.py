@@ -16,7 +16,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "awq": {"smooth": {"kind": "awq"}, "round": SEARCH},
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
     "smoothquant": {"smooth": {"kind": "smoothquant"}, "round": MIN_MAX},
-    "balanced": {"preset": "balanced"},  # gptq+search and descent; `preset: fast` is rtn+search
+    "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "balanced": {"preset": "balanced"},  # the same towards `target: gptaq`; `preset: fast` is rtn+search
 }
 SUITE: Mapping[str, tuple[str, ...]] = {
     "W4A16_G128": tuple(name for name in METHODS if name != "smoothquant"),
@@ -27,6 +28,7 @@ SUITE: Mapping[str, tuple[str, ...]] = {
     "W8A16": ("rtn",),
     "FP8_DYNAMIC": ("rtn", "gptq"),
     "FP8_STATIC": ("rtn",),
+    "FP8_BLOCK": ("rtn",),
     "INT8_DYNAMIC": ("rtn", "smoothquant"),
 }
 """Scheme -> its methods, in the order of the table. Where weights have 8 bits, searching for scales and codes has little left to find."""

@@ -32,7 +32,7 @@ def arch(**changes: Any) -> Arch:
 
 
 def supported() -> list[tuple[ExportFormat, Scheme]]:
-    smaller = [dataclasses.replace(scheme, group_size=32) for scheme in SCHEMES.values() if scheme.group_size is not None]
+    smaller = [dataclasses.replace(scheme, group_size=32) for scheme in SCHEMES.values() if scheme.strategy == "group"]
     schemes = [*SCHEMES.values(), *smaller]
     return [(form, scheme) for _, form in FORMATS.items() for scheme in schemes if not form.broken_rules(arch(), ModelScheme(scheme))]
 
@@ -52,7 +52,7 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
     generator = torch.Generator().manual_seed(out_features)
     low, high = scheme.min_code, scheme.max_code + 1
     groups = scheme.num_groups(in_features)
-    scale_OG = (torch.rand(out_features, groups, generator=generator) + 0.1).to(torch.bfloat16)
+    scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(torch.bfloat16)
     zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
     codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.float32).to(scheme.code_dtype)
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None

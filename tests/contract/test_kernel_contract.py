@@ -124,7 +124,8 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(scheme: Any
         scale_OG, zero_point_OG = min_max_scale(grouped(w_OI, scheme), scheme, torch.bfloat16)
         parts.append(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))
     x = randn(11, 256, device=device, dtype="BF16", seed=2)
-    rows = quantize(x, ActivationQuant(dtype=scheme.code_dtype)) if scheme.activation is not None else None
+    quant = ActivationQuant(dtype=scheme.code_dtype, group_size=scheme.group_size)
+    rows = quantize(x, quant) if scheme.activation is not None else None
     packed = kernel.repack(parts, dtype=torch.bfloat16, device=torch.device(device), gated=False)
     y_TO = kernel.fn(x if rows is None else rows, packed, None)
     w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()

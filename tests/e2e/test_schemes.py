@@ -17,6 +17,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"round": {"kind": "rtn"}},
     "gptq": {"round": {"kind": "gptq"}},
+    "balanced": {"preset": "balanced"},
     "smoothquant": {"round": {"kind": "gptq"}, "smooth": {"kind": "smoothquant"}},
     "awq": {"round": {"kind": "rtn", "scale": "mse"}, "smooth": {"kind": "awq", "num_ratios": 3}},
 }
@@ -28,6 +29,8 @@ CASES = [
     ("W4A16_CHANNEL", "gptq"),
     ("W4A16_CHANNEL_ASYM", "awq"),
     ("INT8_DYNAMIC", "smoothquant"),
+    ("FP8_BLOCK", "gptq"),
+    ("FP8_BLOCK", "balanced"),
 ]
 
 

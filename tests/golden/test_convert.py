@@ -8,6 +8,7 @@ from typing import Any
 import packed_numpy
 import pytest
 import torch
+import transformers
 from packed_numpy import Linear
 from safetensors.torch import load_file, save_file
 from tiny_hf import CASES, saved, tokens
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.cli.app import main
-from compress.errors import EnvironmentUnfit
+from compress.errors import EnvironmentUnfit, UnsupportedArch, UnsupportedFormat
 from compress.export import open_checkpoint, write_format
+from compress.kernels.rows import ActivationQuant, quantize
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
-from compress.models.weights import dense
+from compress.models.weights import build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine, EngineConfig
@@ -38,6 +40,10 @@ class Rounded:
     @property
     def arch(self) -> Arch:
         return self._source.arch
+
+    @property
+    def kv_format(self) -> str | None:
+        return self._source.kv_format
 
     def _round(self, weight: Any, scheme: Scheme) -> QuantizedWeight:
         return nearest_weight(dense(weight), scheme, getattr(torch, self.arch.dtype))
@@ -339,3 +345,161 @@ def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> 
     code, _, err = say("plan", recipe)
     assert code == 2
     assert "quantized already (quant_method 'awq')" in err
+
+
+# ------------------------------------------------------------------------------------------------------- FP8, made by others
+
+
+def foreign_fp8(tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tuple[str, str], **changes: Any) -> tuple[Path, Path]:
+    """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean (float32). Scales are float32, of
+    every `block`, `channel` or `matrix`, stored as `leaves[0]`; static ones of inputs as `leaves[1]`."""
+    saved(tmp_path / "plain", "llama", {**WHOLE_GROUPS, **changes}, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    meant = {name: value.float() for name, value in tensors.items()}
+    generator = torch.Generator().manual_seed(3)
+    for name in (f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
+        n_size, k_size = tensors[f"{name}.weight"].shape
+        codes = (torch.randn(n_size, k_size, generator=generator) * 100).to(torch.float8_e4m3fn)
+        shape = {"block": (-(-n_size // 128), -(-k_size // 128)), "channel": (n_size, 1), "matrix": ()}[scales]
+        scale = (torch.rand(shape, generator=generator) + 0.5) * k_size**-0.5 / 100
+        whole = scale.repeat_interleave(128, 0)[:n_size].repeat_interleave(128, 1)[:, :k_size] if scales == "block" else scale
+        tensors |= {f"{name}.weight": codes, f"{name}.{leaves[0]}": scale}
+        if said["activation_scheme"] == "static":
+            tensors[f"{name}.{leaves[1]}"] = torch.tensor(0.02)
+        meant[f"{name}.weight"] = codes.float() * whole
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    for place, values, changed in (
+        (tmp_path / "foreign", tensors, {"quantization_config": {"quant_method": "fp8", **said}}),
+        (tmp_path / "meant", meant, {"dtype": "float32"}),
+    ):
+        place.mkdir()
+        save_file(values, place / "model.safetensors", metadata={"format": "pt"})
+        (place / "config.json").write_text(json.dumps({**config, **changed}))
+    return tmp_path / "foreign", tmp_path / "meant"
+
+
+BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INV, PLAIN = ("weight_scale_inv", "activation_scale"), ("weight_scale", "input_scale")
+FP8_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str], str]] = {
+    "blocks": (BLOCKS, "block", INV, "FP8_BLOCK"),
+    "matrix-dynamic": ({"activation_scheme": "dynamic"}, "matrix", PLAIN, "FP8_DYNAMIC"),
+    "channel-dynamic": ({"activation_scheme": "dynamic", "weight_block_size": None}, "channel", PLAIN, "FP8_DYNAMIC"),
+    "matrix-static": ({"activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]}, "matrix", PLAIN, "FP8_STATIC"),
+    "matrix-static-inv": ({"activation_scheme": "static", "weight_block_size": None}, "matrix", INV, "FP8_STATIC"),
+}
+
+
+def dense_logits(path: Path, quant: ActivationQuant | None = None) -> Tensor:
+    """Of our decoder, with the inputs of the linears of layers rounded where `quant` is given."""
+    decoder = build_decoder(open_checkpoint(path), dtype=torch.float32, device=torch.device("cpu"))
+
+    def rounded(_: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+        return quantize(inputs[0].flatten(0, -2), quant).dequantize(torch.float32).view(inputs[0].shape) if quant else inputs[0]
+
+    for name, module in decoder.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "head":
+            module.register_forward_pre_hook(rounded)
+    with torch.inference_mode():
+        return decoder(tokens(2, 24))
+
+
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(case: str, say: Say, tmp_path: Path) -> None:
+    said, scales, leaves, scheme = FP8_CASES[case]
+    ragged = {"intermediate_size": 192 if case == "matrix-static" else 256, "num_key_value_heads": 1}  # k and v end within a block
+    theirs, meant = foreign_fp8(tmp_path, said, scales=scales, leaves=leaves, **ragged)
+    assert set(open_checkpoint(theirs).schemes.values()) == {SCHEMES[scheme]}
+    assert torch.equal(dense_logits(theirs), dense_logits(meant))
+    code, _, err = say("convert", theirs, "--to", "compressed-tensors", "--out", tmp_path / "ours")
+    assert code == 0, err
+    assert torch.equal(dense_logits(tmp_path / "ours"), dense_logits(meant))
+    served = logits(theirs)
+    assert torch.equal(served, logits(tmp_path / "ours"))
+    static_scale = torch.tensor(0.02) if scheme == "FP8_STATIC" else None
+    quant = ActivationQuant(static_scale, group_size=128 if scheme == "FP8_BLOCK" else None)
+    exact, rounded = dense_logits(meant), dense_logits(meant, quant)
+    # Sums in another order move an input over a tie now and then, and what follows it with it.
+    assert (served - rounded).abs().median() < 1e-3 * (exact - rounded).abs().median()
+    assert (served - rounded).abs().max() < (exact - rounded).abs().max()
+
+
+def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same_weights(say: Say, tmp_path: Path) -> None:
+    """On a CPU it decompresses them: the values are then bfloat16, which holds our own scales' products rounded once."""
+    ours = compressed(tmp_path, "llama-all-biases", "FP8_BLOCK", num_key_value_heads=4)
+    code, _, err = say("convert", ours, "--to", "fp8", "--out", tmp_path / "fp8")
+    assert code == 0, err
+    code, _, err = say("convert", tmp_path / "fp8", "--to", "compressed-tensors", "--out", tmp_path / "back")
+    assert code == 0, err
+    assert content(tmp_path / "back") == content(ours)
+    assert torch.equal(logits(tmp_path / "fp8"), logits(ours))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    weights, opened = dict(model.named_parameters()), open_checkpoint(tmp_path / "fp8")
+    for idx in range(2):
+        for name, value in opened.layer(idx).items():
+            if isinstance(value, QuantizedWeight):
+                assert torch.equal(
+                    weights[opened.family.to_disk(f"layers.{idx}.{name.removesuffix('.weight')}") + ".weight"], value.dequantize()
+                )
+
+
+def test_what_fp8_cannot_say_is_refused_by_name(say: Say, tmp_path: Path) -> None:
+    for case, changes, rule in (
+        ("ragged", {"scheme": "FP8_BLOCK", "num_key_value_heads": 1}, "whole-blocks"),
+        ("head", {"scheme": "FP8_BLOCK", "num_key_value_heads": 4, "head": "FP8_DYNAMIC"}, "dense-head"),
+        ("channels", {"scheme": "FP8_DYNAMIC"}, "blocks"),
+    ):
+        (tmp_path / case).mkdir()
+        ours = compressed(tmp_path / case, "llama-gqa", **changes)
+        code, _, err = say("convert", ours, "--to", "fp8", "--out", tmp_path / case / "fp8")
+        assert (code, f"[{rule}]" in err) == (2, True), err
+        assert not (tmp_path / case / "fp8").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_block_size": [64, 128]}, r"weight_block_size \[64, 128\]"),
+        ({"activation_scheme": "static"}, "activation_scheme static"),
+        ({"activation_scheme": None}, "activation_scheme None"),
+        ({"fmt": "e5m2"}, "fmt e5m2"),
+        ({"scale_fmt": "ue8m0"}, "powers of two"),
+        ({"kv_cache_scheme": "static"}, "kv_cache_scheme"),
+        ({"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
+    ],
+)
+def test_fp8_that_would_be_computed_otherwise_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    theirs, _ = foreign_fp8(tmp_path, BLOCKS, scales="block", leaves=INV)
+    config = json.loads((theirs / "config.json").read_text())
+    config["quantization_config"].update(change)
+    (theirs / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFormat, match=message):
+        open_checkpoint(theirs)
+
+
+@pytest.mark.parametrize("said", ["model.layers.1.mlp", "re:.*layers.1.mlp.*", r"model\.layers\.1\.mlp\.\w+_proj", "layers.1"])
+def test_a_linear_that_is_listed_as_dense_must_be_stored_so(said: str, tmp_path: Path) -> None:
+    """The tensors decide whether the list was read as it was meant: nothing is passed over."""
+    theirs, _ = foreign_fp8(tmp_path, BLOCKS, scales="block", leaves=INV)
+    config = json.loads((theirs / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head", said]
+    (theirs / "config.json").write_text(json.dumps(config))
+    if said == "layers.1":  # neither from the start nor to the end of a name
+        assert len(open_checkpoint(theirs).schemes) == 14
+        return
+    with pytest.raises(UnsupportedArch, match=r"layers\.1\.mlp\..*weight_scale_inv"):
+        open_checkpoint(theirs)
+    tensors = load_file(theirs / "model.safetensors")
+    for name in [each for each in tensors if "layers.1.mlp" in each]:
+        tensors[name] = tensors[name].to(torch.bfloat16)
+        if name.endswith("scale_inv"):
+            del tensors[name]
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    assert set(open_checkpoint(theirs).schemes) == {
+        f"layers.{idx}.{name}"
+        for idx, names in (
+            (0, ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")),
+            (1, ("attn.q", "attn.k", "attn.v", "attn.o")),
+        )
+        for name in names
+    }

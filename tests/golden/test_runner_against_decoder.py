@@ -90,6 +90,7 @@ class Quantized:
     def __init__(self, source: MemorySource) -> None:
         self._source = source
         self.arch = source.arch
+        self.kv_format = source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self._source.outer()

@@ -183,9 +183,19 @@ def test_an_unknown_shape_lists_the_known_ones(scripts: Any) -> None:
 def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "kv.json"
     command = [sys.executable, SCRIPTS / "bench_kv.py", "--device", "cpu", "--num-samples", "2", "--seq-len", "48", "--out", out]
-    done = subprocess.run([*command, "--commit", "abc"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--calibration-samples", "2", "--outliers", "20", "--commit", "abc"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = {row["kv_format"]: row for row in json.loads(out.read_text())["rows"]}
-    assert 0 < rows["INT8_TOKEN_HEAD"]["kl_mean"] < rows["FP8_TOKEN_HEAD"]["kl_mean"] < rows["INT4_TOKEN_HEAD"]["kl_mean"]
-    assert rows["INT4_TOKEN_HEAD"]["bytes_per_token"] < rows["INT8_TOKEN_HEAD"]["bytes_per_token"]
-    assert all(name in done.stdout for name in rows)
+    healthy: dict[str, Any] = {}
+    collapsing: dict[str, Any] = {}
+    for row in json.loads(out.read_text())["rows"]:
+        (healthy if row["model"] == "as it is" else collapsing)[row["kv_format"]] = row
+    kl = {name: row["kl_mean"] for name, row in healthy.items()}
+    assert 0 < kl["BF16"] < kl["INT8_TOKEN_HEAD"] < kl["FP8_TOKEN_HEAD"] < kl["FP8_STATIC"] < kl["INT4_TOKEN_HEAD"]
+    assert (
+        healthy["INT4_TOKEN_HEAD"]["bytes_per_token"] < healthy["FP8_STATIC"]["bytes_per_token"] == healthy["BF16"]["bytes_per_token"] / 2
+    )
+    assert collapsing["DENSE"]["kl_mean"] == 0
+    assert collapsing["FP8_STATIC"]["kl_mean"] > 20 * kl["FP8_STATIC"]
+    assert collapsing["FP8_STATIC"]["error"] > 0.9 > 0.03 > healthy["FP8_STATIC"]["error"]
+    assert all(collapsing[name]["kl_mean"] == kl[name] for name in kl if name != "FP8_STATIC")
+    assert all(name in done.stdout for name in healthy)

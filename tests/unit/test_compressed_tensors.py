@@ -2,11 +2,13 @@
 it."""
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from tiny_decoder import LLAMA, tiny_arch
 from torch import nn
 
 from compress.errors import UnsupportedFormat
@@ -15,6 +17,7 @@ from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORM = FORMATS.get("compressed-tensors")
 LINEARS = ["model.layers.0.mlp.up_proj", "lm_head"]
+WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
 def config(scheme: str = "W4A16_G128") -> dict[str, Any]:
@@ -26,7 +29,9 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     parsed = QuantizationConfig.model_validate(config(scheme.name))
     (group,) = parsed.config_groups.values()
     weights = group.weights
-    assert (weights.num_bits, weights.symmetric, weights.group_size) == (scheme.num_bits, scheme.symmetric, scheme.group_size)
+    group_size = scheme.group_size if scheme.strategy == "group" else None
+    assert (weights.num_bits, weights.symmetric, weights.group_size) == (scheme.num_bits, scheme.symmetric, group_size)
+    assert weights.block_structure == ([128, 128] if scheme.strategy == "block" else None)
     assert weights.strategy == scheme.strategy
     assert weights.type == scheme.type
     assert not weights.dynamic
@@ -37,7 +42,8 @@ def test_the_library_parses_the_config_to_the_same_scheme(scheme: Scheme) -> Non
     assert (inputs is None) == (scheme.activation is None)
     if inputs is not None:
         assert (inputs.num_bits, inputs.type, inputs.symmetric) == (8, scheme.type, True)
-        assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation == "token")
+        assert (inputs.strategy, inputs.dynamic) == (scheme.activation, scheme.activation != "tensor")
+        assert inputs.group_size == (128 if scheme.activation == "group" else None)
 
 
 @pytest.mark.parametrize("head", ["FP8_DYNAMIC", "W8A16", "INT8_DYNAMIC"])
@@ -71,7 +77,6 @@ def test_a_scheme_that_has_a_name_here_is_read_under_it(scheme: Scheme) -> None:
     ("path", "value", "message"),
     [
         (("sparsity_config",), {"format": "dense"}, "sparsity_config"),
-        (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme"),
         (("config_groups", "group_0", "targets"), ["LlamaAttention"], "LlamaAttention"),
         (("config_groups", "group_0", "targets"), ["model.layers.7.mlp.up_proj"], r"layers\.7"),
         (("config_groups", "group_0", "weights", "num_bits"), 3, "3 bits"),
@@ -90,6 +95,33 @@ def test_what_is_not_honoured_is_refused(path: tuple[str, ...], value: Any, mess
     place[path[-1]] = value
     with pytest.raises(UnsupportedFormat, match=message):
         FORM.codec.schemes(said, LINEARS)
+
+
+def test_the_library_reads_the_kv_cache_that_the_config_states() -> None:
+    said = config() | copy.deepcopy(FORM.static_kv)
+    stated = QuantizationConfig.model_validate(copy.deepcopy(said)).kv_cache_scheme
+    assert (stated.num_bits, stated.type, stated.strategy, stated.symmetric, stated.dynamic) == (8, "float", "tensor", True, False)
+    assert FORM.codec.kv_format(said) == "FP8_STATIC"
+    assert FORM.codec.kv_format(config()) is None
+    assert FORM.codec.kv_format(json.loads(QuantizationConfig.model_validate(said).model_dump_json())) == "FP8_STATIC"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_bits", 4), ("type", "int"), ("symmetric", False), ("strategy", "attn_head"), ("strategy", None), ("dynamic", True)],
+)
+def test_a_kv_cache_that_is_not_honoured_is_refused(key: str, value: Any) -> None:
+    said = config() | copy.deepcopy(FORM.static_kv)
+    said["kv_cache_scheme"][key] = value
+    with pytest.raises(UnsupportedFormat, match=f"kv_cache_scheme is .*{key} {value}"):
+        FORM.codec.kv_format(said)
+
+
+def test_a_checkpoint_whose_cache_alone_is_quantized_has_dense_linears() -> None:
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": [], **copy.deepcopy(FORM.static_kv)}
+    assert FORM.codec.schemes(said, LINEARS) == {}
+    with pytest.raises(UnsupportedFormat, match="no config_groups"):
+        FORM.codec.schemes({**said, "kv_cache_scheme": None}, LINEARS)
 
 
 def test_ignore_takes_exact_names_and_regular_expressions() -> None:
@@ -134,6 +166,46 @@ def test_other_activations_than_those_computed_here_are_refused(change: dict[str
     said["config_groups"]["group_0"]["input_activations"].update(change)
     with pytest.raises(UnsupportedFormat, match="input activations"):
         FORM.codec.schemes(said, LINEARS)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("weights", {"block_structure": [64, 128]}),
+        ("weights", {"block_structure": None, "strategy": "channel"}),
+        ("input_activations", {"group_size": 64}),
+        ("input_activations", {"strategy": "token", "group_size": None}),
+        ("input_activations", {"strategy": "tensor", "group_size": None, "dynamic": False}),
+    ],
+)
+def test_other_blocks_than_those_computed_here_are_refused(part: str, change: dict[str, Any]) -> None:
+    said = config("FP8_BLOCK")
+    said["config_groups"]["group_0"][part].update(change)
+    with pytest.raises(UnsupportedFormat, match="in blocks of 128 x 128 with inputs dynamic per group of 128"):
+        FORM.codec.schemes(said, LINEARS)
+
+
+def test_a_block_structure_in_the_old_spelling_is_read() -> None:
+    said = config("FP8_BLOCK")
+    said["config_groups"]["group_0"]["weights"].update(block_structure="128x128", observer="static_minmax")
+    assert FORM.codec.schemes(said, LINEARS) == {LINEARS[0]: SCHEMES["FP8_BLOCK"]}
+
+
+def test_scales_that_are_not_one_a_block_are_refused() -> None:
+    codes_OI = torch.zeros(200, 256, dtype=torch.float8_e4m3fn)
+    FORM.codec.decode({"weight": codes_OI, "weight_scale": torch.ones(2, 2)}, SCHEMES["FP8_BLOCK"])
+    for shape in ((1, 2), (2, 1), (200, 2), (200, 1), (1,)):
+        with pytest.raises(UnsupportedFormat, match=r"200 x 256 with scales .*where FP8_BLOCK has \(2, 2\)"):
+            FORM.codec.decode({"weight": codes_OI, "weight_scale": torch.ones(shape)}, SCHEMES["FP8_BLOCK"])
+
+
+def test_vllm_does_not_fuse_linears_that_end_within_a_block() -> None:
+    """As its own check: q, k and gate whole blocks, what comes last may be ragged."""
+    for changes, ragged in (({}, []), ({"num_key_value_heads": 1}, ["attn.k"]), ({"intermediate_size": 320}, ["ffn.gate"])):
+        arch = tiny_arch({**WIDE, **changes})
+        (vllm,) = (each for each in FORM.consumers(arch, ModelScheme(SCHEMES["FP8_BLOCK"])) if each.name == "vLLM")
+        assert vllm.loads == (not ragged)
+        assert all(name in vllm.note for name in ragged)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_generation_ends_at_end_of_sequence_unless_told_otherwise() -> None:
 def _with_arch(source: MemorySource, arch: Any) -> Any:
     class Renamed:
         def __init__(self) -> None:
-            self.arch, self.outer, self.layer = arch, source.outer, source.layer
+            self.arch, self.outer, self.layer, self.kv_format = arch, source.outer, source.layer, source.kv_format
 
     return Renamed()
 

@@ -111,7 +111,7 @@ class Int8:
     """A source with every linear in INT8, the head too."""
 
     def __init__(self, source: MemorySource) -> None:
-        self._source, self.arch = source, source.arch
+        self._source, self.arch, self.kv_format = source, source.arch, source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         outer = self._source.outer()

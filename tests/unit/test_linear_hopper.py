@@ -40,7 +40,7 @@ def each_plan(shape: Shape, gpu: Gpu) -> list[tuple[int, Plan]]:
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
 def test_plans_fit_the_device_and_cover_the_product(n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu) -> None:
     for rows, each in each_plan(Shape(weight_format, n, k, gated), gpu):
-        assert 1 <= each.stages <= MAX_STAGES
+        assert 1 <= each.window <= each.stages <= MAX_STAGES
         assert each.launch.shared_bytes < gpu.shared_bytes
         assert each.launch.threads <= 640
         assert 1 <= each.tiles <= MAX_TILES

@@ -20,6 +20,7 @@ from compress.quant.numerics import (
     search_scale,
     static_input_scale,
     stored_scale,
+    ungrouped,
 )
 from compress.quant.scheme import SCHEMES, Scheme
 
@@ -43,9 +44,8 @@ def moment(in_features: int = 384, num_tokens: int = 1000, seed: int = 1) -> Ten
 
 
 def library_args(scheme: Scheme) -> QuantizationArgs:
-    return QuantizationArgs(
-        num_bits=scheme.num_bits, type=scheme.type, symmetric=scheme.symmetric, strategy=scheme.strategy, group_size=scheme.group_size
-    )
+    block = {"block_structure": [scheme.block_rows, scheme.group_size]} if scheme.strategy == "block" else {"group_size": scheme.group_size}
+    return QuantizationArgs(num_bits=scheme.num_bits, type=scheme.type, symmetric=scheme.symmetric, strategy=scheme.strategy, **block)
 
 
 def codes_of(scheme: Scheme) -> Tensor:
@@ -58,7 +58,7 @@ def codes_of(scheme: Scheme) -> Tensor:
 
 @ALL
 def test_scales_codes_and_values_are_those_of_compressed_tensors(scheme: Scheme) -> None:
-    w_OI = weights()
+    w_OI = weights(131)
     w_OGN, args = grouped(w_OI, scheme), library_args(scheme)
     scale_OG, zero_OG = min_max_scale(w_OGN, scheme, torch.float32)
     their_scale_OG, their_zero_OG = calculate_qparams(w_OGN.amin(-1), w_OGN.amax(-1), args)
@@ -86,6 +86,7 @@ def test_codes_are_the_nearest_for_the_stored_scale(scheme: Scheme, dtype: torch
     scale_OG, zero_OG = min_max_scale(grouped(w_OI, scheme), scheme, dtype)
     assert scale_OG.dtype == dtype
     weight = round_to_nearest(w_OI, scheme, scale_OG, zero_OG)
+    assert torch.equal(ungrouped(grouped(w_OI, scheme), scheme, w_OI.shape), w_OI)
     values = codes_of(scheme)
     offset = 0.0 if zero_OG is None else zero_OG.to(torch.float32).unsqueeze(-1)
     grid_OGNV = (values - offset).unsqueeze(-2) * scale_OG.to(torch.float32).unsqueeze(-1).unsqueeze(-1)
@@ -100,7 +101,12 @@ def test_the_pinned_baseline_is_absmax_over_seven_and_a_half() -> None:
     assert torch.allclose(scale_OG * 7.5, w_OGN.abs().amax(-1))
 
 
-FP8 = pytest.mark.parametrize("scheme", [each for each in SCHEMES.values() if each.type == "float"], ids=lambda each: each.name)
+FP8 = pytest.mark.parametrize(
+    "scheme",
+    [dataclasses.replace(each, group_size=None) for each in SCHEMES.values() if each.type == "float"],
+    ids=lambda each: each.name,
+)
+"""In rows of any length."""
 
 
 @FP8
@@ -162,8 +168,9 @@ def test_groups_of_zeros_stay_zeros_and_divide_nothing_by_zero(scheme: Scheme, d
 def group_error(w_OI: Tensor, scheme: Scheme, scales: tuple[Tensor, Tensor | None], h_GNN: Tensor) -> Tensor:
     """d H d^T of every group, in float64 and by another route than the code under test."""
     values_OI = round_to_nearest(w_OI, scheme, *scales).dequantize(torch.float32)
-    delta_OGN = grouped(values_OI.double() - w_OI.double(), scheme)
-    return torch.einsum("ogn,gnm,ogm->og", delta_OGN, h_GNN.double(), delta_OGN)
+    delta_OGN = (values_OI.double() - w_OI.double()).view(len(w_OI), len(h_GNN), -1)
+    errors_OG = torch.einsum("ogn,gnm,ogm->og", delta_OGN, h_GNN.double(), delta_OGN)
+    return torch.stack([rows.sum(dim=0) for rows in errors_OG.split(scheme.block_rows)])
 
 
 @ALL
@@ -181,7 +188,7 @@ def test_the_search_is_never_worse_than_the_full_range_in_its_own_measure(scheme
 @ALL
 def test_the_searches_differ_by_their_measure_only(scheme: Scheme) -> None:
     w_OGN = grouped(weights(), scheme)
-    members = w_OGN.shape[-1]
+    members = w_OGN.shape[-1] // scheme.block_rows
     identity = torch.eye(members).expand(w_OGN.shape[1], members, members)
     plain, weighted = search_scale(w_OGN, scheme, torch.float32, h_GNN=None), search_scale(w_OGN, scheme, torch.float32, h_GNN=identity)
     assert torch.equal(plain[0], weighted[0])
@@ -191,11 +198,11 @@ def test_the_searches_differ_by_their_measure_only(scheme: Scheme) -> None:
 
 @ALL
 def test_rows_do_not_see_one_another(scheme: Scheme) -> None:
-    w_OI, h_II = weights(11), moment()
+    w_OI, h_II, rows = weights(11 if scheme.block_rows == 1 else 4 * scheme.block_rows), moment(), scheme.block_rows
     for choice in ("min_max", "mse", "hessian"):
         scale_OG, zero_OG = choose_scale(w_OI, scheme, torch.bfloat16, choice=choice, h_II=h_II)
-        for part in (slice(0, 1), slice(3, 11)):
-            alone = choose_scale(w_OI[part], scheme, torch.bfloat16, choice=choice, h_II=h_II)
+        for part in (slice(0, 1), slice(3, len(scale_OG))):
+            alone = choose_scale(w_OI[part.start * rows : part.stop * rows], scheme, torch.bfloat16, choice=choice, h_II=h_II)
             assert torch.equal(alone[0], scale_OG[part])
             if zero_OG is not None and alone[1] is not None:
                 assert torch.equal(alone[1], zero_OG[part])

@@ -11,7 +11,7 @@ from compress.stages import STAGES, PlanFacts
 from compress.stages.quantize import PRESETS, Quantize
 
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
-METHOD_KEYS = {"smooth", "round", "refine"}
+METHOD_KEYS = {"smooth", "target", "round", "refine"}
 
 
 def parsed(text: str) -> Quantize:
@@ -79,6 +79,18 @@ def test_the_plan_says_what_a_preset_stands_for(preset: str) -> None:
     for key, settings in PRESETS[preset].items():
         assert any(note.startswith(f"{preset}: ") and f"{key}: {settings['kind']} (" in note for note in notes)
     assert "sweeps 7" in " ".join(plan(parsed(f"{{scheme: W8A16, preset: {preset}, refine: {{kind: descent, sweeps: 7}}}}"), facts).notes)
+
+
+def test_the_second_stream_of_a_target_is_in_the_estimate() -> None:
+    facts = PlanFacts(tiny_arch(QWEN3), "cuda", {})
+    without, beside = (
+        STAGES.get("quantize").estimate(Quantize.model_validate({"scheme": "W8A16", "target": target}), facts)
+        for target in (None, {"kind": "gptaq"})
+    )
+    assert without.flops < beside.flops < 2 * without.flops
+    activations = 2 * 128 * 512 * facts.arch.hidden_size
+    assert beside.peak_bytes - without.peak_bytes >= activations
+    assert "target: gptaq (strength 0.5, damping 0.01)" in " ".join(beside.notes)
 
 
 def test_every_sweep_is_in_the_estimate() -> None:

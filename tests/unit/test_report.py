@@ -69,6 +69,25 @@ def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
         "gates": evaluate(gates, accuracy.metrics(), device="cpu"),
         "calibration": {"data": "mixed", "overlap": "0 of 145 n-grams are shared"},
         "environment": {"device": "a processor", "device_key": "cpu", "memory_bytes": 4_000_000_000},
+        "kv_cache": {
+            "format": "FP8_STATIC",
+            "warning": "range spent on <outliers>",
+            "layers": [
+                {
+                    "layer": layer,
+                    "cache": name,
+                    "amax": 7.0,
+                    "scale": 7 / 448,
+                    "saturated_frac": 0.0,
+                    "flushed_frac": 0.25,
+                    "worst_head": 1,
+                    "error": 0.03 * (1 + layer),
+                    "error_token_head": 0.026,
+                }
+                for layer in range(6)
+                for name in "kv"
+            ],
+        },
     }
 
 
@@ -138,13 +157,24 @@ def test_a_part_that_was_not_measured_is_absent(absent: str) -> None:
     whole = build_report(title="t", **parts())
     Outline(render_html(report))
     changed = {key for key in whole if report.get(key) != whole[key]}
-    assert changed == {absent.partition("_")[0]} | ({"verdict"} if absent == "gates" else set())
+    follows = {"gates": {"verdict"}, "kv_cache": {"warnings"}}
+    assert changed == {absent if absent in whole else absent.partition("_")[0]} | follows.get(absent, set())
 
 
 def test_a_report_of_nothing_judges_nothing() -> None:
     report = build_report(title="t")
     assert report["verdict"]["passed"] is None
     assert "Measured, not judged" in render_html(report)
+
+
+def test_a_warning_stands_at_the_head_of_page_and_card_and_the_worst_caches_are_listed() -> None:
+    report = build_report(title="t", **parts())
+    page = render_html(report)
+    assert page.index("range spent on &lt;outliers&gt;") < page.index("Mean KL")
+    listed = re.findall(r"<tr><td>(\d)</td><td>(keys|values)</td>", page)
+    assert listed == [(str(layer), name) for layer in (5, 4, 3, 2) for name in ("keys", "values")]
+    card = render_markdown_card(report, base_model="m/b", license_id="mit", serve_command="s", eval_command="e")
+    assert card.index("**Warning.** range spent") < card.index("## Recovery")
 
 
 def test_the_verdict_counts_only_gates_that_apply_and_gives_the_reason() -> None:

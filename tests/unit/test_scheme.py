@@ -77,15 +77,15 @@ def test_bytes_are_those_of_the_stored_parts(scheme: Scheme, dtype: torch.dtype)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dequantizing_rounds_the_exact_product_once(scheme: Scheme, dtype: torch.dtype) -> None:
-    weight = random_weight(scheme, 5, 256, dtype)
+    weight = random_weight(scheme, 131, 256, dtype)
     values = weight.dequantize()
     assert values.dtype == dtype
     groups = scheme.num_groups(256)
-    for row in range(5):
+    for row in (0, 1, 63, 127, 128, 130):
         for column in range(0, 256, 7):
             group = column * groups // 256
             zero = 0 if weight.zero_point_OG is None else int(weight.zero_point_OG[row, group])
-            exact = Fraction(float(weight.codes_OI[row, column]) - zero) * Fraction(float(weight.scale_OG[row, group]))
+            exact = Fraction(float(weight.codes_OI[row, column]) - zero) * Fraction(float(weight.scale_OG[row // scheme.block_rows, group]))
             rounded = torch.tensor(float(exact), dtype=torch.float64).to(dtype)  # exact: 8 + 24 bits fit in 53
             assert values[row, column] == rounded
 
@@ -112,7 +112,7 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int, dtype: to
     low, high = scheme.min_code, scheme.max_code + 1
     codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.float32).to(scheme.code_dtype)
     groups = scheme.num_groups(in_features)
-    scale_OG = (torch.rand(out_features, groups, generator=generator) + 0.1).to(dtype)
+    scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(dtype)
     zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
     return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)

@@ -1,21 +1,24 @@
 """The stages calibrate, quantize and export, run by hand into a workspace: what each reads, writes, refuses, and how a stopped one
 resumes."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_decoder import QWEN3, tiny_arch, tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from compress.artifact.context import Context
-from compress.artifact.manifest import Artifact
+from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import Workspace
 from compress.calibrate.dataset import load_token_set
-from compress.errors import Interrupted, UnsupportedFormat, UsageError
+from compress.errors import Interrupted, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.export import open_checkpoint, open_weights
+from compress.export.conversion import convert
 from compress.models.canonical import CanonicalStore
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import dense
@@ -263,3 +266,92 @@ def test_the_head_of_a_model_that_ties_it_is_not_quantized(tmp_path: Path) -> No
         bench.run("quantize", spec)
     with pytest.raises(UnsupportedFormat, match="tied to its embedding"):
         STAGES.get("quantize").estimate(spec, PlanFacts(Checkpoint(bench.source.path).arch, "cpu", SPECS))
+
+
+def with_cache(name: str) -> Quantize:
+    return Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}, "kv_cache": name})
+
+
+def test_calibrated_cache_scales_go_through_to_the_checkpoint_and_back(bench: Bench, tmp_path: Path) -> None:
+    calibrated(bench, tmp_path)
+    quantized = bench.run("quantize", with_cache("fp8"))
+    store, opened = open_weights(quantized.path), open_weights(bench.run("export", Export()).path)
+    assert store.kv_format == opened.kv_format == "FP8_STATIC"
+    for idx in range(3):
+        for name in ("attn.k_scale", "attn.v_scale"):
+            found, expected = dense(opened.layer(idx)[name]), dense(store.layer(idx)[name])
+            assert (found.dtype, found.shape) == (torch.float32, ())
+            assert found == expected
+    on_disk = load_file(bench.ports[Port.CHECKPOINT].path / "model.safetensors")["model.layers.2.self_attn.v_scale"]
+    assert (on_disk.dtype, on_disk.shape) == (torch.float32, (1,))
+    facts = quantized.manifest.facts["kv_cache"]
+    assert [(row["layer"], row["cache"]) for row in facts["layers"]] == [(idx, name) for idx in range(3) for name in "kv"]
+    assert facts["warning"] is None
+    assert all("linear" in row for row in quantized.manifest.facts["layers"])
+    again = convert(resolve_model("path", str(quantized.path), None), "compressed-tensors", tmp_path / "again")
+    assert open_weights(again.path).kv_format == "FP8_STATIC"
+    exported = {each.name: each.digest for each in open_artifact(bench.ports[Port.CHECKPOINT].path).manifest.tensors}
+    assert {each.name: each.digest for each in again.manifest.tensors} == exported
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_format"), [("fp8_token_head", "FP8_TOKEN_HEAD"), ("int8", "INT8_TOKEN_HEAD"), ("int4", "INT4_TOKEN_HEAD")]
+)
+def test_a_cache_that_needs_no_scales_is_stated_by_the_manifest_alone(bench: Bench, tmp_path: Path, name: str, kv_format: str) -> None:
+    calibrated(bench, tmp_path)
+    plain = bench.run("quantize", Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}}))
+    assert "kv_cache" not in plain.manifest.facts
+    quantized = bench.run("quantize", with_cache(name))
+    assert [each.digest for each in quantized.manifest.tensors] == [each.digest for each in plain.manifest.tensors]
+    exported = bench.run("export", Export()).path
+    assert open_weights(quantized.path).kv_format == open_weights(exported).kv_format == kv_format
+    assert open_checkpoint(exported).kv_format is None
+    (exported / "compress.json").unlink()
+    assert open_weights(exported).kv_format is None
+
+
+def test_formats_without_a_place_for_cache_scales_refuse_them_by_name(bench: Bench, tmp_path: Path) -> None:
+    calibrated(bench, tmp_path)
+    quantized = bench.run("quantize", with_cache("fp8"))
+    for name in ("gptq", "awq"):
+        with pytest.raises(UnsupportedFormat, match=r"\[kv-scales\]"):
+            convert(resolve_model("path", str(quantized.path), None), name, tmp_path / name)
+    facts = PlanFacts(open_weights(quantized.path).arch, "cpu", {"quantize": with_cache("fp8")})
+    with pytest.raises(UnsupportedFormat, match=r"\[kv-scales\]"):
+        STAGES.get("export").estimate(Export(formats=("gptq",)), facts)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (None, UnsupportedArch, "lacks the tensor 'model.layers.1.self_attn.k_scale'"),
+        (torch.zeros(1), UnsupportedFormat, "not one positive number"),
+        (torch.tensor([float("nan")]), UnsupportedFormat, "not one positive number"),
+        (torch.ones(2, 1, 1), UnsupportedFormat, "not one positive number"),
+        (torch.tensor(0.25, dtype=torch.bfloat16), None, ""),
+    ],
+)
+def test_cache_scales_of_other_programs_are_read_with_care(
+    bench: Bench, tmp_path: Path, value: torch.Tensor | None, error: type[Exception] | None, words: str
+) -> None:
+    calibrated(bench, tmp_path)
+    bench.run("quantize", with_cache("fp8"))
+    foreign = tmp_path / "foreign"
+    shutil.copytree(bench.run("export", Export()).path, foreign)
+    (foreign / "compress.json").unlink()
+    tensors = load_file(foreign / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_scale"]
+    if value is not None:
+        tensors["model.layers.1.self_attn.k_scale"] = value
+    save_file(tensors, foreign / "model.safetensors")
+    if error is None:
+        assert dense(open_weights(foreign).layer(1)["attn.k_scale"]) == torch.tensor(0.25)
+        return
+    with pytest.raises(error, match=words):
+        open_weights(foreign).layer(1)
+
+
+def test_the_plan_says_which_cache_and_how_large(bench: Bench) -> None:
+    facts = PlanFacts(open_weights(bench.source.path).arch, "cpu", {"quantize": with_cache("int8")})
+    assert any("INT8_TOKEN_HEAD" in note for note in STAGES.get("quantize").estimate(with_cache("int8"), facts).notes)
+    assert any("--kv-cache-dtype int8_per_token_head" in note for note in STAGES.get("export").estimate(Export(), facts).notes)

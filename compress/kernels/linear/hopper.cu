@@ -2,9 +2,10 @@
 //
 // Orientation: W is the A operand of wgmma (64 rows), tokens are its columns (8, 16, 32 or 64), sums are float32. A block owns `tiles` row
 // tiles of 16 (gated: 8 gate rows over their 8 up rows, so that both are in one thread). One warp has the copy engine fill a ring of stages
-// with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. The
-// others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no register
-// ever holds one; four-bit weights become 16-bit integers in registers on the way.
+// with tiles of W and x, 128 columns of K to a chunk; W of the first stages is asked for before the kernel before this one has ended. At most
+// `window` stages are on their way at a time: memory serves all that was asked for evenly, and the first would come among the last. The
+// others are warpgroups: ROW_GROUPS of 64 rows, by K_SLOTS along K. Weights of e4m3 go from shared memory to the tensor cores, and no
+// register ever holds one; four-bit weights become 16-bit integers in registers on the way.
 //
 // The sum of an output has one shape, whatever M. Chunk c belongs to part c mod (SEGMENTS K_SLOTS). A chunk sums from zero in the
 // instruction and is then added to its part in float32, chunks ascending: the FP8 instruction keeps about 14 bits of a sum, and a chunk is a
@@ -44,7 +45,7 @@ struct alignas(64) Args {
     const uint4* raw;
     const uint4* norm_weight;
     const float* static_scale;
-    int num_tokens, n, k, tiles, stages, num_items, token_blocks, inbox_bytes, x_bytes;
+    int num_tokens, n, k, tiles, stages, window, num_items, token_blocks, inbox_bytes, x_bytes;
     float norm_eps;
 };
 
@@ -246,16 +247,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
 #endif
             return;
         }
-        const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.stages);
+        const int total = (args.num_items - block + num_blocks - 1) / num_blocks * steps, ahead = min(total, args.window);
         const int early = RAW ? 1 : ahead;  // a raw row must not wait until all copies are asked for
         auto load_weights = [&](int item, int step, int slot) {
             const u32 barrier = full + 8 * slot;
             arrive_expecting(barrier, PLACES * X_BYTES + w_bytes);
             copy_weights(ring + slot * stage_bytes + PLACES * X_BYTES, args.w_map, chunk(step, 0), item / args.token_blocks * args.tiles, barrier);
         };
-        if (lane == 0) {
-            for (int i = 0; i < args.stages; ++i) init_barrier(full + 8 * i, 1), init_barrier(empty + 8 * i, CONSUMERS);
+        if (lane < args.stages) {
+            init_barrier(full + 8 * lane, 1), init_barrier(empty + 8 * lane, CONSUMERS);
             publish_barriers();
+        }
+        __syncwarp();
+        if (lane == 0) {
             for (int i = 0; i < early; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
         }
         __syncwarp();
@@ -266,11 +270,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + (TRADES_REGISTERS ? 128 :
         if (lane == 0) {
             for (int i = early; i < ahead; ++i) load_weights(block + i / steps * num_blocks, i % steps, i);
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            int slot = 0, done = 0;
-            u32 phase = 1;  // of `empty`: a stage never used is free
+            int slot = 0, done = 0, oldest = 0;  // oldest: of the stages on their way
+            u32 phase = 1, oldest_phase = 0;     // of `empty` (a stage never used is free), and of `full`
             for (int item = block; item < args.num_items; item += num_blocks)
                 for (int step = 0; step < steps; ++step, ++done) {
                     if (done >= ahead) {
+                        wait_barrier(full + 8 * oldest, oldest_phase);
+                        if (++oldest == args.stages) oldest = 0, oldest_phase ^= 1;
                         wait_barrier(empty + 8 * slot, phase);
                         load_weights(item, step, slot);
                     }

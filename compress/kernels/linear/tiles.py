@@ -29,6 +29,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 DECODE_ROWS = 4
 PREFILL_ROWS = {"cpu": 64, "cuda": 256}
 MAX_DECODE_ROWS = 128
+QUANTIZED = tuple(name for name, scheme in SCHEMES.items() if scheme.activation != "group")
+"""All but those whose scales change along the sum."""
 ALIGNMENT = 64
 """Bytes. MKL's bits depend on the alignment of its operands; rows of odd width put tiles off a cache line."""
 
@@ -69,16 +71,17 @@ def linear_in_tiles(
     dtype = packed.w_IO.dtype
     if isinstance(x, QuantizedRows):
         assert packed.scale_O is not None, "quantized rows need a weight whose scale is kept apart"
-        y_TO = _product(x.values_TK.to(dtype), packed.w_IO, rows)
+        y_TO = product(x.values_TK.to(dtype), packed.w_IO, rows)
         y_TO = (y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O).to(dtype)
     else:
-        y_TO = _product(x, packed.w_IO, rows)
+        y_TO = product(x, packed.w_IO, rows)
     y_TO = y_TO if bias_O is None else y_TO + bias_O
     y_TO = y_TO if residual_TO is None else residual_TO + y_TO
     return y_TO if out_dtype is None else y_TO.to(out_dtype)
 
 
-def _product(x_TI: Tensor, w_IO: Tensor, rows: int) -> Tensor:
+def product(x_TI: Tensor, w_IO: Tensor, rows: int) -> Tensor:
+    """x W [T, O], `rows` rows at a time."""
     num_rows = x_TI.shape[0]
     short = -num_rows % rows
     # A row slice of a wider tensor has another leading dimension, to which a library may tie its choices: tiles are always dense.
@@ -101,11 +104,15 @@ def _aligned(tile: Tensor) -> Tensor:
 
 
 def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str | None) -> str | None:
+    if problem.scheme not in (known := QUANTIZED if quantized else tuple(DENSE_SCHEMES.values())):
+        return f"for {', '.join(known)}"
+    return tile_refusal(problem, few_rows=few_rows, device=device)
+
+
+def tile_refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | None:
+    """Why a kernel in tiles for few rows, or for many of them on a device, cannot serve a problem, or None."""
     if problem.activation is not None:
         return "applies no activation"
-    if problem.scheme not in (SCHEMES if quantized else DENSE_SCHEMES.values()):
-        known = ", ".join(SCHEMES if quantized else DENSE_SCHEMES.values())
-        return f"for {known}"
     if device is not None and problem.device != device:
         return f"its tile height is for {device}"
     if few_rows != (problem.m_max <= MAX_DECODE_ROWS):

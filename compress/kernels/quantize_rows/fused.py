@@ -19,6 +19,7 @@ from compress.kernels.e4m3 import encode_e4m3
 from compress.kernels.launch import FP8_SM, compute_capability, interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
+from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536
 """What a program of 1024 threads keeps in registers."""
@@ -41,11 +42,12 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
-    """Fresh rows [T, K], and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic,
+    """Fresh rows [T, K], with one scale each, and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic,
     2 static, 3 dynamic int8."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
         return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
+    assert quant.group_size is None, "a row kernel gives a row one scale"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
     static = scale_T if quant.static_scale is None else quant.static_scale
@@ -136,6 +138,12 @@ def _quantize_rows(
     store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 
 
+def _refusal(problem: Problem) -> str | None:
+    if problem.scheme in SCHEMES and SCHEMES[problem.scheme].activation == "group":
+        return "gives a row one scale, not one for each group of its columns"
+    return row_refusal(problem)
+
+
 def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:
     """Values and scales of each row."""
     num_rows, size = x_TK.shape
@@ -144,4 +152,4 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(Kernel("quantize_rows", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=quantize_rows))
+register(Kernel("quantize_rows", "triton.row", min_sm=80, rank=10, supports=_refusal, fn=quantize_rows))

@@ -1,0 +1,132 @@
+"""FP8 checkpoints of `quant_method: fp8`: in blocks, as DeepSeek-V3 (arXiv 2412.19437) came and Qwen3 and others since; `transformers` and
+vLLM load them as they are. Also read, not written: one scale a matrix or channel.
+
+    <module>.weight            float8_e4m3fn [O, I]
+    <module>.weight_scale_inv  [ceil(O/128), ceil(I/128)] of blocks; value = code * scale, whatever the name says
+    <module>.weight_scale      [], [1] or [O, 1] without blocks; some programs call it weight_scale_inv here too
+    <module>.input_scale       [] or [1], static activations only; some call it activation_scale
+
+`quantization_config` says `weight_block_size` ([128, 128], or null for no blocks), `activation_scheme` (dynamic or static) and in
+`modules_to_not_convert` (`ignored_layers` of other programs) what is dense: prefixes, regular expressions from the start to the end of a
+module's name, or endings. Inputs of blocks are rounded in groups of 128 columns, others a token at a time. The head is dense.
+
+Checked against the sources of vLLM 0.32 and transformers 5.23, which divides the rows of a weight evenly among the rows of its scales: a
+number of rows that is no multiple of 128 it would scale wrongly without a word. So such a model is read here, and not written.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.export import FORMATS, Consumer, Rule
+from compress.export.compressed_tensors import decode_unpacked
+from compress.export.rules import in_layers, layout_rules, shapes
+from compress.models.arch import Arch
+from compress.quant.codec import ForeignCodec
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+
+BLOCKS = SCHEMES["FP8_BLOCK"]
+BLOCK_SIZE = [128, 128]
+
+
+class Fp8Codec:
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
+
+    aliases: Mapping[str, str] = MappingProxyType({"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"})
+
+    def leaves(self, scheme: Scheme) -> frozenset[str]:
+        return frozenset({"weight", _scale_leaf(scheme)} | ({"input_scale"} if scheme.activation == "tensor" else set()))
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        leaves = {"weight": weight.codes_OI, _scale_leaf(weight.scheme): weight.scale_OG}
+        return leaves if weight.input_scale is None else leaves | {"input_scale": weight.input_scale}
+
+    def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
+        return decode_unpacked(leaves["weight"], leaves[_scale_leaf(scheme)], leaves.get("input_scale"), scheme)
+
+    def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
+        said = quantization_config
+        for unread in ("kv_cache_scheme", "modules_to_convert"):
+            if said.get(unread):
+                raise UnsupportedFormat(f"the checkpoint's quantization_config has {unread}, which is not read.")
+        if (said.get("fmt") or "e4m3") != "e4m3" or (said.get("scale_fmt") or "float") != "float":
+            raise UnsupportedFormat(
+                f"the checkpoint is FP8 of fmt {said.get('fmt')} and scale_fmt {said.get('scale_fmt')}; e4m3 with scales that are floats "
+                "is read. (ue8m0 rounds the scales of inputs up to powers of two, so its linears compute other numbers.)"
+            )
+        scheme = _scheme(said.get("weight_block_size"), said.get("activation_scheme"))
+        dense = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
+        return {linear: scheme for linear in in_layers(linears) if not any(_names(str(each), linear) for each in dense)}
+
+    def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
+        return None
+
+
+def _scale_leaf(scheme: Scheme) -> str:
+    return "weight_scale_inv" if scheme.block_rows > 1 else "weight_scale"
+
+
+def _scheme(block_size: Any, activation: Any) -> Scheme:
+    if block_size is None and activation in ("dynamic", "static"):
+        return SCHEMES[f"FP8_{str(activation).upper()}"]
+    if block_size is not None and list(block_size) == BLOCK_SIZE and activation == "dynamic":
+        return BLOCKS
+    raise UnsupportedFormat(
+        f"the checkpoint is FP8 with weight_block_size {block_size} and activation_scheme {activation}; blocks of {BLOCK_SIZE} with "
+        "dynamic activations are read, and no blocks (null) with dynamic or static ones."
+    )
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether the list of dense modules means this one, as transformers and, behind `re:`, other programs read it."""
+    pattern = pattern.removeprefix("re:")
+    return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None or module.endswith(pattern)
+
+
+class Fp8:
+    quant_method = "fp8"
+    scale_dtype = None
+    codec: ForeignCodec = Fp8Codec()
+    static_kv = None
+
+    def quantization_config(self, scheme: ModelScheme, *, head: str, ignore: Iterable[str] = ()) -> dict[str, Any]:
+        return {
+            "quant_method": self.quant_method,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": BLOCK_SIZE,
+            "modules_to_not_convert": sorted({*ignore, head}),
+        }
+
+    def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
+        rules = layout_rules(arch, scheme)
+        if scheme.layers.num_bits != 8:
+            rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
+        if scheme.layers != BLOCKS:
+            rules.append(
+                Rule("blocks", f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.")
+            )
+        for name, (out_features, in_features) in sorted(shapes(arch).items()):
+            if in_features % 128:
+                rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of 128."))
+            if out_features % 128:
+                rules.append(Rule("whole-blocks", f"{name} has N = {out_features}, not a multiple of 128; transformers would misread it."))
+        if scheme.head is not None:
+            rules.append(
+                Rule("dense-head", "consumers take the head of an fp8 checkpoint to be dense; compressed-tensors has a place for it.")
+            )
+        return rules
+
+    def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        return [
+            Consumer("compress runtime", loads=True, note="any scheme that is exported"),
+            Consumer("transformers", loads=True, note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load"),
+            Consumer("vLLM", loads=True, note="reads fp8 natively"),
+        ]
+
+
+FORMATS.add("fp8", Fp8())

@@ -1,0 +1,80 @@
+"""Reference W8A8 linear of e4m3 weights in blocks of 128 x 128 and e4m3 rows in groups of 128 columns (DeepSeek-V3, arXiv 2412.19437,
+section 3.3):
+
+    y = sum over groups g, in order, of (x_values[:, g] W_codes[:, g]^T) x_scale[:, g] w_scale[block of the row, g]
+
+Each product of 128 columns is a float32 one of its own; it is scaled in float32, added to the sum so far, and the sum rounded once. A
+product of two e4m3 numbers is exact in float32, and would be in TF32. Products have a fixed number of rows (`tiles.py` says why, and how
+many), so a row's bits depend on the row alone.
+
+Codes are kept as float32 numbers, four bytes a weight, and every group is a product and two passes over the result: a definition to hold
+faster kernels to, not a way to serve.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, product, tile_refusal
+from compress.kernels.rows import QuantizedRows
+from compress.kernels.select import Kernel, Problem, register
+from compress.quant.scheme import QuantizedWeight
+
+SCHEMES = ("FP8_BLOCK",)
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Codes float32 [G, N, O], N columns of a group, and float32 scale [G, O] of each output row; `dtype` is the model's."""
+
+    codes_GNO: Tensor
+    scale_GO: Tensor
+    dtype: torch.dtype
+
+
+def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedBlocks:
+    """Stacked along O; each linear's blocks begin with its own first row."""
+    assert not gated, "the reference applies no activation"
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    assert len(quantized) == len(weights), "a dense weight among FP8 weights"
+    codes_OI = torch.cat([weight.codes_OI.to(device).to(torch.float32) for weight in quantized])
+    scale_OG = torch.cat(
+        [weight.scheme.by_row(weight.scale_OG, weight.shape[0]).to(device=device, dtype=torch.float32) for weight in quantized]
+    )
+    codes_OGN = codes_OI.view(*scale_OG.shape, -1)
+    return PackedBlocks(codes_OGN.permute(1, 2, 0).contiguous(), scale_OG.t().contiguous(), dtype)
+
+
+def linear(
+    x: QuantizedRows,
+    packed: PackedBlocks,
+    bias_O: Tensor | None,
+    *,
+    rows: int,
+    residual_TO: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, O]; every matrix product has exactly `rows` rows."""
+    assert x.scale_T.shape == (len(x.values_TK), len(packed.scale_GO)), "rows have a scale for each group of columns"
+    x_GTN = x.values_TK.to(torch.float32).view(*x.scale_T.shape, -1).transpose(0, 1).contiguous()
+    y_TO = x_GTN.new_zeros(len(x.values_TK), packed.scale_GO.shape[1])
+    for x_TN, w_NO, x_scale_T, w_scale_O in zip(x_GTN, packed.codes_GNO, x.scale_T.t(), packed.scale_GO, strict=True):
+        y_TO += product(x_TN, w_NO, rows) * x_scale_T.unsqueeze(1) * w_scale_O
+    y_TO = y_TO.to(packed.dtype if out_dtype is None else out_dtype)
+    y_TO = y_TO if bias_O is None else y_TO + bias_O
+    return y_TO if residual_TO is None else residual_TO + y_TO
+
+
+def _refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | None:
+    if problem.scheme not in SCHEMES:
+        return f"for {', '.join(SCHEMES)}"
+    return tile_refusal(problem, few_rows=few_rows, device=device)
+
+
+for _device, _rows in ((None, DECODE_ROWS), *PREFILL_ROWS.items()):
+    _supports = partial(_refusal, few_rows=_device is None, device=_device)
+    _name, _fn = f"reference.fp8_block.tile{_rows}", partial(linear, rows=_rows)
+    register(Kernel("linear", _name, min_sm=0, rank=0, supports=_supports, fn=_fn, repack=repack))
