@@ -59,11 +59,14 @@ WRITTEN = (
     ("compressed-tensors", "W4A16_G128_ASYM"),
     ("compressed-tensors", "FP8_DYNAMIC"),
     ("compressed-tensors", "INT8_DYNAMIC"),
+    ("fp8", "FP8_BLOCK"),
     ("awq", "W4A16_G128_ASYM"),
     ("gptq", "W4A16_G128"),
 )
-VLLM_DTYPE = {"INT8_DYNAMIC": "bfloat16"}
-"""float16 elsewhere, which rounds less; vLLM's INT8 kernel for CPUs takes no float16."""
+VLLM_DTYPE = {"INT8_DYNAMIC": "bfloat16", "FP8_BLOCK": "bfloat16"}
+"""float16 elsewhere, which rounds less; vLLM's INT8 and FP8 block kernels for CPUs take no float16."""
+TRANSFORMERS_DTYPE = {"FP8_BLOCK": "bfloat16"}
+"""float32 elsewhere; this format is decompressed to bfloat16 weights, whatever dtype is asked for."""
 NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 4, 48, 16
 
 
@@ -75,7 +78,7 @@ class Case:
     path: Path
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
-        dtype = "float32" if program == "transformers" else VLLM_DTYPE.get(self.scheme, "float16")
+        dtype = TRANSFORMERS_DTYPE.get(self.scheme, "float32") if program == "transformers" else VLLM_DTYPE.get(self.scheme, "float16")
         return Question(str(self.path), dtype, MAX_TOKENS, prompts, decompress=not SCHEMES[self.scheme].symmetric)
 
 
@@ -123,7 +126,7 @@ def main() -> None:
         ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
         of_inputs = {case: moved_by_inputs(case, prompts, ours[case]) for case in cases}
         for program in args.programs:
-            asked = [case for case in cases if program == "vllm" or case.form == "compressed-tensors"]
+            asked = [case for case in cases if program == "vllm" or case.form in ("compressed-tensors", "fp8")]
             questions = [case.question(program, prompts) for case in asked]
             answers = ask_all(program, args.python if program == "vllm" else args.transformers, questions)
             for case, question, answer in zip(asked, questions, answers, strict=True):
