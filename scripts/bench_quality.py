@@ -1,137 +1,86 @@
-"""How much accuracy each quantization method keeps: one table over methods and seeds, through the same pipeline that a recipe runs.
+"""How much accuracy each quantization method keeps: one table over methods, schemes and seeds, through the pipeline that a recipe runs.
 
-    python scripts/bench_quality.py                                       the bundled model and text
+    python scripts/bench_quality.py                                       W4A16_G128, the bundled model and text
+    python scripts/bench_quality.py --schemes all                         every scheme
     python scripts/bench_quality.py --model ./my-model --data my-eval.yaml --calibration my-text.yaml
+    python scripts/bench_quality.py --methods balanced --peers .venv-peers --device cpu      beside other tools, see install_peers.py
 
-Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme, kl_mean, kl_p99, top1,
-ppl_ratio, seconds, seed. The calibration text is drawn anew for every seed; the evaluation text is the same for all. `seconds` is the
-quantize stage alone.
+Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme, kl_mean, kl_interval, kl_p99,
+top1, ppl_ratio, seconds, cpu_seconds, threads, seed. The calibration text is drawn anew for every seed, and is the same for all tools; the
+evaluation text is the same for all. `seconds` is the quantizing alone. With `--out` every row is written as soon as it is measured, and
+`--resume` keeps those that the file has.
 """
 
 import argparse
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from peer_quantize import TOOLS
+from quality_bench.measure import Setting, measure, measure_peer
+from quality_bench.methods import METHODS, SUITE
+from quality_bench.table import beside_peers, table
 
-from compress.artifact.context import SilentProgress
 from compress.artifact.workspace import Workspace
 from compress.cli.run import pick_device
-from compress.pipeline import RunOptions, build_steps, resolve_text, run
-from compress.recipe import Push, Recipe, SourceMap, StageEntry
 from compress.validate.roofline import environment_facts
 
-METHODS: dict[str, dict[str, Any]] = {
-    "rtn": {"round": {"kind": "rtn", "scale": "min_max"}},
-    "rtn+search": {"round": {"kind": "rtn", "scale": "hessian"}},
-    "gptq": {"round": {"kind": "gptq", "scale": "min_max"}},
-    "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
-    "rtn+search+descent": {"round": {"kind": "rtn", "scale": "hessian"}, "refine": {"kind": "descent"}},
-    "gptq+search+codes": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent", "refit": False}},
-    "awq-scales": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "min_max"}},
-    "awq": {"smooth": {"kind": "awq"}, "round": {"kind": "rtn", "scale": "hessian"}},
-    "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
-    "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
-    "balanced": {"preset": "balanced"},  # the same towards `target: gptaq`; `preset: fast` is rtn+search
-}
+Measurement = tuple[tuple[str, str, str, int], Callable[[], dict[str, Any]]]
+"""(tool, scheme, method, seed) of a row, and what measures it."""
 
 
-W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")
-MIXED: dict[str, dict[str, Any]] = {
-    name: {"preset": "balanced", "scheme": {"kind": "mixed", "schemes": schemes, "budget": {"size_ratio": ratio}}}
-    for name, schemes, ratio in (
-        ("mixed-w4-as-g32", W4, 0.28125),  # the bytes of W4A16_G32
-        ("mixed-w4", W4, 0.2965),  # those of W4A16_G128 and 15 % more
-        ("mixed-fp8", FP8, 0.75),
-    )
-}
-"""Not among the default methods: they bring schemes of their own, and are to be set beside `balanced` with other `--scheme`s."""
+def measurements(args: argparse.Namespace, setting: Setting, workspace: Workspace) -> Iterator[Measurement]:
+    """This project's rows first; slow tools with the first seed only."""
+    for scheme in list(SUITE) if args.schemes == ["all"] else args.schemes:
+        for method in args.methods or SUITE[scheme]:
+            for seed in args.seeds:
+                yield ("compress", scheme, method, seed), lambda s=scheme, m=method, n=seed: measure(setting, m, s, n, workspace)
+    if args.peers is None:
+        return
+    python = args.peers / "bin" / "python"
+    for name in args.tools:
+        tool = TOOLS[name]
+        for seed in args.seeds[:1] if tool.slow else args.seeds:
+            yield (tool.package, tool.scheme, tool.method, seed), lambda t=name, n=seed: measure_peer(setting, t, n, workspace, python)
 
 
-class Quiet:
-    """A watch that shows nothing; the table is the output."""
-
-    def stage(self, kind: str, *, cached: bool) -> Any:
-        import contextlib
-
-        return contextlib.nullcontext(SilentProgress())
-
-
-def recipe_of(args: argparse.Namespace, method: str, seed: int) -> Recipe:
-    stages = [
-        ("calibrate", {"data": args.calibration, "num_samples": args.num_samples, "seq_len": args.seq_len}),
-        ("quantize", {"scheme": args.scheme, **(METHODS | MIXED)[method]}),
-        ("validate", {"data": args.data, "num_samples": args.eval_samples, "seq_len": args.seq_len, "latency": None}),
-    ]
-    nowhere = SourceMap(file="bench_quality", positions={})
-    entries = tuple(StageEntry(kind, idx, raw, nowhere) for idx, (kind, raw) in enumerate(stages))
-    push: Push | None = None
-    return Recipe(1, args.model, seed, entries, push, "bench_quality")
-
-
-def measure(args: argparse.Namespace, method: str, seed: int, workspace: Workspace, device: str) -> dict[str, Any]:
-    recipe = recipe_of(args, method, seed)
-    result = run(recipe, build_steps(recipe), resolve_text(args.model), workspace, Quiet(), RunOptions(device))
-    steps = {each.kind: each for each in result.steps}
-    accuracy = json.loads(steps["validate"].artifact.file("report.json").read_text())["accuracy"]
+def document(device: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    facts = environment_facts(torch.device(device))
+    head = ["git", "rev-parse", "--verify", "HEAD"]
     return {
-        "tool": "compress",
-        "model": args.model.removeprefix("builtin://"),
-        "method": method,
-        "scheme": _scheme(args, method),
-        "kl_mean": accuracy["kl_mean"]["value"],
-        "kl_p99": accuracy["kl_p99"]["value"],
-        "top1": accuracy["top1"]["value"],
-        "ppl_ratio": accuracy["ppl_ratio"]["value"],
-        "seconds": round(steps["quantize"].seconds, 2),
-        "seed": seed,
-        "num_samples": args.num_samples,
-        "seq_len": args.seq_len,
-        "eval_tokens": args.eval_samples * args.seq_len,
-        "calibration": args.calibration,
-        "evaluation": args.data,
+        "schema": 1,
+        "device": facts["device"],
+        "driver": facts.get("driver"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "commit": subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python", *sys.argv]),
+        "rows": rows,
     }
 
 
-def _scheme(args: argparse.Namespace, method: str) -> str:
-    if method in METHODS:
-        return args.scheme
-    mixed = MIXED[method]["scheme"]
-    return f"{'/'.join(mixed['schemes'])} at {mixed['budget']['size_ratio']:g}"
+def identity(row: dict[str, Any]) -> tuple[str, str, str, int]:
+    return row["tool"].partition(" ")[0], row["scheme"], row["method"], row["seed"]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: mean over seeds, spread as half the range, and the ratio to plain rounding."""
-    by_method = {method: [row for row in rows if row["method"] == method] for method in METHODS | MIXED}
-    base = statistics.mean(row["kl_mean"] for row in by_method["rtn"]) if by_method["rtn"] else None
-    lines = ["| method | mean KL | ± seeds | x RTN | p99 KL | top-1 | perplexity ratio | s |", "|---|---|---|---|---|---|---|---|"]
-    for method, runs in by_method.items():
-        if not runs:
-            continue
-        kl = [row["kl_mean"] for row in runs]
-        mean = {name: statistics.mean(row[name] for row in runs) for name in ("kl_mean", "kl_p99", "top1", "ppl_ratio", "seconds")}
-        ratio = f"{mean['kl_mean'] / base:.2f}" if base else ""
-        lines.append(
-            f"| {method} | {mean['kl_mean']:.5f} | {(max(kl) - min(kl)) / 2:.5f} | {ratio} | {mean['kl_p99']:.4f} | {mean['top1']:.4f} "
-            f"| {mean['ppl_ratio']:.4f} | {mean['seconds']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--data", default="builtin://python-eval", help="evaluation text: a data card")
     parser.add_argument("--calibration", default="builtin://python", help="calibration text: a data card")
-    parser.add_argument("--scheme", default="W4A16_G128")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS | MIXED))
+    parser.add_argument("--schemes", nargs="+", default=["W4A16_G128"], choices=[*SUITE, "all"])
+    parser.add_argument(
+        "--methods", nargs="+", default=None, choices=list(METHODS), help="by default those that the scheme is measured with"
+    )
+    parser.add_argument("--peers", type=Path, default=None, help="virtual environment of other tools, made by scripts/install_peers.py")
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=list(TOOLS), help="which of them")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
@@ -139,33 +88,30 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--workspace", type=Path, default=None, help="keep stage results here; a temporary directory by default")
     parser.add_argument("--out", type=Path, default=None, help="write the result file here, e.g. benchmarks/quality.json")
-    args = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out holds already")
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
     device = pick_device(args.device)
-    rows: list[dict[str, Any]] = []
+    setting = Setting(args.model, args.calibration, args.data, args.num_samples, args.seq_len, args.eval_samples, device)
+    rows: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.resume and args.out.exists() else []
+    known = {identity(row) for row in rows}
     with tempfile.TemporaryDirectory() as scratch:
         workspace = Workspace(args.workspace if args.workspace is not None else Path(scratch))
         with workspace.lock():
-            for method in args.methods:
-                for seed in args.seeds:
-                    rows.append(measure(args, method, seed, workspace, device))
-                    print(f"{method} seed {seed}: KL {rows[-1]['kl_mean']:.5f} in {rows[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
+            for key, measured in measurements(args, setting, workspace):
+                if key in known:
+                    continue
+                rows.append(measured())
+                row = rows[-1]
+                print(f"{' '.join(map(str, key))}: KL {row['kl_mean']:.5f} in {row['seconds']:.1f} s", file=sys.stderr, flush=True)
+                if args.out is not None:
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(document(device, rows), indent=1) + "\n")
     print(table(rows))
-    if args.out is not None:
-        facts = environment_facts(torch.device(device))
-        commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        document = {
-            "schema": 1,
-            "device": facts["device"],
-            "driver": facts.get("driver"),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "commit": commit,
-            "date": time.strftime("%Y-%m-%d"),
-            "command": " ".join(["python", *sys.argv]),
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(*beside_peers(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -75,19 +75,16 @@ class Row:
     worst: float
     parts_early: bool
 
-    def verdict(self, dtype: str) -> str | None:
+    def verdict(self, max_mean: float, max_single: float) -> str | None:
         """What is wrong, or None."""
-        max_mean, max_single = LIMITS[dtype]
         if self.parts_early:
             return "tokens part without a tie"
         return None if self.mean <= max_mean and self.worst <= max_single else "log probabilities differ"
 
 
-def write_dense_twin(artifact: Path, directory: Path) -> Path:
+def write_dense_twin(artifact: Path, directory: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The artifact's dequantized weights as a plain checkpoint: what differs between the two is how codes are read, not the values."""
-    decoder = build_decoder(open_checkpoint(artifact), dtype=torch.bfloat16, device=CPU)
-    write_checkpoint(directory, MemorySource(decoder, dtype=torch.bfloat16))
-    shutil.copyfile(artifact / "tokenizer.json", directory / "tokenizer.json")
+    write_checkpoint(directory, MemorySource(build_decoder(open_checkpoint(artifact), dtype=dtype, device=CPU), dtype=dtype))
     return directory
 
 
@@ -111,35 +108,56 @@ def ask_runtime(path: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> 
     return answers
 
 
-def ask_vllm(python: Path, path: Path, prompts: list[tuple[int, ...]], max_tokens: int, dtype: str) -> list[Answer]:
+@dataclass(frozen=True)
+class Question:
+    """What another program is asked of one checkpoint; see `consumer_logprobs.py`."""
+
+    model: str
+    dtype: str
+    max_tokens: int
+    prompts: list[tuple[int, ...]]
+    decompress: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The other program's answers, one a prompt, or why there are none."""
+
+    prompts: list[Answer]
+    version: str | None = None
+    error: str | None = None
+
+
+def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply]:
+    """A reply a question; what the program said of those that failed goes to stderr."""
     with tempfile.TemporaryDirectory() as directory:
-        question, answer = Path(directory, "question.json"), Path(directory, "answer.json")
-        question.write_text(json.dumps({"model": str(path.resolve()), "dtype": dtype, "max_tokens": max_tokens, "prompts": prompts}))
-        command = [str(python), str(Path(__file__).with_name("vllm_logprobs.py")), str(question), str(answer)]
+        asked, answered = Path(directory, "questions.json"), Path(directory, "answers.json")
+        asked.write_text(json.dumps([asdict(each) for each in questions]))
+        command = [str(python), str(Path(__file__).with_name("consumer_logprobs.py")), program, str(asked), str(answered)]
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"vLLM failed on {path} (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}")
-        return [Answer(**each) for each in json.loads(answer.read_text())]
+        replies = json.loads(answered.read_text()) if done.returncode == 0 else [{"error": f"exit code {done.returncode}"}] * len(questions)
+    if any("error" in each for each in replies):
+        print(done.stderr[-6000:], file=sys.stderr)
+    return [Reply([Answer(**row) for row in each.pop("prompts", [])], **each) for each in replies]
 
 
-def compare(ours: Answer, theirs: Answer) -> Row:
+def compare(ours: Answer, theirs: Answer, *, near_tie: float = NEAR_TIE) -> Row:
     """Prompt tokens always, generated ones as long as both programs have seen the same text."""
     parting = next((idx for idx, pair in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if pair[0] != pair[1]), None)
     end = len(theirs.tokens) if parting is None else parting
     pairs = [*zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True), *zip(ours.logprobs[:end], theirs.logprobs[:end], strict=True)]
     differences = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
-    parts_early = parting is not None and theirs.margins[parting] >= NEAR_TIE
+    parts_early = parting is not None and near_tie < math.inf and theirs.margins[parting] >= near_tie
     return Row(len(ours.prompt_logprobs), end, sum(differences) / len(differences), max(differences), parts_early)
 
 
 def report(rows: list[Row], dtype: str) -> bool:
     print("prompt  scored  generated  mean |dlogp|  max |dlogp|  verdict")
     for idx, row in enumerate(rows):
-        print(
-            f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {row.verdict(dtype) or 'agrees'}"
-        )
-    return all(row.verdict(dtype) is None for row in rows)
+        verdict = row.verdict(*LIMITS[dtype]) or "agrees"
+        print(f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {verdict}")
+    return all(row.verdict(*LIMITS[dtype]) is None for row in rows)
 
 
 def check(path: Path, python: Path, max_tokens: int) -> bool:
@@ -148,8 +166,11 @@ def check(path: Path, python: Path, max_tokens: int) -> bool:
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
     print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
     prompts = encode(path)
-    ours, theirs = ask_runtime(path, prompts, max_tokens), ask_vllm(python, path, prompts, max_tokens, dtype)
-    return report([compare(mine, other) for mine, other in zip(ours, theirs, strict=True)], dtype)
+    ours = ask_runtime(path, prompts, max_tokens)
+    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts)])
+    if theirs.error is not None:
+        sys.exit(f"vLLM failed on {path}: {theirs.error}")
+    return report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
 
 
 def main() -> None:
@@ -162,6 +183,7 @@ def main() -> None:
     if open_checkpoint(arguments.artifact).schemes:
         with tempfile.TemporaryDirectory() as directory:
             twin = write_dense_twin(arguments.artifact, Path(directory))
+            shutil.copyfile(arguments.artifact / "tokenizer.json", twin / "tokenizer.json")
             verdicts.append(check(twin, arguments.python, arguments.max_tokens))
     agree = all(verdicts)
     print("vLLM and this runtime agree." if agree else "vLLM and this runtime DISAGREE.")

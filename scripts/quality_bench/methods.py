@@ -1,0 +1,47 @@
+"""What is measured: methods by name, as a recipe says them, and the methods that mean something in each scheme."""
+
+from collections.abc import Mapping
+from typing import Any
+
+MIN_MAX, SEARCH = {"kind": "rtn", "scale": "min_max"}, {"kind": "rtn", "scale": "hessian"}
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "rtn": {"round": MIN_MAX},
+    "rtn+search": {"round": SEARCH},
+    "gptq": {"round": {"kind": "gptq", "scale": "min_max"}},
+    "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
+    "rtn+search+descent": {"round": SEARCH, "refine": {"kind": "descent"}},
+    "gptq+search+codes": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent", "refit": False}},
+    "awq-scales": {"smooth": {"kind": "awq"}, "round": MIN_MAX},
+    "awq": {"smooth": {"kind": "awq"}, "round": SEARCH},
+    "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
+    "smoothquant": {"smooth": {"kind": "smoothquant"}, "round": MIN_MAX},
+    "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "balanced": {"preset": "balanced"},  # the same towards `target: gptaq`; `preset: fast` is rtn+search
+}
+W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")
+MIXED: Mapping[str, Mapping[str, Any]] = {
+    name: {"kind": "mixed", "schemes": schemes, "budget": {"size_ratio": ratio}}
+    for name, schemes, ratio in (
+        ("mixed-w4-as-g32", W4, 0.28125),  # the bytes of W4A16_G32
+        ("mixed-w4", W4, 0.2965),  # those of W4A16_G128 and 15 % more
+        ("mixed-fp8", FP8, 0.75),
+    )
+}
+"""What a recipe says for a scheme that is chosen linear by linear, of so many of the bytes of 16-bit weights."""
+SUITE: Mapping[str, tuple[str, ...]] = {
+    "W4A16_G128": tuple(name for name in METHODS if name != "smoothquant"),
+    "W4A16_G128_ASYM": ("rtn", "balanced"),
+    "W4A16_G64": ("rtn", "balanced"),
+    "W4A16_G32": ("rtn", "balanced"),
+    "W4A16_CHANNEL": ("rtn", "balanced"),
+    "W8A16": ("rtn",),
+    "FP8_DYNAMIC": ("rtn", "gptq"),
+    "FP8_STATIC": ("rtn",),
+    "FP8_BLOCK": ("rtn",),
+    "INT8_DYNAMIC": ("rtn", "smoothquant"),
+    "mixed-w4-as-g32": ("balanced",),
+    "mixed-w4": ("balanced",),
+    "mixed-fp8": ("rtn",),
+}
+"""Scheme -> its methods, in the order of the table. Where weights have 8 bits, searching for scales and codes has little left to find."""

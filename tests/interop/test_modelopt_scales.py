@@ -1,0 +1,83 @@
+"""FP8 scales of the bundled model against nvidia-modelopt, which finds them by its own calibration in an environment of its own."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.calibrate.sequential import run_sequential
+from compress.methods.passes import RoundPass
+from compress.methods.rtn import Rtn
+from compress.models.canonical import layer_name, load_weights
+from compress.models.checkpoint import Checkpoint
+from compress.pipeline import resolve_text
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+
+ROOT = Path(__file__).parents[2]
+PEERS = ".venv-peers"
+
+pytestmark = pytest.mark.interop(PEERS)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return resolve_text("builtin://reference").path
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Tensor:
+    return torch.randint(8192, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path, calibration: Tensor, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    directory = tmp_path_factory.mktemp("modelopt")
+    save_file({"tokens": calibration}, directory / "tokens.safetensors")
+    command = [
+        ROOT / PEERS / "bin" / "python",
+        ROOT / "scripts" / "modelopt_scales.py",
+        model,
+        directory / "tokens.safetensors",
+        directory / "scales.safetensors",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return load_file(directory / "scales.safetensors")
+
+
+def ours(model: Path, tokens_NS: Tensor, scheme_name: str, directory: Path) -> dict[str, QuantizedWeight]:
+    """Disk name of a linear -> its weight, quantized layer by layer behind layers that are quantized already."""
+    scheme, source, ctx = SCHEMES[scheme_name], Checkpoint(model), Context("cpu", 0, directory)
+    passes = [RoundPass(Rtn(scale="min_max"), scheme, torch.bfloat16)]
+    run_sequential(source, tokens_NS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
+    return {
+        source.family.to_disk(f"layers.{idx}.{name.removesuffix('.weight')}"): value
+        for idx in range(source.arch.num_layers)
+        for name, value in load_weights(directory / layer_name(idx), scheme).items()
+        if isinstance(value, QuantizedWeight)
+    }
+
+
+@pytest.mark.parametrize("scheme_name", ["FP8_DYNAMIC", "FP8_STATIC"])
+def test_weight_scales_are_modelopts_rounded_to_the_models_dtype(
+    scheme_name: str, model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
+) -> None:
+    weights = ours(model, calibration, scheme_name, tmp_path)
+    assert {f"{name}.weight" for name in weights} == {name for name in theirs if name.endswith(".weight")}
+    for name, weight in weights.items():
+        assert torch.equal(weight.scale_OG[:, 0], theirs[f"{name}.weight"].to(torch.bfloat16)), name
+
+
+def test_static_input_scales_are_modelopts(model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path) -> None:
+    """The first linears see the same inputs as modelopt's. Those behind them see what the compressed ones give, where modelopt looks at a
+    dense model: the largest input moves by no more than one rounding to e4m3 does."""
+    for name, weight in ours(model, calibration, "FP8_STATIC", tmp_path).items():
+        scale, expected = weight.input_scale, theirs[f"{name}.input"]
+        assert scale is not None
+        if name.startswith("model.layers.0.self_attn") and not name.endswith("o_proj"):
+            assert scale == expected.to(torch.bfloat16).to(torch.float32), name
+        assert torch.allclose(scale, expected, rtol=2**-4, atol=0), name
