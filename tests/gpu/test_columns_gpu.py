@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest.importorskip("pydantic")
+
 from compress.calibrate.stats import SecondMoment
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
