@@ -8,8 +8,10 @@ that fails stops all others with its own sentence, and gives up when nothing has
 What it does not do: elastic membership. A job goes on with another number of ranks by starting it again; its resume points are the same.
 """
 
+import atexit
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
@@ -139,18 +141,20 @@ class TorchRanks:
                 time.sleep(LOOK_S)
         return False
 
-    def abort(self) -> None:
-        """Let go of an exchange that is still under way: its thread would be in the way of the process's end."""
+    def abort(self, error: BaseException) -> None:
+        """Let go of an exchange that is still under way. If its thread does not come back, the process ends without waiting for it when it
+        ends: an interpreter that shuts down under a thread inside gloo is aborted, and its exit code with it."""
         if dist.group.WORLD is not None:
             dist.group.WORLD.abort()
         if self._thread is not None:
             self._thread.join(PARTING_S)
+            if self._thread.is_alive():
+                atexit.register(_end_at_once, _exit_code(error))
 
     def _record(self, error: BaseException) -> dict[str, Any]:
         known = isinstance(error, CompressError)
-        code = error.exit_code if isinstance(error, CompressError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         sentence = str(error) if known else f"{type(error).__name__}: {error}"
-        return {"code": code, "message": f"rank {self.rank} of {self.size}: {sentence}" if self.rank else sentence}
+        return {"code": _exit_code(error), "message": f"rank {self.rank} of {self.size}: {sentence}" if self.rank else sentence}
 
     def look(self) -> None:
         """Raises RankStopped if a rank has failed, EnvironmentUnfit if the launcher's store is gone."""
@@ -229,6 +233,17 @@ class _Exchange:
             self.error = error
 
 
+def _exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, CompressError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end_at_once(exit_code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
     """JSON of a value: scalars, lists, tuples, mappings, and objects by class and attributes; tensors go to `tensors`, in order."""
     match value:
@@ -292,13 +307,13 @@ def joined(launch: Launch, device: str, *, timeout_s: float = TIMEOUT_S) -> Iter
         yield ranks
     except CompressError as error:
         heard = ranks.fail(error)
-        ranks.abort()
+        ranks.abort(error)
         if heard and ranks.rank > 0:
             raise RankStopped(str(error), exit_code=error.exit_code) from error
         raise
     except BaseException as error:
         ranks.fail(error)
-        ranks.abort()
+        ranks.abort(error)
         raise
     ranks.part()
     dist.destroy_process_group()

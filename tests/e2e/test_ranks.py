@@ -115,7 +115,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_rank_that_fails_ends_all_with_its_sentence_and_code(recipe: Recipe) -> None:
     code = FAILS_ON_RANK_1.format(how="raise UnsupportedFormat('the disk of this rank lacks a shard.')")
     results = launch(3, "run", recipe(stages=stages("balanced")), code=code)
-    assert [each.returncode for each in results] == [2, 2, 2]
+    assert [each.returncode for each in results] == [2, 2, 2], [each.stderr for each in results]
     assert results[0].stderr.splitlines()[-1] == "compress: rank 1 of 3: the disk of this rank lacks a shard."
     assert [each.stderr for each in results[1:]] == ["", ""]
 
