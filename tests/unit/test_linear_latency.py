@@ -70,7 +70,7 @@ def test_bytes_come_close_to_what_was_measured() -> None:
     for (_, n, k, scheme, m), us in table.us.items():
         if m == 1 and scheme in ("BF16", "FP8_DYNAMIC", "W4A16_G128"):
             num_bytes = SCHEMES[scheme].weight_bytes(n, k) if scheme in SCHEMES else 2 * n * k
-            assert table.launch_us + num_bytes / table.bytes_per_us == pytest.approx(us, rel=0.25)
+            assert table.launch_us + num_bytes / table.bytes_per_us == pytest.approx(us, rel=0.3)
 
 
 def test_a_device_without_a_table_names_those_with_one() -> None:
