@@ -39,6 +39,8 @@ from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 from compress.stages.mixed import Mixed, choose, depends, effort, largest_bytes, scheme_or_dense, units_of
 
+COLUMNS_OF_A_LAUNCH = 128
+"""That are rounded, or descended, in one on a GPU (`kernels/columns.py`)."""
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
 HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
@@ -299,7 +301,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
         total,
-        num_launches=8 * (1 + sweeps) * num_columns(work),
+        num_launches=8 * (1 + sweeps) * num_columns(work) // (1 if facts.device == "cpu" else COLUMNS_OF_A_LAUNCH),
         notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
     )
 
