@@ -26,6 +26,8 @@ GRID_SIZE = 40
 SMALLEST_RANGE_FRAC = 0.5
 _SMALL_SCALE = 2.0**-17
 """From here on float16 has every bfloat16 number (up to its largest, which no scale comes near)."""
+_LEAST_SCALE = 2.0**-24
+"""The least that float16 has: a smaller scale becomes this one, and not 0, which would make a row of small weights one of zeros."""
 
 
 def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
@@ -151,7 +153,9 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     that both have, so that every format holds them as they are."""
     stored = scale.to(dtype)
     if dtype == torch.bfloat16 and scheme.type == "int":
-        stored = torch.where(stored.abs() < _SMALL_SCALE, stored.to(torch.float16).to(dtype), stored)
+        both = stored.to(torch.float16).to(dtype)
+        both = torch.where((both == 0) & (stored != 0), torch.full_like(both, _LEAST_SCALE).copysign(stored), both)
+        stored = torch.where(stored.abs() < _SMALL_SCALE, both, stored)
     return stored
 
 

@@ -15,6 +15,7 @@ from compress.quant.numerics import (
     diagonal_blocks,
     grouped,
     min_max_scale,
+    nearest_weight,
     output_error,
     round_to_nearest,
     search_scale,
@@ -231,3 +232,12 @@ def test_small_scales_of_integers_are_numbers_of_float16_too() -> None:
     ordinary = scale >= 2.0**-17
     assert torch.equal(stored[ordinary], scale[ordinary].to(torch.bfloat16))
     assert torch.equal(stored_scale(scale, floating, torch.bfloat16), scale.to(torch.bfloat16)), "floats stay in formats of their own"
+
+
+@pytest.mark.parametrize("name", ["W8A16", "W4A16_G128_ASYM"])
+def test_rows_of_very_small_weights_do_not_become_zeros(name: str) -> None:
+    """Their scale is below float16's least number, which they get instead."""
+    w_OI = torch.linspace(-3e-7, 3e-7, 256).view(2, 128)
+    weight = nearest_weight(w_OI, SCHEMES[name], torch.bfloat16)
+    assert weight.scale_OG.to(torch.float16).to(torch.bfloat16).equal(weight.scale_OG)
+    assert (weight.dequantize(torch.float32) - w_OI).abs().max() <= 2.0**-24
