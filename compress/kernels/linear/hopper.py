@@ -47,7 +47,7 @@ _CLUSTER_TILES = 4
 all of x."""
 _SHORT = 8
 """Chunks of a part up to which two of them on their way are best, else four (H200, 8B shapes, M = 1 to 64): with fewer, memory waits for
-requests; with all that the ring holds, W4 gate_up took 20.4 us instead of 18.5, qkv 7.6 instead of 6.7."""
+requests; with all that the ring holds, the first comes late (`docs/LOG.md`)."""
 _KEEP = 8
 """Chunks of 8 numbers of a raw row that a thread keeps, at most. Blocks prepare a single row alone: from two rows on, a kernel of its own
 is as quick."""
