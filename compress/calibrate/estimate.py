@@ -13,7 +13,10 @@ On a GPU the next layer waits in host memory.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from compress.artifact.context import OneRank
+from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import deal
 from compress.calibrate.stats import NUM_SHARDS
@@ -46,8 +49,8 @@ class Work:
 
     @property
     def width(self) -> int:
-        """Bytes of a number of the computation: float32 on a CPU, 16 bits on a GPU."""
-        return 4 if self.device == "cpu" else 2
+        """Bytes of a number of the computation."""
+        return compute_dtype(self.device, getattr(torch, self.arch.dtype)).itemsize
 
 
 def peak_bytes(work: Work) -> int:

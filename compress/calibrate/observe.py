@@ -24,6 +24,8 @@ Trees = dict[tuple[str, str], MergeTree[Stat]]
 """(tap, statistic) -> what is summed so far."""
 Stats = dict[str, dict[str, Stat]]
 """Tap -> name -> statistic."""
+TokenWeights = Mapping[str, Tensor]
+"""Tap -> how much each token counts in sums of squares, float32 [N, S], 1 on average; on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,16 @@ def together(parts: Trees, ranks: Ranks) -> Stats:
 
 
 def observe_shards(
-    layer: Forward, samples: Samples, factories: Mapping[str, StatFactory], shards: Shards, room: Room, source: Samples | None = None
+    layer: Forward,
+    samples: Samples,
+    factories: Mapping[str, StatFactory],
+    shards: Shards,
+    room: Room,
+    source: Samples | None = None,
+    weights: TokenWeights | None = None,
 ) -> Trees:
     """The sums over some shards, whose samples are given. `source`, where given, is what the source model has in the place of the samples;
-    it becomes the layer's output."""
+    it becomes the layer's output. `weights` are of all samples, by tap."""
     trees: Trees = {}
     for begin, end in shards.bounds:
         shard: dict[tuple[str, str], Stat] = {}
@@ -79,9 +87,10 @@ def observe_shards(
                 source[idx], beside = room.attempt(partial(_taps, layer, source, idx), "observing a layer")
             _, taps = room.attempt(partial(_taps, layer, samples, idx), "observing a layer")
             for tap, x in taps.items():
+                roots_S = None if weights is None else weights[tap][shards.samples.start + idx].sqrt().to(x)
                 for name, factory in factories.items():
                     stat = shard.setdefault((tap, name), factory())
-                    room.attempt(partial(_update, stat, x, beside.get(tap)), "observing a layer")
+                    room.attempt(partial(_update, stat, x, beside.get(tap), roots_S), "observing a layer")
         for key in list(shard):
             trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
     return trees
@@ -93,12 +102,18 @@ def _taps(layer: Forward, samples: Samples, idx: int) -> tuple[Tensor, dict[str,
     return forward(layer, samples[idx], taps.__setitem__), taps
 
 
-def _update(stat: Stat, x: Tensor, beside: Tensor | None) -> None:
+def _update(stat: Stat, x_1SD: Tensor, source_1SD: Tensor | None, roots_S: Tensor | None) -> None:
     """Statistics allocate before they add, so that one that found no room can be tried again."""
-    if isinstance(stat, SourceStat) and beside is not None:
-        stat.update_beside(x.flatten(0, -2), beside.flatten(0, -2))
+    weigh = roots_S is not None and stat.of_squares
+
+    def rows(each_1SD: Tensor) -> Tensor:
+        each_SD = each_1SD.flatten(0, -2)
+        return each_SD * roots_S.unsqueeze(1) if weigh else each_SD
+
+    if isinstance(stat, SourceStat) and source_1SD is not None:
+        stat.update_beside(rows(x_1SD), rows(source_1SD))
     else:
-        stat.update(x.flatten(0, -2))
+        stat.update(rows(x_1SD))
 
 
 def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:

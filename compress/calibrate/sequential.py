@@ -21,7 +21,7 @@ Shapes: N samples, S sequence.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context, OneRank, Ranks
 from compress.artifact.tensors import save_tensors
 from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
-from compress.calibrate.observe import Shards, Stats, meet, observe_shards, replay_, together
+from compress.calibrate.observe import Shards, Stats, TokenWeights, meet, observe_shards, replay_, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import SourceStat, Stat, StatFactory
 from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
@@ -112,6 +112,7 @@ def run_sequential(
     scheme: Schemes | None,
     compute_dtype: torch.dtype,
     kv_scales: bool = False,
+    weights_of: Callable[[int], TokenWeights] | None = None,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -122,6 +123,7 @@ def run_sequential(
         scheme: of each linear, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
         kv_scales: also find and store the static scales of every layer's KV cache.
+        weights_of: how much the tokens count in the statistics of a layer; all the same without.
 
     Returns:
         One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
@@ -157,7 +159,8 @@ def run_sequential(
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
                 ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype)
+                of_tokens = None if weights_of is None else weights_of(idx)
+                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype, of_tokens)
                 del weights  # what a pass replaces or quantizes is kept nowhere
                 if not is_last:
                     layers.start(idx + 1)
@@ -218,13 +221,14 @@ def _observed(
     room: Room,
     device: torch.device,
     compute_dtype: torch.dtype,
+    of_tokens: TokenWeights | None,
 ) -> LayerState:
     """The layer as the passes find it, with the statistics of the groups that are this rank's."""
     placed = room.attempt(partial(_placed, weights, idx, device), "placing a layer")
     layer = _built(arch, idx, placed, device, compute_dtype, room)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     owners = deal(arch, idx, layer.groups(), ranks.size)
-    trees = observe_shards(layer, samples, factories, shards, room, of_source)
+    trees = observe_shards(layer, samples, factories, shards, room, of_source, of_tokens)
     stats = meet(trees, layer.groups(), list(factories), owners, ranks)
     return LayerState(
         idx,

@@ -15,6 +15,8 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from compress.calibrate.arithmetic import gram
+
 NUM_SHARDS = 8
 """Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
 
@@ -25,7 +27,11 @@ PARKED_ROWS = 256
 
 class Stat(Protocol):
     """A sum over samples. `update` sees all tokens of one sample at once; `merge` adds a later one, which is used up, into this one; `park`
-    says that only `merge` and reading are to come."""
+    says that only `merge` and reading are to come. A statistic `of_squares` can weigh tokens: it is given rows times the root of their
+    weights."""
+
+    @property
+    def of_squares(self) -> bool: ...
 
     def update(self, x_TD: Tensor) -> None: ...
 
@@ -46,13 +52,15 @@ class SecondMoment:
     A bf16 input keeps its dtype into the product: products of two bf16 numbers are exact in float32, and the tensor cores add them there.
     """
 
+    of_squares = True
+
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
         self._lower: list[Tensor] = []  # of a parked sum: blocks of rows up to the diagonal
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        gram_DD = _product(x_TD, x_TD)
+        gram_DD = gram(x_TD, x_TD)
         self._sum_DD = gram_DD if self._sum_DD is None else self._sum_DD.add_(gram_DD)
         self.num_tokens += x_TD.shape[0]
 
@@ -114,6 +122,8 @@ class CrossMoment:
     Differences of bf16 inputs are rounded to bf16 for the tensor cores; those of numbers within a factor of two are exact.
     """
 
+    of_squares = True
+
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
         self.num_tokens = 0
@@ -122,7 +132,7 @@ class CrossMoment:
         self.update_beside(x_TD, x_TD)
 
     def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None:
-        product_DD = _product(source_TD - x_TD, x_TD)
+        product_DD = gram(source_TD - x_TD, x_TD)
         self._sum_DD = product_DD if self._sum_DD is None else self._sum_DD.add_(product_DD)
         self.num_tokens += x_TD.shape[0]
 
@@ -147,6 +157,8 @@ class CrossMoment:
 
 class AbsMean:
     """E|x| per feature, the activation magnitude of AWQ (arXiv 2306.00978)."""
+
+    of_squares = False
 
     def __init__(self) -> None:
         self._sum_D: Tensor | None = None
@@ -177,6 +189,8 @@ class AbsMean:
 
 class AbsMax:
     """max |x| per feature: the range of a static activation scale."""
+
+    of_squares = False
 
     def __init__(self) -> None:
         self._max_D: Tensor | None = None
@@ -272,10 +286,3 @@ def _plus_lower_(sum_DD: Tensor, lower: list[Tensor]) -> Tensor:
         sum_DD[:begin, begin:end] += rows[:, :begin].t()
         begin = end
     return sum_DD
-
-
-def _product(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """a^T b, float32 [D, D]."""
-    if a_TD.is_cuda and a_TD.dtype == torch.bfloat16:
-        return torch.mm(a_TD.t(), b_TD, out_dtype=torch.float32)
-    return a_TD.to(torch.float32).t() @ b_TD.to(torch.float32)

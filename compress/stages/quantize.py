@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
+from compress.calibrate.arithmetic import compute_dtype, has_bfloat16_tiles
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
 from compress.calibrate.kv import cache_warning
@@ -196,11 +197,6 @@ def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dt
     return passes
 
 
-def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
-    """The model's own dtype on a GPU; float32 on a CPU, most of which have no fast 16-bit arithmetic."""
-    return torch.float32 if torch.device(device).type == "cpu" else stored_dtype
-
-
 def linear_bytes(arch: Arch, scheme: ModelScheme) -> int:
     """All linears of the layers on disk, in 16 bits where they are dense."""
     sizes = []
@@ -240,11 +236,12 @@ def _place(stored: Path, place: Path) -> None:
 
 
 def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
-    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points. And
-    the order of overrides, which a mapping in the key does not keep."""
+    """The kind of device and what it computes in: neither goes on from the other's resume points. And the order of overrides, which a
+    mapping in the key does not keep."""
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
     mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
-    return {"device": torch.device(device).type, **order, **mixed}
+    computed_in = {"compute": "bfloat16"} if torch.device(device).type == "cpu" and has_bfloat16_tiles() else {}
+    return {"device": torch.device(device).type, **computed_in, **order, **mixed}
 
 
 def _refuse_quantized(arch: Arch) -> None:
@@ -292,7 +289,7 @@ def _estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
     peak, total = peak_bytes(work), in_dtype + slower * in_float32
     if isinstance(spec.scheme, Mixed):
-        width = 4 if facts.device == "cpu" else 2
+        width = work.width
         before, more = effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=width)
         peak, total = max(peak, before), total + more
     host = host_bytes(work)
