@@ -8,7 +8,7 @@ from tiny_decoder import QWEN3, tiny_arch
 from compress.errors import RecipeError
 from compress.recipe import parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
-from compress.stages.quantize import PRESETS, Quantize
+from compress.stages.quantize.spec import PRESETS, Quantize
 
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
 METHOD_KEYS = {"smooth", "target", "round", "refine"}
