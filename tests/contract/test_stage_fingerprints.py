@@ -35,11 +35,10 @@ MODULES = {
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
-        "stages/mixed.py",
-        "stages/quantize.py",
+        "stages/quantize/*.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
-    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate.py"),
+    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate/*.py"),
 }
 
 
