@@ -40,7 +40,7 @@ def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
 @contextmanager
 def _bfloat16_factors() -> Iterator[None]:
     """Inside, a CPU's float32 products may take their factors as bfloat16, which loses nothing where they are bfloat16 numbers."""
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set up when the module is loaded
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if has_bfloat16_tiles() else before
     try:

@@ -39,8 +39,13 @@ class GradientVisitor(Protocol):
         must be copied."""
 
 
-def visit_gradients(source: WeightSource, tokens_NS: Tensor, visitor: GradientVisitor, ctx: Context, *, compute_dtype: torch.dtype) -> None:
+def visit_gradients(
+    source: WeightSource, tokens_NS: Tensor, visitor: GradientVisitor, ctx: Context, *, compute_dtype: torch.dtype, draws_NS: Tensor
+) -> None:
     """Walk the model forward and back over the samples.
+
+    Args:
+        draws_NS: where in the cumulative prediction of each position its label lies, uniform in [0, 1).
 
     Raises:
         UsageError: the model's logits are not finite.
@@ -58,13 +63,13 @@ def visit_gradients(source: WeightSource, tokens_NS: Tensor, visitor: GradientVi
     head = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=dtype)
     norm = RMSNorm(arch.hidden_size, arch.norm_eps)
     fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
-    draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("sensitivities", "labels"))
     gradient_NSD = _at_the_end(inputs.pop(), norm.requires_grad_(False), head, draws_NS, device)
     del head
     for idx in reversed(range(arch.num_layers)):
         ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
         layer, x_NSD = build_layer(arch, idx, source.layer(idx), dtype=dtype, device=device), inputs.pop()
-        visitor.enter(layer, observe(layer, x_NSD.to(device), visitor.stats()))
+        asked = visitor.stats()
+        visitor.enter(layer, observe(layer, x_NSD.to(device), asked) if asked else {})
         for sample in range(x_NSD.shape[0]):
             x_1SD = x_NSD[sample : sample + 1].to(device)
             gradient_NSD[sample] = _backward(layer, x_1SD, gradient_NSD[sample : sample + 1].to(device), visitor)[0].to("cpu")

@@ -80,6 +80,8 @@ class KeysValues:
 class CacheError:
     """What e4m3 makes of numbers given in units of their scale: squares by channel, and counts of what is cut or becomes zero."""
 
+    of_squares = False
+
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim
         self._squares_3F: Tensor | None = None

@@ -104,11 +104,10 @@ def _taps(layer: Forward, samples: Samples, idx: int) -> tuple[Tensor, dict[str,
 
 def _update(stat: Stat, x_1SD: Tensor, source_1SD: Tensor | None, roots_S: Tensor | None) -> None:
     """Statistics allocate before they add, so that one that found no room can be tried again."""
-    weigh = roots_S is not None and stat.of_squares
 
     def rows(each_1SD: Tensor) -> Tensor:
         each_SD = each_1SD.flatten(0, -2)
-        return each_SD * roots_S.unsqueeze(1) if weigh else each_SD
+        return each_SD if roots_S is None or not stat.of_squares else each_SD * roots_S.unsqueeze(1)
 
     if isinstance(stat, SourceStat) and source_1SD is not None:
         stat.update_beside(rows(x_1SD), rows(source_1SD))

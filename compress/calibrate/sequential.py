@@ -21,7 +21,7 @@ Shapes: N samples, S sequence.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,9 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.artifact.context import Context, OneRank, Ranks
 from compress.artifact.tensors import save_tensors
+from compress.calibrate.guide import GuideFiles, LayerGuide, OutputMoment
 from compress.calibrate.kv import Forward, KeysValues, calibrate_cache
-from compress.calibrate.observe import Shards, Stats, TokenWeights, meet, observe_shards, replay_, together
+from compress.calibrate.observe import Shards, Stats, meet, observe_shards, replay_, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import SourceStat, Stat, StatFactory
 from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
@@ -66,7 +67,8 @@ class LayerState:
     `weights` are read as float32, on the device, under names relative to the layer; a pass sets those it changes. A linear that a pass has
     quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the
     layer sees when everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights`
-    are all. What a pass does to one group goes through `room`, in case there is none.
+    are all. What a pass does to one group goes through `room`, in case there is none. `outputs` is tap -> which rows behind it err
+    together, where a guide says so.
     """
 
     layer_idx: int
@@ -76,6 +78,8 @@ class LayerState:
     stats: dict[str, dict[str, Stat]]
     ranks: Ranks = field(default_factory=OneRank)
     room: Room = field(default_factory=Room)
+    outputs: Mapping[str, OutputMoment] = field(default_factory=dict)
+    num_rows: Mapping[str, int] = field(default_factory=dict)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
 
@@ -89,6 +93,21 @@ class LayerState:
         found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
         assert len(found) == 1, f"linears over one input have several schemes: {linears}"
         return found.pop()
+
+    def output_moment(self, linears: Sequence[str]) -> OutputMoment | None:
+        """Which rows of linears that stand side by side in a group err together, if a guide says so."""
+        for group in self.groups:
+            if linears[0] in group.linears and group.tap in self.outputs:
+                begin = sum(self.num_rows[name] for name in group.linears[: group.linears.index(linears[0])])
+                return self.outputs[group.tap].of(begin, begin + sum(self.num_rows[name] for name in linears))
+        return None
+
+    def rescale_outputs(self, linear: str, scale_O: Tensor) -> None:
+        """The outputs of a linear were divided by a scale, so its gradients are multiplied."""
+        for group in self.groups:
+            if linear in group.linears and group.tap in self.outputs:
+                all_O = torch.cat([scale_O if name == linear else scale_O.new_ones(self.num_rows[name]) for name in group.linears])
+                self.outputs = {**self.outputs, group.tap: self.outputs[group.tap].rescaled(all_O)}
 
     def row(self, linear: str) -> Row:
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
@@ -112,7 +131,7 @@ def run_sequential(
     scheme: Schemes | None,
     compute_dtype: torch.dtype,
     kv_scales: bool = False,
-    weights_of: Callable[[int], TokenWeights] | None = None,
+    guide: GuideFiles | None = None,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -123,7 +142,7 @@ def run_sequential(
         scheme: of each linear, to read a layer back.
         compute_dtype: of the activations; statistics are float32 whatever it is.
         kv_scales: also find and store the static scales of every layer's KV cache.
-        weights_of: how much the tokens count in the statistics of a layer; all the same without.
+        guide: what the end of the model says; without, all tokens count the same.
 
     Returns:
         One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
@@ -159,8 +178,8 @@ def run_sequential(
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
                 ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                of_tokens = None if weights_of is None else weights_of(idx)
-                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype, of_tokens)
+                told = None if guide is None else guide.layer(idx)
+                state = _observed(arch, idx, weights, samples, of_source, passes, shards, ranks, room, device, compute_dtype, told)
                 del weights  # what a pass replaces or quantizes is kept nowhere
                 if not is_last:
                     layers.start(idx + 1)
@@ -221,14 +240,14 @@ def _observed(
     room: Room,
     device: torch.device,
     compute_dtype: torch.dtype,
-    of_tokens: TokenWeights | None,
+    told: LayerGuide | None,
 ) -> LayerState:
     """The layer as the passes find it, with the statistics of the groups that are this rank's."""
     placed = room.attempt(partial(_placed, weights, idx, device), "placing a layer")
     layer = _built(arch, idx, placed, device, compute_dtype, room)
     factories = {name: factory for each in passes for name, factory in each.stats().items()}
     owners = deal(arch, idx, layer.groups(), ranks.size)
-    trees = observe_shards(layer, samples, factories, shards, room, of_source, of_tokens)
+    trees = observe_shards(layer, samples, factories, shards, room, of_source, None if told is None else told.weights)
     stats = meet(trees, layer.groups(), list(factories), owners, ranks)
     return LayerState(
         idx,
@@ -238,6 +257,8 @@ def _observed(
         stats=stats,
         ranks=ranks,
         room=room,
+        outputs={} if told is None else told.outputs,
+        num_rows={name: arch.layers[idx].linear_shape(name, arch.hidden_size)[0] for name in arch.layers[idx].linears},
     )
 
 

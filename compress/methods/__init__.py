@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import Stat, StatFactory
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -44,8 +45,9 @@ class Refiner(Protocol):
     def stats(self) -> Mapping[str, StatFactory]:
         """Statistics it needs of the linears' input, by name."""
 
-    def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat]) -> Rounded:
-        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`."""
+    def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat], outputs: OutputMoment | None = None) -> Rounded:
+        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`; `outputs`
+        says which of the rows err together, where that is known."""
 
 
 class Target(Protocol):

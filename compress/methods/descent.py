@@ -15,6 +15,14 @@ Both are exact over the numbers that can be stored, the scale's dtype included, 
 worse than what the rounder gave. A sweep visits the groups in order: first the group's scale, then its codes column by column. Zero points
 stay. An input that never fires (diag 0) keeps the codes it has.
 
+Rows may be coupled, by a moment G = E[g g^T] of the gradients at the outputs (`calibrate/guide.py`):
+
+    loss(Q) = tr(G E H E^T),   E = Q - W,   whose bottom for the rows R, all others standing still, is Q_R - G_RR^-1 (G E)_R
+
+so after the first sweeps a few rows at a time are descended towards that point, rows as far apart as can be, since neighbours are
+correlated most and within R the descent takes each row by itself. Rounds go on as long as they lower the coupled loss. The output factor
+of the Hessian is YAQA's (arXiv 2505.22988), which rounds with feedback along both sides at once.
+
 Shapes: O out, I in, G groups, N members of a group, B columns of a block. All arithmetic in float32, columns as rows ([I, O]) because one
 step reads one column of every output.
 """
@@ -27,16 +35,22 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.kernels.columns import descend_block
 from compress.methods import REFINERS, Rounded
 from compress.quant.numerics import storable, whole_blocks
+from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
 BLOCK_SIZE = 128
 """Columns between two updates of the whole gradient: changes speed, not what is computed."""
+PHASES = 16
+"""Parts of the rows that are descended one after the other when rows are coupled: row r is of part r mod PHASES."""
+ROW_DAMPING = 0.1
+"""Share of mean(diag G) added to the diagonal."""
 
 
 @REFINERS.register("descent")
@@ -45,11 +59,17 @@ class Descent(Spec):
     sweeps: int = Field(4, ge=1, description="visits to every code; the loss never rises, and falls less each time")
     refit: bool = Field(True, description="in each sweep, also the best scale of a group for the codes it has")
     damping: float = Field(0.01, ge=0, le=1, description="share of mean(diag H) added to the diagonal")
+    coupled_rounds: int = Field(
+        0,
+        ge=0,
+        exclude_if=lambda rounds: rounds == 0,  # so that what was made before there was this key keeps its cache key
+        description="visits to every row that know of the errors of the others, after the sweeps; needs `guide`",
+    )
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment}
 
-    def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat]) -> Rounded:
+    def refine(self, w_OI: Tensor, weight: QuantizedWeight, stats: Mapping[str, Stat], outputs: OutputMoment | None = None) -> Rounded:
         moment = stats["second_moment"]
         assert isinstance(moment, SecondMoment)
         h_II = moment.mean()
@@ -64,13 +84,65 @@ class Descent(Spec):
         h_II.diagonal().add_(self.damping * h_II.diagonal()[~dead_I].mean())
         pull_I = (1 / h_II.diagonal()).masked_fill(dead_I, 0.0)
         point = Point.of(weight)
-        g_IO = h_II @ (point.values() - w_OI.t())
-        for _ in range(self.sweeps):
+        w_IO = w_OI.t()
+        self._sweep_(point, h_II @ (point.values() - w_IO), h_II, pull_I, self.sweeps)
+        if outputs is None or not self.coupled_rounds or weight.scheme.block_rows > 1:
+            return Rounded(point.weight(weight))
+        return self._coupled(point, weight, w_IO, h_II, pull_I, [each.to(h_II) for each in outputs.segments])
+
+    def _sweep_(self, point: "Point", g_IO: Tensor, h_II: Tensor, pull_I: Tensor, sweeps: int) -> None:
+        for _ in range(sweeps):
             for group in range(point.scale_GO.shape[0]):
                 if self.refit:
                     refit_scale_(point, group, g_IO, h_II)
                 descend_codes_(point, group, g_IO, h_II, pull_I)
-        return Rounded(point.weight(weight))
+
+    def _coupled(
+        self, point: "Point", weight: QuantizedWeight, w_IO: Tensor, h_II: Tensor, pull_I: Tensor, segments: list[Tensor]
+    ) -> Rounded:
+        """The best of the points that the rounds reach, and the coupled loss of it and of the first."""
+        for segment_RR in segments:
+            segment_RR.diagonal().add_(ROW_DAMPING * max(float(segment_RR.diagonal().mean()), torch.finfo(torch.float32).tiny))
+        error_IO = point.values() - w_IO
+        first = loss = coupled_loss(error_IO, h_II, segments)
+        for _ in range(self.coupled_rounds):
+            found = point.copy()
+            for phase in range(PHASES):
+                rows = slice(phase, None, PHASES)
+                some = found.rows(rows)
+                step_IR = newton_step(error_IO, segments, phase)
+                self._sweep_(some, h_II @ step_IR, h_II, pull_I, 1)
+                found.put_(rows, some)
+                error_IO[:, rows] = some.values() - w_IO[:, rows]
+            reached = coupled_loss(error_IO, h_II, segments)
+            if reached >= loss:
+                break
+            point, loss = found, reached
+        return Rounded(point.weight(weight), {"coupled_loss": round(loss / first, 4)} if first > 0 else {})
+
+
+def coupled_loss(error_IO: Tensor, h_II: Tensor, segments: list[Tensor]) -> float:
+    """tr(G E H E^T)."""
+    return float((product(h_II, error_IO) * _times_segments(error_IO, segments)).sum(dtype=torch.float64))
+
+
+def newton_step(error_IO: Tensor, segments: list[Tensor], phase: int) -> Tensor:
+    """[I, rows of the phase]: how far these rows are from their coupled bottom, G_RR^-1 (G E)_R, taken within each segment."""
+    steps, first = [], 0
+    for segment_RR in segments:
+        own = slice((phase - first) % PHASES, None, PHASES)
+        some = segment_RR[own]
+        if len(some):
+            pulled = some @ error_IO[:, first : first + len(segment_RR)].t()
+            lower = torch.linalg.cholesky(some[:, own])
+            steps.append(torch.cholesky_solve(pulled, lower).t())
+        first += len(segment_RR)
+    return torch.cat(steps, dim=1)
+
+
+def _times_segments(error_IO: Tensor, segments: list[Tensor]) -> Tensor:
+    parts = error_IO.split([len(each) for each in segments], dim=1)
+    return torch.cat([product(part, segment_RR) for part, segment_RR in zip(parts, segments, strict=True)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +172,18 @@ class Point:
     def values(self) -> Tensor:
         """Dequantized weights [I, O]."""
         return self.levels_IO * self.scale_GO.repeat_interleave(len(self.levels_IO) // len(self.scale_GO), dim=0)
+
+    def copy(self) -> "Point":
+        return replace(self, levels_IO=self.levels_IO.clone(), scale_GO=self.scale_GO.clone())
+
+    def rows(self, rows: slice) -> "Point":
+        """A point of some rows only, which shares nothing with this one."""
+        zero_GO = None if self.zero_GO is None else self.zero_GO[:, rows].contiguous()
+        return replace(self, levels_IO=self.levels_IO[:, rows].contiguous(), scale_GO=self.scale_GO[:, rows].contiguous(), zero_GO=zero_GO)
+
+    def put_(self, rows: slice, some: "Point") -> None:
+        """Codes and scales of some rows become those of `some`."""
+        self.levels_IO[:, rows], self.scale_GO[:, rows] = some.levels_IO, some.scale_GO
 
     def weight(self, before: QuantizedWeight) -> QuantizedWeight:
         """`before` with the codes and scales of this point."""

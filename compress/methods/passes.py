@@ -19,7 +19,7 @@ from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods import Refiner, Rounder, Smoother, Target
 from compress.models.decoder import LinearGroup, SmoothingPair
-from compress.models.surgery import fold_
+from compress.models.surgery import fold_, producer_scale
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
@@ -49,6 +49,7 @@ class SmoothPass:
             folded_I = fold_(state.weights, pair, scales[pair.tap], stored_dtype=self._stored_dtype)
             for stat in state.stats.get(pair.tap, {}).values():
                 stat.rescale_(folded_I)
+            state.rescale_outputs(pair.producer, producer_scale(folded_I, pair))
 
     def _scale(self, pair: SmoothingPair, state: LayerState, scheme: Scheme) -> Tensor:
         head_repeat = (pair.repeat, pair.head_dim)
@@ -106,7 +107,11 @@ class RoundPass:
             return list((_stacked(linears, state) if target_OI is None else target_OI).split(rows))
 
         rounded = self._rounder.round(_in_blocks(aimed_at(), scheme), stats, scheme, scale_dtype=self._stored_dtype)
-        final = rounded if self._refiner is None else self._refiner.refine(_in_blocks(aimed_at(), scheme), rounded.weight, stats)
+        final = (
+            rounded
+            if self._refiner is None
+            else self._refiner.refine(_in_blocks(aimed_at(), scheme), rounded.weight, stats, state.output_moment(linears))
+        )
         pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats, scheme)), rows)
         before, h_II = _split_rows(rounded.weight, rows), _moment(stats)
         for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):

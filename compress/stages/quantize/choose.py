@@ -88,7 +88,9 @@ def _sensitivities(
     if not kept.exists():
         schemes = list(dict.fromkeys(scheme for unit in units for scheme in unit.schemes if scheme is not None))
         visitor = Sensitivities(schemes, getattr(torch, source.arch.dtype))
-        visit_gradients(source, tokens_NS[: spec.num_samples], visitor, ctx, compute_dtype=compute_dtype)
+        sampled_NS = tokens_NS[: spec.num_samples]
+        draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("sensitivities", "labels"))
+        visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS)
         write_atomic(kept, canonical_json([[*key, losses] for key, losses in visitor.loss.items()]))
     measured = {(layer, tap): losses for layer, tap, losses in json.loads(kept.read_bytes())}
     tap_of = {name: source.arch.layers[0].linears[linears[0]] for name, linears in PROJECTIONS.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.dataset import load_token_set
+from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.sequential import LayerPass, Row, run_sequential
 from compress.export import open_weights
 from compress.methods import Refiner, Rounder, Smoother, Target
@@ -44,6 +45,10 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
     chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
     assert chosen is not None
     scheme, explained = chosen
+    in_dtype = compute_dtype(ctx.device, stored_dtype)
+    if spec.guide is not None and ctx.ranks.rank == 0:
+        make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
+    ctx.ranks.broadcast(None)  # nobody reads the guide before it is written
     rows = run_sequential(
         source,
         tokens_NS,
@@ -51,8 +56,9 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
         ctx.scratch,
         ctx,
         scheme=scheme,
-        compute_dtype=compute_dtype(ctx.device, stored_dtype),
+        compute_dtype=in_dtype,
         kv_scales=spec.kv_format() == FP8_STATIC,
+        guide=None if spec.guide is None else GuideFiles(ctx.scratch),
     )
     return scheme, explained, rows
 

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from compress.calibrate.guide import Guide
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
+from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.models.arch import Arch
 from compress.models.overrides import decide, overridden
@@ -20,7 +22,12 @@ from compress.stages.quantize.mixed import Mixed, scheme_or_dense
 HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
-    "balanced": {"target": {"kind": "gptaq"}, "round": {"kind": "gptq"}, "refine": {"kind": "descent"}},
+    "balanced": {
+        "guide": {"kind": "gradients"},
+        "target": {"kind": "gptaq"},
+        "round": {"kind": "gptq"},
+        "refine": {"kind": "descent", "sweeps": 2, "coupled_rounds": 2},
+    },
 }
 """What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
 (`scripts/bench_quality.py`, CPU): plain rounding 0.0916, GPTQ with min-max scales 0.0353, balanced without its target 0.0297. What the
@@ -86,6 +93,11 @@ class Quantize(Spec):
         description="`fast` or `balanced` settings for those of smooth, target, round and refine that are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
+    guide: Guide | None = Field(
+        None,
+        exclude_if=lambda guide: guide is None,  # as `kv_cache`
+        description="what counts in the calibration, by gradients of the model's own predictions; left out, every token and row the same",
+    )
     smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
     target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
@@ -107,6 +119,14 @@ class Quantize(Spec):
         return {**PRESETS[raw["preset"]], **raw}
 
     @model_validator(mode="after")
+    def _refuse_what_nothing_guides(self) -> Self:
+        if self.guide is None and isinstance(self.refine, Descent) and self.refine.coupled_rounds:
+            raise ValueError(
+                "refine: coupled_rounds need to know which rows err together: add `guide: {kind: gradients}`, or leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
         if self.smooth is None:
             return self
@@ -120,7 +140,7 @@ class Quantize(Spec):
 
     def method(self) -> str:
         """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
-        parts = {"smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
+        parts = {"guide": self.guide, "smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
     def model_scheme(self, arch: Arch) -> ModelScheme:

@@ -1,0 +1,157 @@
+"""What the end of the model says about each linear: how much a token counts, and which rows of a weight err together.
+
+To second order, the KL that an error of one linear causes is a sum over tokens of (g d)^2 / 2, where d is the error of its output and g the
+gradient, at that output, of log p of labels drawn from the model's own predictions (`calibrate/gradients.py`). A layer's squared output
+error, which GPTQ and its kin minimise, takes every token and every direction of the output for equally important. Two factors of what it
+leaves out:
+
+    weights   E[|g|^2 x x^T] in the place of E[x x^T]: tokens count by what their gradient is (GuidedQuant, arXiv 2505.07004)
+    outputs   E[g g^T]: rows whose errors the rest of the model adds up should err in opposite ways (the output factor of YAQA,
+              arXiv 2505.22988)
+
+Both come from walks forward and back over the source model and are kept in files of the stage's scratch. Output moments come from the first
+walk alone, since few tokens say them, and have segments of rows, across which they are zero: whole, they would outgrow the layer.
+
+Shapes: N samples, S sequence, T tokens of one sample, O out, R rows of a segment.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.artifact.tensors import load_tensors, save_tensors
+from compress.calibrate.arithmetic import gram
+from compress.calibrate.gradients import visit_gradients
+from compress.calibrate.stats import Stat, StatFactory
+from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.weights import WeightSource
+from compress.recipe import Spec
+
+SEGMENT_ROWS = 2048
+"""Largest segment of rows."""
+SAMPLES_OF_A_WALK = 32
+"""Samples that are walked together: their inputs of all layers are what is held on the way."""
+WEIGHTS_NAME = "guide-weights.safetensors"
+
+
+class Guide(Spec):
+    """How far the calibration follows the end of the model."""
+
+    kind: Literal["gradients"] = "gradients"
+    share: float = Field(0.8, ge=0, le=1, description="of a token's weight that its gradient decides; the rest is the same for all tokens")
+
+
+@dataclass(frozen=True)
+class OutputMoment:
+    """E[g g^T] of stacked rows, 1 on average on the diagonal, as square segments in the order of the rows."""
+
+    segments: tuple[Tensor, ...]
+
+    def of(self, begin: int, end: int) -> "OutputMoment":
+        """That of some rows."""
+        found, first = [], 0
+        for segment in self.segments:
+            inside = slice(max(begin - first, 0), max(end - first, 0))
+            if len(piece := segment[inside, inside]):
+                found.append(piece)
+            first += len(segment)
+        return OutputMoment(tuple(found))
+
+    def rescaled(self, scale_O: Tensor) -> "OutputMoment":
+        """After outputs were divided by a scale, and the gradients multiplied."""
+        pieces = zip(self.segments, scale_O.cpu().split([len(each) for each in self.segments]), strict=True)
+        return OutputMoment(tuple(segment * scale_R.to(segment).outer(scale_R.to(segment)) for segment, scale_R in pieces))
+
+
+@dataclass(frozen=True)
+class LayerGuide:
+    """By tap: float32 weights [N, S], 1 on average, and the output moment of the linears behind it."""
+
+    weights: Mapping[str, Tensor]
+    outputs: Mapping[str, OutputMoment]
+
+
+def make_guide(spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype) -> None:
+    """Write the guide of every layer into the scratch directory, if it is not there.
+
+    Raises:
+        UsageError: the model's logits are not finite.
+        Interrupted: between layers, when the context says so.
+    """
+    if (ctx.scratch / WEIGHTS_NAME).exists():
+        return
+    draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
+    weights: dict[str, list[Tensor]] = {}
+    for begin in range(0, len(tokens_NS), SAMPLES_OF_A_WALK):
+        walk = slice(begin, begin + SAMPLES_OF_A_WALK)
+        visitor = _Visitor(weights, outputs_to=ctx.scratch if begin == 0 else None)
+        visit_gradients(source, tokens_NS[walk], visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS[walk])
+        visitor.write()
+    shared = {name: _weights(torch.stack(rows), spec.share) for name, rows in weights.items()}
+    save_tensors(ctx.scratch / WEIGHTS_NAME, shared)  # last: where it is, the rest is too
+
+
+class GuideFiles:
+    """The guide that `make_guide` has written."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch, self._weights = scratch, load_tensors(scratch / WEIGHTS_NAME)
+
+    def layer(self, layer_idx: int) -> LayerGuide:
+        segments: dict[str, list[Tensor]] = {}
+        for name, segment in sorted(load_tensors(_outputs_file(self._scratch, layer_idx)).items()):
+            segments.setdefault(name.partition("/")[0], []).append(segment)
+        weights = {tap: self._weights[f"{layer_idx}/{tap}"] for tap in segments}
+        return LayerGuide(weights, {tap: OutputMoment(tuple(each)) for tap, each in segments.items()})
+
+
+class _Visitor:
+    """Notes the squared gradient of each token, and sums a layer's output moments, which are written when the next layer comes."""
+
+    def __init__(self, weights: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
+        self._weights, self._outputs_to = weights, outputs_to
+        self._layer_idx, self._sums = 0, dict[str, Tensor]()
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return {}
+
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+        self.write()
+        self._layer_idx = layer.layer_idx
+
+    def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        g_TO = torch.cat([gradients[name] for name in group.linears], dim=1)
+        squares_T = torch.linalg.vector_norm(g_TO, dim=1, dtype=torch.float32).square()
+        self._weights.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(squares_T.cpu())
+        if self._outputs_to is None:
+            return
+        for idx, g_TR in enumerate(g_TO.split(SEGMENT_ROWS, dim=1)):
+            name, moment_RR = f"{group.tap}/{idx:04d}", gram(g_TR, g_TR)
+            self._sums[name] = moment_RR if name not in self._sums else self._sums[name].add_(moment_RR)
+
+    def write(self) -> None:
+        if self._outputs_to is not None and self._sums:
+            halved = {name: _normalised(sum_RR).to(torch.bfloat16).cpu() for name, sum_RR in self._sums.items()}
+            save_tensors(_outputs_file(self._outputs_to, self._layer_idx), halved)
+        self._sums = {}
+
+
+def _normalised(sum_RR: Tensor) -> Tensor:
+    """1 on average on the diagonal; where no gradient arrives, zero."""
+    mean = sum_RR.diagonal().mean()
+    return sum_RR / mean if float(mean) > 0 else sum_RR
+
+
+def _weights(squares_NS: Tensor, share: float) -> Tensor:
+    mean = squares_NS.mean()
+    return (1 - share) + share * squares_NS / mean if float(mean) > 0 else torch.ones_like(squares_NS)
+
+
+def _outputs_file(scratch: Path, layer_idx: int) -> Path:
+    return scratch / f"guide-{layer_idx:05d}.safetensors"
