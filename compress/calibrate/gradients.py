@@ -86,16 +86,25 @@ def _at_the_end(x_NSD: Tensor, norm: nn.Module, head_VD: Tensor, draws_NS: Tenso
     gradients = []
     for x_SD, draws_S in zip(x_NSD, draws_NS, strict=True):
         x_SD = x_SD.to(device).requires_grad_(True)
-        logits_SV = F.linear(norm(x_SD), head_VD).to(torch.float32)
-        with torch.no_grad():
-            if not bool(torch.isfinite(logits_SV).all()):
-                raise UsageError("the model's logits are not finite on the calibration text: the checkpoint is damaged.")
-            below_SV = logits_SV.softmax(-1).cumsum(-1)
-            labels_S1 = torch.searchsorted(below_SV, draws_S.to(device).unsqueeze(1) * below_SV[:, -1:])
-            labels_S = labels_S1.squeeze(1).clamp(max=logits_SV.shape[1] - 1)
-        (gradient_SD,) = torch.autograd.grad(F.cross_entropy(logits_SV, labels_S, reduction="sum"), x_SD)
+        logits_SV = F.linear(norm(x_SD), head_VD)
+        (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _of_labels(logits_SV.detach(), draws_S.to(device)))
         gradients.append(gradient_SD.to("cpu"))
     return torch.stack(gradients)
+
+
+@torch.no_grad()
+def _of_labels(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
+    """The gradient at the logits of the sum of -log p(label): p less one at the label.
+
+    Raises:
+        UsageError: the logits are not finite.
+    """
+    p_SV = logits_SV.softmax(-1, dtype=torch.float32)
+    below_SV = p_SV.cumsum(-1)
+    if not bool(torch.isfinite(below_SV[:, -1]).all()):
+        raise UsageError("the model's logits are not finite on the calibration text: the checkpoint is damaged.")
+    labels_S1 = torch.searchsorted(below_SV, draws_S.unsqueeze(1) * below_SV[:, -1:]).clamp_(max=p_SV.shape[1] - 1)
+    return p_SV.scatter_add_(1, labels_S1, p_SV.new_full((), -1.0).expand_as(labels_S1)).to(logits_SV.dtype)
 
 
 def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor: GradientVisitor) -> Tensor:

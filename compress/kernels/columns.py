@@ -44,13 +44,29 @@ def descend_block(
     """New levels, which are codes less their zero points, and moves m [B, O]; H is symmetric."""
     if levels_BO.is_cuda and triton is not None:
         return launch_descend(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
+    if scheme.type == "int":
+        return _descend_integers(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
     g_BO, new_BO, moves_BO = g_BO.clone(), torch.empty_like(levels_BO), torch.empty_like(levels_BO)
     for i, old_O in enumerate(levels_BO):
-        codes_O = nearest_codes(old_O * scale_O - g_BO[i] * pull_B[i], scheme, scale_O, zero_O)
-        new_BO[i] = codes_O if zero_O is None else codes_O - zero_O
+        new_BO[i] = nearest_codes(old_O * scale_O - g_BO[i] * pull_B[i], scheme, scale_O, zero_O)
         moves_BO[i] = (new_BO[i] - old_O) * scale_O
         g_BO.addr_(h_BB[i], moves_BO[i])
     return new_BO, moves_BO
+
+
+def _descend_integers(
+    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """In units of the scales, where a column is five small operations."""
+    g_BO, new_BO, steps_BO = g_BO / scale_O, torch.empty_like(levels_BO), torch.empty_like(levels_BO)
+    lowest, highest = (
+        torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O) for code in (scheme.min_code, scheme.max_code)
+    )
+    for i, pull in enumerate(pull_B.tolist()):
+        torch.sub(levels_BO[i], g_BO[i], alpha=pull, out=new_BO[i]).round_().clamp_(lowest, highest)
+        torch.sub(new_BO[i], levels_BO[i], out=steps_BO[i])
+        g_BO[i + 1 :].addr_(h_BB[i, i + 1 :], steps_BO[i])
+    return new_BO, steps_BO * scale_O
 
 
 def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:

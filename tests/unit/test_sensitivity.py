@@ -51,11 +51,11 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_graph(config: dict[str,
     source = tiny_source(tiny_arch(config))
     tokens_NS, ctx = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN), Context("cpu", 3, tmp_path)
     found = Recorder()
-    visit_gradients(source, tokens_NS, found, ctx, compute_dtype=torch.float32)
+    draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("labels"))
+    visit_gradients(source, tokens_NS, found, ctx, compute_dtype=torch.float32, draws_NS=draws_NS)
     assert found.order == list(reversed(range(source.arch.num_layers)))
     decoder = build_decoder(source, dtype=torch.float32, device=torch.device("cpu"))
     linears = {(idx, name): decoder.layers[idx].linear(name) for idx, name in found.gradients}  # type: ignore[operator]
-    draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("sensitivities", "labels"))
     for sample, tokens_S in enumerate(tokens_NS.to(torch.int64)):
         outputs: dict[tuple[int, str], Tensor] = {}
         hooks = [
@@ -75,6 +75,10 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_graph(config: dict[str,
             assert torch.allclose(found.gradients[key][sample], gradient[0], atol=2e-5 * scale, rtol=1e-4), key
 
 
+def _draws(tokens_NS: Tensor) -> Tensor:
+    return torch.rand(tokens_NS.shape, generator=torch.Generator().manual_seed(8))
+
+
 def _logits(decoder: Decoder, x_BSD: Tensor) -> Tensor:
     from compress.models.attention import FullAttention
 
@@ -89,7 +93,7 @@ def test_labels_follow_the_predictions(tmp_path: Path) -> None:
     source = tiny_source(tiny_arch(LLAMA))
     tokens_NS = tiny_tokens(source.arch, 1, SEQ_LEN).expand(200, -1)
     found = Recorder()
-    visit_gradients(source, tokens_NS, found, Context("cpu", 0, tmp_path), compute_dtype=torch.float32)
+    visit_gradients(source, tokens_NS, found, Context("cpu", 0, tmp_path), compute_dtype=torch.float32, draws_NS=_draws(tokens_NS))
     for gradients in found.gradients.values():
         g_NTO = torch.stack(gradients)
         noise = g_NTO.std(dim=0).square().sum().sqrt() / len(g_NTO) ** 0.5
@@ -139,7 +143,7 @@ def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
     source = tiny_source(tiny_arch(LLAMA, **changes))
     tokens_NS = tiny_tokens(source.arch, 24, SEQ_LEN)
     visitor = Sensitivities(schemes, torch.float32)
-    visit_gradients(source, tokens_NS, visitor, Context("cpu", 0, tmp_path), compute_dtype=torch.float32)
+    visit_gradients(source, tokens_NS, visitor, Context("cpu", 0, tmp_path), compute_dtype=torch.float32, draws_NS=_draws(tokens_NS))
     layer = source.arch.layers[0]
     pairs = []
     for (layer_idx, tap), losses in visitor.loss.items():
@@ -165,4 +169,7 @@ def test_a_model_without_finite_logits_is_refused(tmp_path: Path) -> None:
             return outer
 
     with pytest.raises(UsageError, match="not finite"):
-        visit_gradients(Damaged(), tiny_tokens(source.arch, 1, 4), Recorder(), Context("cpu", 0, tmp_path), compute_dtype=torch.float32)
+        tokens_NS = tiny_tokens(source.arch, 1, 4)
+        visit_gradients(
+            Damaged(), tokens_NS, Recorder(), Context("cpu", 0, tmp_path), compute_dtype=torch.float32, draws_NS=_draws(tokens_NS)
+        )
