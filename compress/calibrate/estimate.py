@@ -17,6 +17,7 @@ import torch
 
 from compress.artifact.context import OneRank
 from compress.calibrate.arithmetic import compute_dtype
+from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK
 from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import deal
 from compress.calibrate.stats import NUM_SHARDS
@@ -74,6 +75,19 @@ def flops(work: Work, *, searches: int) -> tuple[float, float]:
     grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
     forward = (1 + work.streams) * 2.0 * arch.num_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * searches * rows * size**2 for rows, size in shapes))
+
+
+def guide_effort(work: Work) -> tuple[int, float]:
+    """Bytes that a walk holds, on the host, and operations of all walks (`calibrate/guide.py`): forward, forward again and back, and the
+    output moments of the first. One rank walks."""
+    arch = work.arch
+    samples = min(max(1, TOKENS_OF_A_WALK // work.seq_len), work.num_samples)
+    outer = 3 * 2.0 * arch.vocab_size * arch.hidden_size
+    walks = (3 * 2.0 * arch.num_linear_params + outer) * work.num_samples * work.seq_len
+    rows = [layer.linear_shape(name, arch.hidden_size)[0] for layer in arch.layers for name in layer.linears]
+    moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
+    held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.width
+    return held + 10 * work.seq_len * arch.vocab_size, walks + moments
 
 
 def num_columns(work: Work) -> int:

@@ -1,6 +1,6 @@
 """What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
 
-from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.descent import Descent
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
@@ -26,7 +26,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks, compares=spec.target is not None)
     kv_format = spec.kv_format()
     kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
-    sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
+    sweeps = spec.refine.sweeps + spec.refine.coupled_rounds if isinstance(spec.refine, Descent) else 0
     searches = (22 if spec.smooth is not None else 2) + 2 * sweeps + (6 if spec.target is not None else 0)  # in float64, as two
     in_dtype, in_float32 = flops(work, searches=searches)
     slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
@@ -35,6 +35,9 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         before, more = _effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width)
         peak, total = max(peak, before), total + more
     host = host_bytes(work)
+    if spec.guide is not None:
+        held, more = guide_effort(work)
+        peak, host, total = (peak, host + held, total + more) if host else (max(peak, held), 0, total + more)
     pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
     return Estimate(
         peak,
