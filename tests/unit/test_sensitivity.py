@@ -168,8 +168,6 @@ def test_a_model_without_finite_logits_is_refused(tmp_path: Path) -> None:
         def outer(self) -> Any:
             return outer
 
+    tokens_NS, ctx = tiny_tokens(source.arch, 1, 4), Context("cpu", 0, tmp_path)
     with pytest.raises(UsageError, match="not finite"):
-        tokens_NS = tiny_tokens(source.arch, 1, 4)
-        visit_gradients(
-            Damaged(), tokens_NS, Recorder(), Context("cpu", 0, tmp_path), compute_dtype=torch.float32, draws_NS=_draws(tokens_NS)
-        )
+        visit_gradients(Damaged(), tokens_NS, Recorder(), ctx, compute_dtype=torch.float32, draws_NS=_draws(tokens_NS))

@@ -35,16 +35,17 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         before, more = _effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width)
         peak, total = max(peak, before), total + more
     host = host_bytes(work)
+    on_host = [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"] if host else []
     if spec.guide is not None:
         held, more = guide_effort(work)
-        peak, host, total = (peak, host + held, total + more) if host else (max(peak, held), 0, total + more)
-    pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
+        peak, total = peak if host else max(peak, held), total + more
+        on_host += [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"] if host else []
     return Estimate(
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
         total,
         num_launches=8 * (1 + sweeps) * num_columns(work) // (1 if facts.device == "cpu" else COLUMNS_OF_A_LAUNCH),
-        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
+        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *on_host),
     )
 
 
