@@ -104,7 +104,7 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         model = f"hf://{ref.name}@{source.revision}"
     else:
         model = str(source.path.resolve()) if ref.scheme == "path" else recipe.model
-    stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", exclude_none=True)} for step in steps]
+    stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)} for step in steps]
     lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")

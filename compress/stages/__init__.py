@@ -1,4 +1,5 @@
-"""Stages: what a recipe may name. A stage is one file: its Spec, the ports it reads and writes, and the glue that calls the layers below.
+"""Stages: what a recipe may name. A stage is one file, or one folder: its Spec, the ports it reads and writes, and the glue that calls
+the layers below.
 
 The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
 is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.

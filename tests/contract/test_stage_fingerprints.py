@@ -34,7 +34,7 @@ MODULES = {
         "models/decoder.py",
         "models/pruning.py",
         "models/rope.py",
-        "stages/prune*.py",
+        "stages/prune/*.py",
     ),
     "quantize": (
         "calibrate/gradients.py",
@@ -50,11 +50,10 @@ MODULES = {
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
-        "stages/mixed.py",
-        "stages/quantize.py",
+        "stages/quantize/*.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
-    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate.py"),
+    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate/*.py"),
 }
 
 

@@ -15,10 +15,9 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any, Self
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
@@ -31,71 +30,18 @@ from compress.kernels.latency import latency_table
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, resized, with_layers
 from compress.models.weights import WeightSource
-from compress.recipe import Spec, checked_by
 from compress.runtime.linear_time import linear_time_us
 from compress.runtime.loader import Target as Place
-from compress.stages.prune_round import Round, compute_dtype, prune_round
-from compress.stages.prune_widths import Axis, legal_channels, legal_heads, with_heads
+from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.spec import Axis, Target
+from compress.stages.prune.widths import legal_channels, legal_heads, with_heads
+from compress.stages.quantize.layers import compute_dtype
 from compress.validate.roofline import environment_facts, measure_bandwidth
 
 LOSSES_NAME, TIMES_NAME = "losses.json", "times.json"
 LEVELS = (0.875, 0.75, 0.5)
 """Shares kept at which an axis is measured; the last is also the least that stays of it."""
 MAX_CHANNEL_CHOICES, MAX_FRONTIER_POINTS = 17, 60
-AXES: tuple[Axis, ...] = ("heads", "ffn", "depth")
-
-
-def _known_device(device: str | None) -> None:
-    if device is not None:
-        latency_table(device)
-
-
-def _as_tuple(names: Any) -> Any:
-    return tuple(names) if isinstance(names, list) else names
-
-
-def _different(names: Sequence[str]) -> None:
-    if len(set(names)) != len(names):
-        raise UsageError("name every axis once.")
-
-
-class Target(Spec):
-    """One limit, and what may go to keep it."""
-
-    params_frac: float | None = Field(None, gt=0, lt=1, description="parameters of the whole model, as a share of the source's")
-    latency_frac: float | None = Field(None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's")
-    prune: Annotated[tuple[Axis, ...], BeforeValidator(_as_tuple), checked_by(_different)] = Field(
-        AXES, min_length=1, description="what may go"
-    )
-    unit: HeadUnit = Field("kv_group", description="of heads: KV heads with their query heads, or the same number of query heads of each")
-    rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
-    context: int = Field(1024, ge=0, description="positions in the cache of each sequence of that step")
-    device: Annotated[str | None, checked_by(_known_device)] = Field(
-        None, description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured"
-    )
-    num_samples: int = Field(
-        16, ge=2, description="samples of the calibration set that candidates are pruned on; a quarter more judge them"
-    )
-
-    @model_validator(mode="after")
-    def _one_limit(self) -> Self:
-        if (self.params_frac is None) == (self.latency_frac is None):
-            raise ValueError("a target is one of params_frac and latency_frac.")
-        if self.params_frac is not None and (self.rows != 1 or self.device is not None):
-            raise ValueError("params_frac is a number of parameters, which depends on neither rows nor device. Leave them out.")
-        return self
-
-    @property
-    def limit(self) -> float:
-        frac = self.params_frac if self.params_frac is not None else self.latency_frac
-        assert frac is not None, "a target has one limit"
-        return frac
-
-    @property
-    def text(self) -> str:
-        if self.params_frac is not None:
-            return f"params_frac {self.params_frac:g}"
-        return f"latency_frac {self.latency_frac:g} for {self.rows} x {self.context} positions on {self.device or 'this device'}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +53,7 @@ class Combination:
     kl: float
 
 
-def target_depends(target: Target, device: str) -> dict[str, str]:
+def depends(target: Target, device: str) -> dict[str, str]:
     """What decides the choice besides the recipe: whose times count."""
     if target.latency_frac is None:
         return {}

@@ -6,42 +6,10 @@ recipe's `multiple`; for a Llama, heads that divide the hidden size, because `tr
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from compress.errors import UsageError
-from compress.methods import LAYER_SCORERS
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, fits_consumers
-from compress.recipe import Spec, checked_by
-
-Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
-Axis = Literal["heads", "ffn", "depth"]
-
-
-def _layer_score(name: str) -> None:
-    LAYER_SCORERS.get(name)
-
-
-class Heads(Spec):
-    """Query heads that stay in every layer."""
-
-    keep: Keep = Field(description="a share of the query heads (0.75), or their number (24); the nearest legal number is taken")
-    unit: HeadUnit = Field("kv_group", description="what goes: KV heads with their query heads, or the same number of query heads of each")
-
-
-class Ffn(Spec):
-    """FFN channels that stay in every layer."""
-
-    keep: Keep = Field(description="a share of the channels, or their number; the nearest legal number is taken")
-
-
-class Depth(Spec):
-    """Layers that stay."""
-
-    keep: Keep = Field(description="a share of the layers, or their number")
-    score: Annotated[str, checked_by(_layer_score)] = Field("block_influence", description="how much a layer does")
 
 
 def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
@@ -65,23 +33,6 @@ def with_heads(arch: Arch, widths: Widths, num_heads: int, unit: HeadUnit) -> Wi
     return replace(widths, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def widths_of(arch: Arch, *, heads: Heads | None, ffn: Ffn | None, depth: Depth | None, multiple: int) -> Widths:
-    """What is left of a model.
-
-    Raises:
-        UsageError: an axis keeps everything, or more than there is.
-    """
-    widths = Widths.of(arch)
-    if heads is not None:
-        num_heads = _nearest(legal_heads(arch, heads.unit, multiple), heads.keep, "heads", multiple)
-        widths = with_heads(arch, widths, num_heads, heads.unit)
-    if ffn is not None:
-        widths = replace(widths, intermediate_size=_nearest(legal_channels(arch, multiple), ffn.keep, "ffn", multiple))
-    if depth is not None:
-        widths = replace(widths, num_layers=_nearest(range(1, arch.num_layers + 1), depth.keep, "depth", 1))
-    return widths
-
-
 def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: int) -> list[Widths]:
     """The widths after every round, in equal steps of legal numbers; rounds in which nothing would go are left out."""
     start = Widths.of(arch)
@@ -102,8 +53,12 @@ def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: 
     return [each for before, each in zip([start, *steps], steps, strict=False) if each != before]
 
 
-def _nearest(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -> int:
-    """Of two equally near numbers the larger."""
+def nearest(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -> int:
+    """The legal number that is nearest to a share or a number; of two equally near ones the larger.
+
+    Raises:
+        UsageError: it is all of them, or more than there is.
+    """
     whole = legal[-1]
     if isinstance(keep, int) and keep > whole:
         raise UsageError(f"{axis}: {keep} are to stay and the model has {whole}.")

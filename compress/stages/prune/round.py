@@ -27,6 +27,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.pruning import HeadUnit, LayerSubset, StoredLayers, Widths, resized, with_biases
 from compress.models.weights import WeightSource
+from compress.stages.quantize.layers import compute_dtype
 
 DONE_NAME, INFLUENCE_NAME, LOSSES_NAME = "round.json", "influence.json", "losses.safetensors"
 
@@ -48,11 +49,6 @@ class Round:
         if widths.intermediate_size < old.intermediate_size:
             cuts.append(Cut("ffn.down", "channel", widths.intermediate_size))
         return tuple(cuts)
-
-
-def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
-    """The model's own dtype on a GPU; float32 on a CPU, most of which have no fast 16-bit arithmetic."""
-    return torch.float32 if torch.device(device).type == "cpu" else stored_dtype
 
 
 def prune_round(
