@@ -38,7 +38,7 @@ from compress.quant.kv import DENSE, FP8_STATIC
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages.calibrate import read_tokens
-from compress.stages.quantize import compute_dtype
+from compress.stages.quantize.layers import compute_dtype
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 
 FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)

@@ -35,8 +35,9 @@ def validate(
     from compress.artifact.workspace import ArtifactWriter
     from compress.pipeline import resolve_text
     from compress.stages import Input, Inputs, Port
-    from compress.stages.validate import REPORT_HTML, Latency, Validate, kv_format_named
+    from compress.stages.validate import REPORT_HTML
     from compress.stages.validate import validate as prove
+    from compress.stages.validate.spec import Latency, Validate, kv_format_named
     from compress.validate.gates import parse_gates
 
     if out.exists() and any(out.iterdir()):

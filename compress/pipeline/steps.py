@@ -72,14 +72,18 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
 
 
 def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int = 1) -> list[Estimate]:
-    """What each step will need; also the last check before any work, because a stage refuses here what this model cannot do.
+    """What each step will need, of the model that the steps before it leave; also the last check before any work, because a stage refuses
+    here what this model cannot do.
 
     Raises:
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
-    facts = PlanFacts(arch, device.partition(":")[0], {step.stage.kind: step.spec for step in steps}, num_ranks)
-    return [step.stage.estimate(step.spec, facts) for step in steps]
+    specs, found = {step.stage.kind: step.spec for step in steps}, []
+    for step in steps:
+        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks)))
+        arch = step.stage.reshape(step.spec, arch)
+    return found
 
 
 def resolve_text(model: str, *, offline: bool = False) -> ModelSource:
@@ -100,7 +104,7 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         model = f"hf://{ref.name}@{source.revision}"
     else:
         model = str(source.path.resolve()) if ref.scheme == "path" else recipe.model
-    stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", exclude_none=True)} for step in steps]
+    stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)} for step in steps]
     lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")

@@ -1,4 +1,5 @@
-"""Stages: what a recipe may name. A stage is one file: its Spec, the ports it reads and writes, and the glue that calls the layers below.
+"""Stages: what a recipe may name. A stage is one file, or one folder: its Spec, the ports it reads and writes, and the glue that calls
+the layers below.
 
 The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
 is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
@@ -87,11 +88,16 @@ def _nothing(spec: Any, device: str) -> Mapping[str, str]:
     return {}
 
 
+def _same(spec: Any, arch: Arch) -> Arch:
+    return arch
+
+
 @dataclass(frozen=True)
 class Stage:
     """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
     machine of a latency measurement): name -> digest or text, part of the cache key. `together` is the part of `run` in which all ranks of
-    a job take part: rank 0 comes to it inside `run`, the others are sent there.
+    a job take part: rank 0 comes to it inside `run`, the others are sent there. `reshape` is the model that a stage leaves of one, as far
+    as that is known before it runs.
     """
 
     kind: str
@@ -104,6 +110,7 @@ class Stage:
     uses: tuple[Port, ...] = ()
     depends: Callable[[Any, str], Mapping[str, str]] = _nothing
     together: Callable[[Any, Inputs, Context], object] | None = None
+    reshape: Callable[[Any, Arch], Arch] = _same
 
 
 class StageSet(PluginSet[Stage]):
@@ -121,9 +128,10 @@ class StageSet(PluginSet[Stage]):
         uses: tuple[Port, ...] = (),
         depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
         together: Callable[[Any, Inputs, Context], object] | None = None,
+        reshape: Callable[[Any, Arch], Arch] = _same,
     ) -> Callable[[RunStage], RunStage]:
         def decorate(run: RunStage) -> RunStage:
-            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together))
+            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together, reshape))
             return run
 
         return decorate

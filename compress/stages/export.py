@@ -14,7 +14,8 @@ from compress.models.canonical import CanonicalStore
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize import Quantize, most_linear_bytes, outer_bytes
+from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.spec import Quantize
 
 
 def _one_known_format(names: tuple[str, ...]) -> None:

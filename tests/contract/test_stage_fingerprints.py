@@ -21,6 +21,21 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("stage_fingerprints.json")
 MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
+    "prune": (
+        "calibrate/gradients.py",
+        "calibrate/observe.py",
+        "calibrate/residual.py",
+        "calibrate/room.py",
+        "calibrate/sequential.py",
+        "calibrate/stats.py",
+        "kernels/latency.py",
+        "methods/*.py",
+        "models/attention.py",
+        "models/decoder.py",
+        "models/pruning.py",
+        "models/rope.py",
+        "stages/prune/*.py",
+    ),
     "quantize": (
         "calibrate/gradients.py",
         "calibrate/observe.py",
@@ -35,11 +50,10 @@ MODULES = {
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
-        "stages/mixed.py",
-        "stages/quantize.py",
+        "stages/quantize/*.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
-    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate.py"),
+    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate/*.py"),
 }
 
 

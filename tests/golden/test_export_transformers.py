@@ -16,6 +16,7 @@ from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.export.conversion import stated_scheme
 from compress.methods.awq import Awq
 from compress.methods.gptq import Gptq
+from compress.methods.passes import RoundPass, SmoothPass
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint, write_checkpoint
@@ -26,7 +27,6 @@ from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine, EngineConfig
-from compress.stages.quantize import RoundPass, SmoothPass
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "head_dim": 32}

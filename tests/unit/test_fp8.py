@@ -19,7 +19,8 @@ from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder, LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import QuantizedWeight, Scheme, scheme_named
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 CPU = torch.device("cpu")
 ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32, num_hidden_layers=2)

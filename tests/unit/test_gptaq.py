@@ -25,7 +25,8 @@ from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 SIZE, TOKENS = 64, 3000
 FOUR_BITS = Scheme("sym", 4, symmetric=True, group_size=32)

@@ -20,7 +20,8 @@ from compress.models.weights import WeightSource, build_decoder
 from compress.quant.kv import KV_CACHES, KV_SCALES
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine import Engine, EngineConfig
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 CPU = torch.device("cpu")
 W4 = Quantize.model_validate({"scheme": "W4A16_G32", "round": {"kind": "rtn"}})

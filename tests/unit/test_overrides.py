@@ -17,7 +17,8 @@ from compress.models.weights import build_layer
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, commonest, with_exceptions
 from compress.recipe import dump_yaml, parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
-from compress.stages.quantize import Quantize, linear_bytes
+from compress.stages.quantize.sizes import linear_bytes
+from compress.stages.quantize.spec import Quantize
 
 ARCH = tiny_arch(LLAMA)
 NAMES = linear_names(ARCH)

@@ -8,7 +8,7 @@ from tiny_decoder import QWEN3, tiny_arch
 from compress.errors import RecipeError
 from compress.recipe import parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
-from compress.stages.quantize import PRESETS, Quantize
+from compress.stages.quantize.spec import PRESETS, Quantize
 
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
 METHOD_KEYS = {"smooth", "target", "round", "refine"}
@@ -36,7 +36,7 @@ def test_a_preset_is_what_its_keys_say(preset: str) -> None:
 def test_a_lock_of_a_preset_runs_the_same_again(preset: str) -> None:
     for text in (f"preset: {preset}", f"{{preset: {preset}, refine: null}}", f"{{preset: {preset}, refine: {{kind: descent, sweeps: 9}}}}"):
         spec = parsed(text)
-        lock = spec.model_dump(mode="json", exclude_none=True)
+        lock = spec.model_dump(mode="json")
         assert "preset" not in lock
         assert kept(Quantize.model_validate(lock)) == kept(spec)
 

@@ -16,7 +16,8 @@ from compress.errors import EnvironmentUnfit
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.quant.scheme import SCHEMES
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 SPEC = Quantize.model_validate({"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "preset": "balanced"})
 

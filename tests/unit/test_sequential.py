@@ -17,6 +17,7 @@ from compress.calibrate.sequential import LayerPass, LayerState, Row, run_sequen
 from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
 from compress.errors import Interrupted
 from compress.methods.gptq import Gptq
+from compress.methods.passes import RoundPass, SmoothPass
 from compress.methods.rtn import Rtn
 from compress.models.attention import FullAttention
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
@@ -24,8 +25,8 @@ from compress.models.decoder import DecoderLayer
 from compress.models.weights import WeightSource, dense, fill_
 from compress.quant.numerics import grouped, min_max_scale, output_error, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
-from compress.stages import quantize as stage
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 NUM_SAMPLES, SEQ_LEN = 11, 13
 W8 = SCHEMES["W8A16"]
@@ -165,7 +166,7 @@ class Remember:
 def test_a_layer_is_calibrated_on_the_output_of_the_compressed_layers(source: WeightSource, tmp_path: Path) -> None:
     remember = Remember()
     coarse = Scheme("W2", 2, symmetric=True, group_size=None)  # so coarse that the dense layers would give other moments
-    passes: list[LayerPass] = [remember, stage.RoundPass(Rtn(), coarse, torch.bfloat16)]
+    passes: list[LayerPass] = [remember, RoundPass(Rtn(), coarse, torch.bfloat16)]
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     run_sequential(source, tokens_NS, passes, tmp_path, Context("cpu", 0, tmp_path), scheme=coarse, compute_dtype=torch.float32)
     decoder = tiny_decoder(source.arch)
@@ -250,7 +251,7 @@ class Arbitrary:
 def test_smoothing_is_stored_with_the_weights_it_was_folded_into(source: WeightSource, tmp_path: Path) -> None:
     """The stored layer, dequantized, still computes the dense layer, and the rounder saw the statistics of the smoothed inputs."""
     remember = Remember()
-    passes: list[LayerPass] = [stage.SmoothPass(Arbitrary(), W8, torch.bfloat16), remember, stage.RoundPass(Rtn(), W8, torch.bfloat16)]
+    passes: list[LayerPass] = [SmoothPass(Arbitrary(), W8, torch.bfloat16), remember, RoundPass(Rtn(), W8, torch.bfloat16)]
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     run_sequential(source, tokens_NS, passes, tmp_path, Context("cpu", 0, tmp_path), scheme=W8, compute_dtype=torch.float32)
     stored = load_weights(tmp_path / layer_name(0), W8)

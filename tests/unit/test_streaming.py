@@ -15,7 +15,8 @@ from compress.calibrate.streaming import Ahead, Behind
 from compress.errors import StorageError
 from compress.models.weights import Weights, WeightSource
 from compress.quant.scheme import SCHEMES
-from compress.stages.quantize import Quantize, quantization_passes
+from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.spec import Quantize
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from compress.registry.model_source import ModelSource, resolve_model
 from compress.stages import STAGES, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import TOKENS_NAME, Calibrate
 from compress.stages.export import Export
-from compress.stages.quantize import Quantize
+from compress.stages.quantize.spec import Quantize
 
 VOCAB = 300
 TEXT = "\n\n".join(f"Sentence {idx} of the calibration text says that {idx * idx} is a square." for idx in range(400))

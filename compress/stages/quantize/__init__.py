@@ -1,0 +1,100 @@
+"""`quantize`: smoother x target x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head,
+if asked, after them, by plain rounding to nearest.
+
+spec.py      what a recipe may say           layers.py     the linears, compressed layer by layer
+mixed.py     `scheme: {kind: mixed}` of it   costs.py      bytes and times of schemes    choose.py   the schemes of mixed precision
+sizes.py     bytes on disk                   estimate.py   for `compress plan`
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.artifact.context import Context
+from compress.artifact.workspace import ArtifactWriter
+from compress.calibrate.kv import cache_warning
+from compress.calibrate.sequential import Row
+from compress.digest import digest_json
+from compress.errors import UnsupportedFormat
+from compress.export import open_weights
+from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
+from compress.models.overrides import described
+from compress.models.weights import dense
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.stages import STAGES, Inputs, Port
+from compress.stages.quantize.choose import depends
+from compress.stages.quantize.estimate import estimate
+from compress.stages.quantize.layers import quantize_layers
+from compress.stages.quantize.mixed import Mixed
+from compress.stages.quantize.spec import Quantize
+
+HEAD_ROWS = 8192
+"""Rows of a head that are rounded at once; rows are independent."""
+
+
+def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
+    """The kind of device: a CPU computes in float32, a GPU in the model's dtype, and neither goes on from the other's resume points. And
+    the order of overrides, which a mapping in the key does not keep."""
+    order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
+    mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
+    return {"device": torch.device(device).type, **order, **mixed}
+
+
+@STAGES.stage(
+    "quantize",
+    version=4,
+    takes=(Port.DENSE, Port.CALIB),
+    gives=Port.QUANTIZED,
+    spec=Quantize,
+    estimate=estimate,
+    depends=_depends,
+    together=quantize_layers,
+)
+def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    source = open_weights(inputs[Port.DENSE].path)
+    spec.check_model(source.arch)
+    if source.arch.dtype not in ("bfloat16", "float16", "float32"):
+        raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
+    scheme, explained, rows = quantize_layers(spec, inputs, ctx)
+    for name in map(layer_name, range(source.arch.num_layers)):
+        _place(ctx.scratch / name, out.path / name)
+    if scheme.head is None:
+        _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
+    else:
+        _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
+    arch, layers = described(source.arch, scheme)
+    linears = [row for row in rows if "linear" in row]
+    facts = {"method": spec.method(), "layers": linears, **explained, **_cache_facts(spec, rows, ctx)}
+    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts=facts)
+
+
+def _place(stored: Path, place: Path) -> None:
+    """A finished layer becomes part of the artifact without a copy, where the file system knows hard links."""
+    try:
+        os.link(stored, place)
+    except OSError:
+        shutil.copyfile(stored, place)
+
+
+def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.device) -> None:
+    """The outer weights with codes for the head; blocks of rows, because float32 copies of a whole head would be the peak of the stage."""
+    outer = load_weights(stored, None)
+    rows = dense(outer["head.weight"]).split(HEAD_ROWS)
+    blocks = [nearest_weight(each.to(device), scheme, each.dtype) for each in rows]
+    codes, scales = (torch.cat([part.cpu() for part in parts]) for parts in zip(*((b.codes_OI, b.scale_OG) for b in blocks), strict=True))
+    save_weights(place, outer | {"head.weight": QuantizedWeight(scheme, codes, scales)})
+
+
+def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
+    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they do to each layer."""
+    if (kv_format := spec.kv_format()) is None:
+        return {}
+    cached = [row for row in rows if "cache" in row]
+    if warning := cache_warning(cached):
+        ctx.progress.say(warning)
+    return {"kv_cache": {"format": kv_format, "layers": cached, "warning": warning}}

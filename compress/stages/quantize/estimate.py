@@ -1,0 +1,72 @@
+"""What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
+
+from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.methods.descent import Descent
+from compress.models.arch import Arch
+from compress.quant.numerics import GRID_SIZE
+from compress.quant.scheme import ModelScheme
+from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.stages import Estimate, PlanFacts
+from compress.stages.calibrate import Calibrate
+from compress.stages.quantize.mixed import Mixed, scheme_or_dense
+from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.spec import Quantize
+
+COLUMNS_OF_A_LAUNCH = 128
+"""That are rounded, or descended, in one on a GPU (`kernels/columns.py`)."""
+
+
+def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
+    """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`. With a target, also
+    the activations of the source model, and their moments with the others."""
+    arch, scheme = facts.arch, spec.possible_schemes(facts.arch)[-1]
+    spec.check_model(arch)
+    calib = facts.specs.get("calibrate") or Calibrate()
+    assert isinstance(calib, Calibrate)
+    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks, compares=spec.target is not None)
+    kv_format = spec.kv_format()
+    kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
+    sweeps = spec.refine.sweeps if isinstance(spec.refine, Descent) else 0
+    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps + (6 if spec.target is not None else 0)  # in float64, as two
+    in_dtype, in_float32 = flops(work, searches=searches)
+    slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
+    peak, total = peak_bytes(work), in_dtype + slower * in_float32
+    if isinstance(spec.scheme, Mixed):
+        width = 4 if facts.device == "cpu" else 2
+        before, more = _effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=width)
+        peak, total = max(peak, before), total + more
+    host = host_bytes(work)
+    pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
+    return Estimate(
+        peak,
+        most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
+        total,
+        num_launches=8 * (1 + sweeps) * num_columns(work) // (1 if facts.device == "cpu" else COLUMNS_OF_A_LAUNCH),
+        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
+    )
+
+
+def _scheme_note(spec: Quantize, scheme: ModelScheme, arch: Arch) -> str:
+    if not isinstance(spec.scheme, Mixed):
+        return f"{scheme.name}, {arch.num_layers} layers one at a time"
+    return (
+        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
+        f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
+    )
+
+
+def _effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: int) -> tuple[int, float]:
+    """Peak bytes and floating-point operations of the sensitivities: inputs of every layer are kept, a layer is there once for each scheme,
+    with its statistics and what the search for scales makes of one linear."""
+    num_tokens = min(spec.num_samples, num_samples) * seq_len
+    schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
+    layer = max(arch.layers, key=lambda each: each.intermediate_size)
+    shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
+    params, largest = sum(n * k for n, k in shapes), max(n * k for n, k in shapes)
+    hessians = 4 * sum({layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears}.values())
+    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * width
+    peak += params * width * (1 + len(schemes)) + 2 * hessians + 8 * 4 * largest + 6 * 4 * seq_len * arch.vocab_size
+    products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)  # two forwards, one with statistics, one backward
+    walks = products * 2.0 * arch.num_linear_params * num_tokens
+    searches = sum(2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes) * arch.num_layers
+    return peak, walks + searches

@@ -1,0 +1,78 @@
+"""The layers of a quantized model, compressed one after the other by all ranks together: which scheme each linear gets, and the passes."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.calibrate.dataset import load_token_set
+from compress.calibrate.sequential import LayerPass, Row, run_sequential
+from compress.export import open_weights
+from compress.methods import Refiner, Rounder, Smoother, Target
+from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
+from compress.models.overrides import decide
+from compress.models.weights import WeightSource
+from compress.quant.kv import FP8_STATIC
+from compress.quant.scheme import ModelScheme, Schemes
+from compress.stages import Inputs, Port
+from compress.stages.calibrate import TOKENS_NAME
+from compress.stages.quantize.choose import choose
+from compress.stages.quantize.costs import units_of
+from compress.stages.quantize.mixed import Mixed
+from compress.stages.quantize.sizes import outer_bytes
+from compress.stages.quantize.spec import Quantize
+
+
+def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dtype) -> list[LayerPass]:
+    """The passes of a spec, in order."""
+    passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
+    if spec.smooth is not None:
+        passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
+    refiner, target = cast(Refiner | None, spec.refine), cast(Target | None, spec.target)
+    passes.append(RoundPass(cast(Rounder, spec.round), schemes, stored_dtype, refiner, target))
+    return passes
+
+
+def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
+    """The model's own dtype on a GPU; float32 on a CPU, most of which have no fast 16-bit arithmetic."""
+    return torch.float32 if torch.device(device).type == "cpu" else stored_dtype
+
+
+def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[ModelScheme, dict[str, Any], list[Row]]:
+    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
+    layer report. Rank 0 chooses."""
+    source = open_weights(inputs[Port.DENSE].path)
+    stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
+    assert chosen is not None
+    scheme, explained = chosen
+    rows = run_sequential(
+        source,
+        tokens_NS,
+        quantization_passes(spec, scheme, stored_dtype),
+        ctx.scratch,
+        ctx,
+        scheme=scheme,
+        compute_dtype=compute_dtype(ctx.device, stored_dtype),
+        kv_scales=spec.kv_format() == FP8_STATIC,
+    )
+    return scheme, explained, rows
+
+
+def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme, dict[str, Any]]:
+    """The scheme of every linear, and facts of how it was chosen where it was."""
+    arch = source.arch
+    if not isinstance(spec.scheme, Mixed):
+        return spec.model_scheme(arch), {}
+    chosen, facts = choose(
+        spec.scheme,
+        units_of(spec.scheme, decide(spec.patterns, arch), arch),
+        source,
+        tokens_NS,
+        ctx,
+        compute_dtype=compute_dtype(ctx.device, getattr(torch, arch.dtype)),
+        outer_bytes=outer_bytes(arch, spec.head_scheme),
+    )
+    return replace(chosen, head=spec.head_scheme), {"mixed": facts}

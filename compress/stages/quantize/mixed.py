@@ -1,0 +1,85 @@
+"""`scheme: {kind: mixed}` of the quantize stage, as a recipe says it: schemes to choose from, and one budget."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from compress.errors import UsageError, did_you_mean
+from compress.kernels.latency import latency_table
+from compress.quant.scheme import DENSE, SCHEMES, Scheme
+from compress.recipe import Spec, checked_by
+
+_SIZES, _LATENCIES = ("size_ratio", "size_gb"), ("latency_ratio", "latency_us")
+
+
+def scheme_or_dense(name: str) -> Scheme | None:
+    """The scheme of that name, None for `dense`.
+
+    Raises:
+        UsageError: neither.
+    """
+    if name != DENSE and name not in SCHEMES:
+        raise UsageError(f"unknown scheme '{name}'.{did_you_mean(name, [*SCHEMES, DENSE])}")
+    return None if name == DENSE else SCHEMES[name]
+
+
+def _as_tuple(names: Any) -> Any:
+    """A list, as a file has it: where a spec around this one has looked at it before, it is no JSON any more, and a tuple is expected."""
+    return tuple(names) if isinstance(names, list) else names
+
+
+def _choices(names: Sequence[str]) -> None:
+    for name in names:
+        scheme_or_dense(name)
+    if len(set(names)) != len(names) or len(names) < 2 or set(names) == {DENSE}:
+        raise UsageError("name two or more different schemes to choose from.")
+
+
+def _known_device(device: str | None) -> None:
+    if device is not None:
+        latency_table(device)
+
+
+class Budget(Spec):
+    """One limit: of bytes, or of the time of one decode step in the linears of all layers."""
+
+    size_ratio: float | None = Field(None, gt=0, description="bytes of the layers' linears, as a share of theirs in 16 bits")
+    size_gb: float | None = Field(None, gt=0, description="of the whole checkpoint, embedding and head included, in 10^9 bytes")
+    latency_ratio: float | None = Field(None, gt=0, description="time of the layers' linears in a step, as a share of theirs in 16 bits")
+    latency_us: float | None = Field(None, gt=0, description="the same in microseconds")
+    rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
+    device: Annotated[str | None, checked_by(_known_device)] = Field(
+        None, description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured"
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        given = [name for name in (*_SIZES, *_LATENCIES) if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"a budget is one of {', '.join((*_SIZES, *_LATENCIES))}; {' and '.join(given) or 'none'} is given.")
+        if given[0] in _SIZES and (self.rows != 1 or self.device is not None):
+            raise ValueError(f"{given[0]} is a budget of bytes, which depend on neither rows nor device. Leave them out.")
+        return self
+
+    @property
+    def of_time(self) -> bool:
+        return self.latency_ratio is not None or self.latency_us is not None
+
+    @property
+    def text(self) -> str:
+        name = next(each for each in (*_SIZES, *_LATENCIES) if getattr(self, each) is not None)
+        where = f" for {self.rows} row{'s' if self.rows > 1 else ''} on {self.device or 'this device'}" if self.of_time else ""
+        return f"{name} {getattr(self, name):g}{where}"
+
+
+class Mixed(Spec):
+    """The most accurate choice of a scheme for each projection within a budget."""
+
+    kind: Literal["mixed"] = "mixed"
+    schemes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), checked_by(_choices)] = Field(
+        description=f"what a projection may get: schemes, and `{DENSE}`",
+        json_schema_extra={"items": {"enum": [*SCHEMES, DENSE]}},
+    )
+    budget: Budget
+    num_samples: int = Field(32, ge=1, description="samples of the calibration set that sensitivities are measured on")

@@ -1,0 +1,174 @@
+"""What a recipe says of quantization: smoother x target x rounder x refiner x scheme, presets for them, exceptions, head, KV cache."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, cast
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from compress.errors import UnsupportedFormat, UsageError, did_you_mean
+from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
+from compress.methods.gptq import Gptq
+from compress.models.arch import Arch
+from compress.models.overrides import decide, overridden
+from compress.quant.kv import KV_CACHES, kv_cache_named
+from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest, scheme_named
+from compress.recipe import ByKind, Spec, checked_by
+from compress.stages.quantize.costs import units_of
+from compress.stages.quantize.mixed import Mixed, scheme_or_dense
+
+HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
+    "balanced": {"target": {"kind": "gptaq"}, "round": {"kind": "gptq"}, "refine": {"kind": "descent"}},
+}
+"""What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
+(`scripts/bench_quality.py`, CPU): plain rounding 0.0916, GPTQ with min-max scales 0.0353, balanced without its target 0.0297. What the
+target adds, mean of the seeds (each of them gains) on a quarter of the calibration tokens (`--num-samples 32 --eval-samples 32`):
+
+    strength     none      0.25      0.5       1 (one seed; it had 0.0309 without)
+    mean KL      0.0311    0.0292    0.0290    0.0325
+    time         1         1.4       1.4
+"""
+
+
+def _specs(methods: Any) -> Mapping[str, type[Spec]]:
+    return {name: cast(type[Spec], method) for name, method in methods.items()}
+
+
+def _preset_named(name: str | None) -> None:
+    if name is not None and name not in PRESETS:
+        raise UsageError(f"unknown preset '{name}'.{did_you_mean(name, PRESETS)}")
+
+
+def _scheme_of_a_head(name: str | None) -> None:
+    if name is not None and scheme_named(name).name not in HEAD_SCHEMES:
+        raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
+
+
+def _kv_cache(name: str | None) -> None:
+    if name is not None:
+        kv_cache_named(name)
+
+
+def _schemes_of_overrides(overrides: Mapping[str, str]) -> None:
+    for name in overrides.values():
+        scheme_or_dense(name)
+
+
+def _kind_of_scheme(value: Any) -> str:
+    return "mixed" if isinstance(value, Mapping | Mixed) else "name"
+
+
+class Quantize(Spec):
+    """Which codes weights get, and how scales and roundings are found."""
+
+    scheme: Annotated[
+        Annotated[str, checked_by(scheme_named), Field(json_schema_extra={"enum": list(SCHEMES)}), Tag("name")]
+        | Annotated[Mixed, Tag("mixed")],
+        Discriminator(_kind_of_scheme),
+    ] = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}; or `{{kind: mixed}}`, which chooses among several")
+    overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
+        default_factory=dict,
+        exclude_if=lambda overrides: not overrides,  # as `kv_cache`
+        description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
+        "the first pattern that matches decides",
+        json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
+    )
+    head: Annotated[str | None, checked_by(_scheme_of_a_head)] = Field(
+        None,
+        description=f"scheme of the output head, {' or '.join(HEAD_SCHEMES)}; left out, it stays dense",
+        json_schema_extra={"enum": [*HEAD_SCHEMES, None]},
+    )
+    preset: Annotated[str | None, checked_by(_preset_named)] = Field(
+        None,
+        exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
+        description="`fast` or `balanced` settings for those of smooth, target, round and refine that are left out",
+        json_schema_extra={"enum": [*PRESETS, None]},
+    )
+    smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
+    round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
+    refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
+        None,
+        exclude_if=lambda name: name is None,  # so that what was made before there was this key keeps its cache key
+        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
+        "scale for each position and head as they go; left out, keys and values stay in 16 bits",
+        json_schema_extra={"enum": [*KV_CACHES, None]},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, raw: Any) -> Any:
+        """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
+        if not isinstance(raw, Mapping) or not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
+            return raw  # None, or a value that its field refuses
+        return {**PRESETS[raw["preset"]], **raw}
+
+    @model_validator(mode="after")
+    def _refuse_what_does_nothing(self) -> Self:
+        if self.smooth is None:
+            return self
+        names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
+        schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
+        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
+        if None not in reasons:
+            kind = self.smooth.model_dump()["kind"]
+            raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
+        return self
+
+    def method(self) -> str:
+        """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
+        parts = {"smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
+        return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
+
+    def model_scheme(self, arch: Arch) -> ModelScheme:
+        """Raises UsageError: an override decides nothing, or linears over one input would differ."""
+        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
+        return overridden(scheme_named(self.scheme), self.patterns, arch, head=self.head_scheme)
+
+    def possible_schemes(self, arch: Arch) -> list[ModelScheme]:
+        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
+
+        Raises:
+            UsageError: as `model_scheme`.
+        """
+        if not isinstance(self.scheme, Mixed):
+            return [self.model_scheme(arch)]
+        units = units_of(self.scheme, decide(self.patterns, arch), arch)
+        picks = [[unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units] for idx in range(len(self.scheme.schemes))]
+        picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
+        possible = [{linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears} for each in picks]
+        return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
+
+    @property
+    def patterns(self) -> dict[str, Scheme | None]:
+        return {pattern: scheme_or_dense(name) for pattern, name in self.overrides.items()}
+
+    @property
+    def head_scheme(self) -> Scheme | None:
+        return None if self.head is None else scheme_named(self.head)
+
+    def kv_format(self) -> str | None:
+        return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
+
+    def check_model(self, arch: Arch) -> None:
+        """Raises UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the embedding."""
+        said = arch.config.get("quantization_config")
+        if said:
+            raise UnsupportedFormat(
+                f"the model is quantized already (quant_method '{said.get('quant_method')}'): codes of codes would add a second error to "
+                "the first. Name the dense model that it was made from."
+            )
+        if self.head is not None and arch.tied_head:
+            raise UnsupportedFormat(
+                f"the model's head is tied to its embedding, which stays dense: a head in {self.head} would be a second, different matrix, "
+                "and no format has a place for it. Leave out `head`."
+            )
+
+
+def _settings(spec: Spec) -> str:
+    settings = spec.model_dump(mode="json")
+    kind = settings.pop("kind")
+    return f"{kind} ({', '.join(f'{key} {json.dumps(value)}' for key, value in settings.items())})"

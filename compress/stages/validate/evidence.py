@@ -1,0 +1,114 @@
+"""What the report says besides what is measured: the artifact's own facts, its bytes, the text it was made with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compress.artifact.header import read_header
+from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
+from compress.calibrate.corpus import Document
+from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
+from compress.kernels.paged import DENSE_FORMATS
+from compress.quant.scheme import ModelScheme, name_of
+from compress.runtime.engine import Engine
+from compress.stages import Inputs, Port
+from compress.stages.calibrate import TOKENS_NAME
+from compress.validate.report import ranges
+
+MODEL_CARD = "README.md"
+
+
+def served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
+    """The candidate's KV cache if it is quantized: what its manifest says of it, if that is the one that was served."""
+    if engine.kv_format in DENSE_FORMATS.values():
+        return None
+    stated: dict[str, Any] = manifest.facts.get("kv_cache", {})
+    return {**(stated if stated.get("format") == engine.kv_format else {}), "format": engine.kv_format}
+
+
+def quantization(inputs: Inputs) -> Mapping[str, Any]:
+    """Facts of the quantize stage, if the recipe has one."""
+    quantized = inputs.ports.get(Port.QUANTIZED)
+    return {} if quantized is None else open_artifact(quantized.path).manifest.facts
+
+
+def pruning(inputs: Inputs) -> dict[str, Any] | None:
+    """How the dense weights that were compressed had been pruned, if they had."""
+    dense = inputs.ports.get(Port.DENSE)
+    if dense is None or not (dense.path / MANIFEST_NAME).exists():
+        return None
+    return open_artifact(dense.path).manifest.facts.get("pruning")
+
+
+def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
+    """The quantization's row of every linear, with its scheme where linears differ in it."""
+    rows = quantization(inputs).get("layers", [])
+    if scheme is None or not scheme.exceptions:
+        return rows
+    return [{**row, "scheme": name_of(scheme.of(f"layers.{row['layer']}.{row['linear']}"))} for row in rows]
+
+
+def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:
+    """Scheme -> the linears that have it instead of the model's, as `ffn.down of 0–3`."""
+    layers_of: dict[str, dict[str, list[int]]] = {}
+    for linear, other in scheme.exceptions if scheme is not None else ():
+        _, layer_idx, name = linear.split(".", 2)
+        layers_of.setdefault(name_of(other), {}).setdefault(name, []).append(int(layer_idx))
+    texts = {other: "; ".join(f"{name} of {ranges(idxs)}" for name, idxs in linears.items()) for other, linears in layers_of.items()}
+    return texts or None
+
+
+def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
+    """Bytes on disk of both sides by kind of tensor."""
+    before, after = (_bytes_by_kind(path) for path in (source, candidate))
+    kinds = sorted(before.keys() | after.keys())
+    return [{"kind": kind, "source_bytes": before.get(kind, 0), "candidate_bytes": after.get(kind, 0)} for kind in kinds]
+
+
+def _bytes_by_kind(path: Path) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        for header in read_header(file):
+            kind = _kind(header.name)
+            kinds[kind] = kinds.get(kind, 0) + header.end - header.begin
+    return kinds
+
+
+def _kind(name: str) -> str:
+    if "embed" in name or "head" in name:
+        return "embedding and head"
+    if "norm" in name:
+        return "norms"
+    return "attention" if "attn" in name else "ffn"
+
+
+def calibration_facts(inputs: Inputs, evaluation: TokenSet, evaluation_facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Calibration and evaluation data, and whether they share text: the windows that were really used, compared word by word."""
+    facts: dict[str, Any] = {"evaluation_data": evaluation_facts["title"], "evaluation_digest": evaluation.digest()}
+    if Port.CALIB not in inputs.ports:
+        return facts
+    calib = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+    tokenizer, _ = load_tokenizer(inputs.source.path)
+    shared = overlap(
+        *([Document(str(idx), tokenizer.decode(row)) for idx, row in enumerate(each.tokens_NS.tolist())] for each in (calib, evaluation))
+    )
+    num_samples, seq_len = calib.tokens_NS.shape
+    return facts | {
+        "data": calib.source["title"],
+        "license": calib.source["license"],
+        "num_samples": num_samples,
+        "seq_len": seq_len,
+        "digest": calib.digest(),
+        "overlap": f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text occur in the calibration text",
+    }
+
+
+def license_of(inputs: Inputs) -> str:
+    """The licence that the source's own model card states, else `other`."""
+    card = inputs.source.path / MODEL_CARD
+    if not card.is_file():
+        return "other"
+    front = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
+    lines = front[1].splitlines() if len(front) == 3 and not front[0].strip() else []
+    stated = [line.partition(":")[2].strip() for line in lines if line.startswith("license:")]
+    return stated[0] if stated and stated[0] else "other"
