@@ -2,9 +2,9 @@
 
     python scripts/bench_distill.py --student llama-3.2-1b --teacher llama-3.1-8b --out benchmarks/h200/distill.json
 
-Random weights of the named shapes and random tokens: time depends on shapes, not values. A step is what the distil stage does: the teacher's
-forward, the student's forward, the divergence of the two through their heads slice by slice, backward, clipping, fused AdamW on float32
-master weights; compute in bfloat16.
+Random weights of the named shapes and random tokens: time depends on shapes, not values. A step is what the distil stage does: the
+teacher's forward, the student's forward, the divergence of the two through their heads slice by slice, backward, clipping, fused AdamW on
+float32 master weights; compute in bfloat16.
 
 Operations of a token, which MFU counts (nothing that is computed twice or for bookkeeping):
 
@@ -50,7 +50,9 @@ def measure(args: argparse.Namespace, student_arch: Arch, teacher_arch: Arch, de
     student = build_decoder(RandomSource(student_arch, device=device, dtype=torch.float32), dtype=torch.float32, device=device)
     student.requires_grad_(True)
     teacher = Teacher(
-        build_decoder(RandomSource(teacher_arch, device=device, dtype=dtype), dtype=dtype, device=device), device=device, compile=args.compile
+        build_decoder(RandomSource(teacher_arch, device=device, dtype=dtype), dtype=dtype, device=device),
+        device=device,
+        compile=args.compile,
     )
     if args.checkpoint_layers:
         checkpoint_layers_(student)
@@ -69,7 +71,12 @@ def measure(args: argparse.Namespace, student_arch: Arch, teacher_arch: Arch, de
         started_s = now
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     timed = sorted(seconds[args.warmups :])
-    return {"step_s": timed[len(timed) // 2], "step_s_worst": timed[-1], "warmup_s": sum(seconds[: args.warmups]), "peak_device_bytes": peak}
+    return {
+        "step_s": timed[len(timed) // 2],
+        "step_s_worst": timed[-1],
+        "warmup_s": sum(seconds[: args.warmups]),
+        "peak_device_bytes": peak,
+    }
 
 
 def peak_flops(device: torch.device, given: float | None) -> float | None:

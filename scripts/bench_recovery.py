@@ -3,17 +3,18 @@
     python scripts/bench_recovery.py --data TEXT_DIR --out benchmarks/pruning.json                      both experiments, one GPU
     python scripts/bench_recovery.py --data my-text.yaml --experiments prune25+recover --tokens 20e6
 
-Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN), `heads30+ffn20` (30 % of the heads, 20 % of
-the FFN, nearest legal numbers with widths a multiple of 64). For each: prune (the prune stage; `--score`, `--compensate`), measure, recover by
-distillation from the source, and train the pruned shape from fresh weights on the text itself, with the same windows in the same order.
+Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN), `heads30+ffn20` (30 % of the heads, 20
+% of the FFN, nearest legal numbers with widths a multiple of 64). For each: prune (the prune stage; `--score`, `--compensate`), measure,
+recover by distillation from the source, and train the pruned shape from fresh weights on the text itself, with the same windows in the
+same order.
 
 TEXT_DIR is a directory as `train_reference.py` reads it (`*.jsonl.xz`; the running Python's standard library is added, and the documents
 that the reference model was never trained on are held out); a data card is split by the same rule. Bits per byte are those of
 `train_reference.py`: stored bfloat16 weights, float32 activations, windows of 1,024 without overlap, every source of text, total bits over
 total bytes. The curve is measured on the weights in training.
 
-A row: experiment, model, params and widths before and after, bpb_source, bpb_pruned, bpb_recovered, bpb_scratch (and each by source of text),
-ratio (recovered over source), tokens, seconds, curve [{tokens, bpb_recovered, bpb_scratch}], settings.
+A row: experiment, model, params and widths before and after, bpb_source, bpb_pruned, bpb_recovered, bpb_scratch (and each by source of
+text), ratio (recovered over source), tokens, seconds, curve [{tokens, bpb_recovered, bpb_scratch}], settings.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from compress.distill.losses import Divergence, next_token
 from compress.distill.objective import Objective, Teacher
 from compress.distill.train import TokenStream, TrainConfig, Training
 from compress.export import open_weights
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource, WeightSource, build_decoder
@@ -55,6 +57,10 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     "prune25+recover": {"heads": {"keep": 0.75}, "ffn": {"keep": 0.75}},
     "heads30+ffn20": {"heads": {"keep": 0.7}, "ffn": {"keep": 0.8}, "multiple": 64},
 }
+SETTINGS = (
+    *("score", "compensate", "rounds", "loss", "temperature", "hard_frac", "optimizer", "batch_size"),
+    *("peak_lr", "scratch_lr", "weight_decay"),
+)
 Measured = dict[str, float]
 
 
@@ -130,13 +136,17 @@ def trained(
     yield 0, text.bits_per_byte(model, dtype=config.compute_dtype, at_most=args.curve_windows)["all"]
     for row in Training(model, loss, windows.batch, config, device=device).rows():
         measured = text.bits_per_byte(model, dtype=config.compute_dtype, at_most=args.curve_windows)["all"]
-        print(f"  {row.num_tokens / 1e6:.1f} M tokens, loss {row.loss:.4f}, {measured:.4f} bits per byte, {row.tokens_per_s:,.0f} tokens/s", flush=True)
+        print(
+            f"  {row.num_tokens / 1e6:.1f} M tokens, loss {row.loss:.4f}, {measured:.4f} bits per byte, {row.tokens_per_s:,.0f} tokens/s",
+            flush=True,
+        )
         yield row.num_tokens, measured
 
 
-def stored(model: Decoder, device: torch.device) -> Decoder:
-    """The model as its bfloat16 checkpoint is read back."""
-    return build_decoder(MemorySource(model, dtype=torch.bfloat16), dtype=torch.float32, device=device)
+def final(source: WeightSource, text: HeldOutText, args: argparse.Namespace) -> Measured:
+    """Of a model as its checkpoint is read."""
+    decoder = build_decoder(source, dtype=torch.float32, device=pick_device())
+    return text.bits_per_byte(decoder, dtype=torch.float32, at_most=args.eval_windows)
 
 
 def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutText, work: Path) -> dict[str, Any]:
@@ -146,8 +156,7 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
     started_s = time.perf_counter()
     cut = pruned(args, EXPERIMENTS[name], stream, work)
     seconds = {"prune": time.perf_counter() - started_s}
-    bpb = {"source": text.bits_per_byte(build_decoder(source, dtype=torch.float32, device=device), dtype=torch.float32)}
-    bpb["pruned"] = text.bits_per_byte(build_decoder(cut, dtype=torch.float32, device=device), dtype=torch.float32)
+    bpb = {"source": final(source, text, args), "pruned": final(cut, text, args)}
     print(f"{name}: source {bpb['source']['all']:.4f}, pruned {bpb['pruned']['all']:.4f} bits per byte", flush=True)
     num_steps = max(1, round(args.tokens / args.batch_size / SEQ_LEN))
     windows = TokenStream(torch.from_numpy(stream.astype(np.int32)).to(device), seq_len=SEQ_LEN, batch_size=args.batch_size, seed=SEED)
@@ -157,7 +166,10 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
     scratch = fresh_decoder(cut.arch, generator=torch.Generator().manual_seed(SEED)).to(device)
     objective = Objective(Divergence(args.loss, args.temperature, args.hard_frac), teacher, compute_dtype=dtype, compile=compiled)
     curves: dict[str, list[tuple[int, float]]] = {}
-    for what, model, loss, peak_lr in (("recovered", recovering, objective, args.peak_lr), ("scratch", scratch, next_token, args.scratch_lr)):
+    for what, model, loss, peak_lr in (
+        ("recovered", recovering, objective, args.peak_lr),
+        ("scratch", scratch, next_token, args.scratch_lr),
+    ):
         config = TrainConfig(
             num_steps, args.batch_size, min(args.batch_size, args.micro_batch_size), peak_lr, args.optimizer, compute_dtype=dtype,
             weight_decay=args.weight_decay, log_every=max(1, num_steps // args.curve_points), compile=compiled and what == "scratch",
@@ -165,18 +177,14 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
         started_s = time.perf_counter()
         curves[what] = list(trained(model, loss, windows, config, text, args))
         seconds[what] = time.perf_counter() - started_s
-        bpb[what] = text.bits_per_byte(stored(model, device), dtype=torch.float32)
+        bpb[what] = final(MemorySource(model, dtype=torch.bfloat16), text, args)
         print(f"{name}: {what} {bpb[what]['all']:.4f} bits per byte after {seconds[what]:.0f} s", flush=True)
-    keys = ("score", "compensate", "rounds", "loss", "temperature", "hard_frac", "optimizer", "batch_size", "peak_lr", "scratch_lr", "weight_decay")
-    widths = {
-        side: {"params": arch.num_params, "heads": arch.layers[0].num_heads, "kv_heads": arch.layers[0].num_kv_heads, "ffn": arch.layers[0].intermediate_size}
-        for side, arch in (("before", source.arch), ("after", cut.arch))
-    }  # fmt: skip
     return {
         "experiment": name,
         "tool": "compress",
         "model": Path(args.model).name,
-        **widths,
+        "before": widths(source.arch),
+        "after": widths(cut.arch),
         **{f"bpb_{what}": measured["all"] for what, measured in bpb.items()},
         "ratio": bpb["recovered"]["all"] / bpb["source"]["all"],
         "by_source": bpb,
@@ -186,9 +194,15 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
             {"tokens": tokens, "bpb_recovered": round(one, 5), "bpb_scratch": round(other, 5)}
             for (tokens, one), (_, other) in zip(curves["recovered"], curves["scratch"], strict=True)
         ],
-        "settings": {key: getattr(args, key) for key in keys},
+        "settings": {key: getattr(args, key) for key in SETTINGS},
         "speedup": None,
     }
+
+
+def widths(arch: Arch) -> dict[str, int]:
+    first = arch.layers[0]
+    named = {"heads": first.num_heads, "kv_heads": first.num_kv_heads, "ffn": first.intermediate_size, "layers": arch.num_layers}
+    return {"params": arch.num_params, **named}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -230,6 +244,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--num-samples", type=int, default=128, help="windows of 512 that pruning is calibrated on")
     parser.add_argument("--curve-points", type=int, default=20)
+    parser.add_argument("--eval-windows", type=int, default=None, help="of each source of held-out text; all by default")
     parser.add_argument("--curve-windows", type=int, default=64, help="of each source of held-out text, for a point of the curve")
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 on a CPU that has it")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench-recovery", help="the token stream is kept here")

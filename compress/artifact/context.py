@@ -93,8 +93,8 @@ def never() -> int | None:
 
 @dataclass(frozen=True)
 class Context:
-    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network. `kept` is a directory
-    for what several stages and runs may use again, under names that say its content; `scratch` goes with the stage."""
+    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network. `kept` is a
+    directory for what several stages and runs may use again, under names that say its content; `scratch` goes with the stage."""
 
     device: str
     seed: int

@@ -1,9 +1,9 @@
 """The divergence of two models through their heads, a slice of tokens at a time: logits of a whole batch exist on neither side.
 
-For each slice: student's and teacher's logits, loss and its gradient by the student's logits (`losses.divergence_rows`), and from it at once
-the gradients by hidden states and head. The backward pass only scales what is there, so no product is computed twice: 6 T D V operations for
-the student's head and 2 T D V for the teacher's, and a peak of a few [slice, V] where a batch of 16,384 tokens with 128,256 words has 8.4 GB
-for a single float32 copy.
+For each slice: student's and teacher's logits, loss and its gradient by the student's logits (`losses.divergence_rows`), and from it at
+once the gradients by hidden states and head. The backward pass only scales what is there, so no product is computed twice: 6 T D V
+operations for the student's head and 2 T D V for the teacher's, and a peak of a few [slice, V] where a batch of 16,384 tokens with 128,256
+words has 8.4 GB for a single float32 copy.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -33,16 +33,16 @@ def slices(num_tokens: int, vocab_size: int, device: torch.device) -> list[slice
 def mean_divergence(
     hidden_TD: Tensor, head_VD: Tensor, targets: Targets, labels_T: Tensor, loss: Divergence, *, rows: Rows = divergence_rows
 ) -> Tensor:
-    """Mean over tokens of the loss between the student's logits hidden @ head^T and the targets; differentiable by hidden and head. Products
-    are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`."""
-    return _HeadDivergence.apply(hidden_TD, head_VD, targets, labels_T, loss, rows)
+    """Mean over tokens of the loss between the student's logits hidden @ head^T and the targets; differentiable by hidden and head.
+    Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`."""
+    return _HeadDivergence.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, head_VD, targets, labels_T, loss, rows
+    )
 
 
 class _HeadDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets: Targets, labels_T: Tensor, loss: Divergence, rows: Rows
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets: Targets, labels_T: Tensor, loss: Divergence, rows: Rows) -> Tensor:
         num_tokens = hidden_TD.shape[0]
         weight_VD = head_VD.to(hidden_TD.dtype)
         wants_hidden, wants_head = ctx.needs_input_grad[:2]

@@ -7,10 +7,12 @@ so that training starts at the model as it is. The frozen weights stay in the co
 Shapes: O out, I in, R rank.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from compress.models.decoder import Decoder
+from compress.models.decoder import Decoder, DecoderLayer
 
 
 class LoraLinear(nn.Module):
@@ -35,19 +37,23 @@ class LoraLinear(nn.Module):
 def add_lora_(decoder: Decoder, rank: int, *, alpha: float, generator: torch.Generator) -> None:
     """Freeze everything and put a trained term beside every linear of the layers, in the order of the model."""
     decoder.requires_grad_(False)
-    for layer in decoder.layers:
-        for name in layer.shape.linears:
-            place, _, leaf = name.rpartition(".")
-            layer.get_submodule(place).add_module(leaf, LoraLinear(layer.linear(name), rank, alpha, generator))
+    for layer, name in _linears(decoder):
+        place, _, leaf = name.rpartition(".")
+        layer.get_submodule(place).add_module(leaf, LoraLinear(layer.linear(name), rank, alpha, generator))
 
 
 def merge_lora_(decoder: Decoder) -> None:
     """Bring the trained terms into the weights; the decoder has plain float32 linears again."""
+    for layer, name in _linears(decoder):
+        place, _, leaf = name.rpartition(".")
+        lora = layer.get_submodule(name)
+        assert isinstance(lora, LoraLinear)
+        linear = lora.linear
+        linear.weight = nn.Parameter(lora.merged(), requires_grad=False)
+        layer.get_submodule(place).add_module(leaf, linear)
+
+
+def _linears(decoder: Decoder) -> Iterator[tuple[DecoderLayer, str]]:
     for layer in decoder.layers:
-        for name in layer.shape.linears:
-            place, _, leaf = name.rpartition(".")
-            lora = layer.get_submodule(name)
-            assert isinstance(lora, LoraLinear)
-            linear = lora.linear
-            linear.weight = nn.Parameter(lora.merged(), requires_grad=False)
-            layer.get_submodule(place).add_module(leaf, linear)
+        assert isinstance(layer, DecoderLayer)
+        yield from ((layer, name) for name in layer.shape.linears)

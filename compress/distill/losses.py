@@ -1,4 +1,5 @@
-"""Losses of the training loop: cross entropy of the next token, and divergences between a teacher's and a student's next-token distribution.
+"""Losses of the training loop: cross entropy of the next token, and divergences between a teacher's and a student's next-token
+distribution.
 
 With p the teacher's and q the student's distribution, both at temperature t (their logits divided by it), and m = (p + q) / 2:
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from compress.artifact.context import OneRank, Ranks
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
 from compress.models.decoder import Decoder
@@ -92,11 +93,14 @@ class HeldOut:
 
 
 @torch.no_grad()
-def measure(student: Decoder, teacher: Teacher, tokens_NS: Tensor, device: torch.device, *, compute_dtype: torch.dtype) -> HeldOut:
-    """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary."""
+def measure(
+    student: Decoder, teacher: Teacher, tokens_NS: Tensor, device: torch.device, *, compute_dtype: torch.dtype, ranks: Ranks | None = None
+) -> HeldOut:
+    """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank takes its share of the windows."""
+    ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
-    kl, student_nll, teacher_nll = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
-    for batch_BS in tokens_NS.split(at_once):
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
         tokens_BS = batch_BS.to(device=device, dtype=torch.int64)
         labels_T1 = tokens_BS[:, 1:].reshape(-1, 1)
         with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
@@ -106,11 +110,13 @@ def measure(student: Decoder, teacher: Teacher, tokens_NS: Tensor, device: torch
             logits_TV: Any = targets(part)
             log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
             log_q_TV = (hidden_TD[part].to(compute_dtype) @ weight_VD.T).to(torch.float32).log_softmax(-1)
-            kl += (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).double().sum()
-            student_nll -= log_q_TV.gather(-1, labels_T1[part]).double().sum()
-            teacher_nll -= log_p_TV.gather(-1, labels_T1[part]).double().sum()
+            sums[0] += (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).double().sum()
+            sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double().sum()
+            sums[2] -= log_p_TV.gather(-1, labels_T1[part]).double().sum()
+    ranks.add_up([sums])
+    kl, student_nll, teacher_nll = sums.tolist()
     num_tokens = tokens_NS.shape[0] * (tokens_NS.shape[1] - 1)
-    return HeldOut(num_tokens, float(kl), float(student_nll), float(teacher_nll))
+    return HeldOut(num_tokens, kl, student_nll, teacher_nll)
 
 
 def checkpoint_layers_(decoder: Decoder) -> None:

@@ -1,13 +1,13 @@
 """A student of its own config: its shape, and weights taken from evenly chosen layers, heads and channels of a larger model, or random.
 
 Evenly chosen means that the i-th of n kept among N is i (N - 1) / (n - 1), rounded: first and last are kept. All matrices that touch a
-dimension take the same choice, so what is kept is wired as it was. With fewer query heads or KV heads, whole KV groups are chosen, then query
-heads inside each group.
+dimension take the same choice, so what is kept is wired as it was. With fewer query heads or KV heads, whole KV groups are chosen, then
+query heads inside each group.
 
 Shapes: D hidden, F ffn, H heads, K kv heads, C head dimension.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.pruning import Widths, is_uniform, resized, with_layers
 from compress.models.weights import WeightSource, dense
+from compress.quant.kv import KV_SCALES
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ def evenly(num_kept: int, num_all: int) -> list[int]:
 
 def student_arch(teacher: Arch, shape: Shape) -> Arch:
     """Raises UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads evenly."""
+    if not is_uniform(teacher):
+        raise UsageError("student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them.")
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),
         "hidden": (shape.hidden, teacher.hidden_size),
-        "ffn": (shape.ffn, min(layer.intermediate_size for layer in teacher.layers)),
+        "ffn": (shape.ffn, first.intermediate_size),
         "heads": (shape.heads, first.num_heads),
         "kv_heads": (shape.kv_heads, first.num_kv_heads),
     }
@@ -56,14 +60,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             f"{first.num_heads // first.num_kv_heads}. Give heads and kv_heads that fit."
         )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
-    layers = [
-        replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=shape.ffn or layer.intermediate_size)
-        for layer in (teacher.layers[idx] for idx in kept)
-    ]
-    config = dict(teacher.config)
-    if any(layer.window is not None for layer in teacher.layers):  # said layer by layer, because the choice may break any other pattern
-        config["layer_types"] = ["full_attention" if layer.window is None else "sliding_attention" for layer in layers]
-    return teacher.replace(layers=tuple(layers), hidden_size=shape.hidden or teacher.hidden_size, config=config)
+    widths = Widths(num_heads, num_kv_heads, shape.ffn or first.intermediate_size, len(kept))
+    return resized(with_layers(teacher, kept), widths).replace(hidden_size=shape.hidden or teacher.hidden_size)
 
 
 def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
@@ -74,7 +72,7 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
     for idx, source_idx in enumerate(evenly(arch.num_layers, source.arch.num_layers)):
         channels = _channels(source.arch, source_idx, arch, idx)
         for name, value in source.layer(source_idx).items():
-            if not name.endswith(("k_scale", "v_scale")):
+            if name not in KV_SCALES.values():
                 state[f"layers.{idx}.{name}"] = _cut(name, dense(value, torch.float32), hidden, channels)
     if arch.tied_head:
         state["head.weight"] = state["embed.weight"]

@@ -96,6 +96,35 @@ class TokenStream:
         return self._tokens[starts.unsqueeze(1) + span].to(torch.int64)
 
 
+class Windows:
+    """A fixed set of windows int32 [N, S+1] in batches; every epoch has its own order, and the last windows that fill no batch wait for
+    another.
+
+    Raises:
+        UsageError: fewer windows than a batch has.
+    """
+
+    def __init__(self, tokens_NS: Tensor, *, batch_size: int, seed: int) -> None:
+        self._tokens_NS, self._batch_size, self._seed = tokens_NS, batch_size, seed
+        self._batches_per_epoch = tokens_NS.shape[0] // batch_size
+        if self._batches_per_epoch < 1:
+            raise UsageError(f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens.")
+        self._epoch, self._order = -1, list[int]()
+
+    def chosen(self, step: int) -> list[int]:
+        """The windows of a step."""
+        epoch, idx = divmod(step, self._batches_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._order = torch.randperm(self._tokens_NS.shape[0], generator=generator).tolist()
+            self._epoch = epoch
+        return self._order[idx * self._batch_size : (idx + 1) * self._batch_size]
+
+    def batch(self, step: int) -> Tensor:
+        """int64 [B, S+1] of a step."""
+        return self._tokens_NS[self.chosen(step)].to(torch.int64)
+
+
 class Training:
     """One run of the loop: a model in training, its optimizers, and the step it stands at.
 
