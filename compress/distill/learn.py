@@ -62,7 +62,7 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
             if ctx.ranks.rank == 0 and (measured or stopping or time.monotonic() - saved_s > SAVE_EVERY_S):
                 _save(file, training, curve)
                 saved_s = time.monotonic()
-            ctx.boundary(row.step, config.num_steps, _note(row, curve, config))
+            ctx.boundary(row.step, config.num_steps, _note(row, curve))
             if _is_over(curve, held_out.patience):
                 break
     return curve
@@ -92,11 +92,9 @@ def _is_over(curve: Curve, patience: int | None) -> bool:
     return patience is not None and since >= patience
 
 
-def _note(row: TrainLogRow, curve: Curve, config: TrainConfig) -> str:
+def _note(row: TrainLogRow, curve: Curve) -> str:
     kl = next(each["kl"] for each in reversed(curve) if "kl" in each)
-    left_s = (config.num_steps - row.step) * row.num_tokens / row.step / row.tokens_per_s
-    left = f"{left_s:.0f} s" if left_s < 120 else f"{left_s / 60:.0f} min" if left_s < 7200 else f"{left_s / 3600:.1f} h"
-    return f"loss {row.loss:.4f}, held-out KL {kl:.4f}, {row.tokens_per_s:,.0f} tokens/s, {left} left"
+    return f"loss {row.loss:.4f}, held-out KL {kl:.4f}, {row.tokens_per_s:,.0f} tokens/s"
 
 
 def _save(file: Path, training: Training, curve: Curve) -> None:

@@ -72,12 +72,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes, the specs of the stages before (by kind), and how many ranks are to share the work."""
+    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind), how many ranks are to share
+    the work, and the shapes of the recipe's own model."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
     num_ranks: int = 1
+    source_arch: Arch | None = None
 
 
 class RunStage(Protocol):
