@@ -18,6 +18,7 @@ from compress.validate.gates import GateResult
 from compress.validate.latency import LatencyRow
 from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, mixed_plot, size_plot
 from compress.validate.pruning_plots import pruning_plots, rows_of_source
+from compress.validate.recovery_plot import recovery_plot
 from compress.validate.roofline import RooflineRow
 
 Json = dict[str, Any]
@@ -34,6 +35,7 @@ def build_report(
     layers: Sequence[Mapping[str, Any]] = (),
     mixed: Mapping[str, Any] | None = None,
     pruning: Mapping[str, Any] | None = None,
+    distillation: Mapping[str, Any] | None = None,
     accuracy: Accuracy | None = None,
     latency_source: Sequence[LatencyRow] = (),
     latency_candidate: Sequence[LatencyRow] = (),
@@ -52,6 +54,7 @@ def build_report(
         layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
         mixed: how schemes were chosen, as `stages/mixed.py` says it.
         pruning: what went, as `stages/prune` says it.
+        distillation: how it was brought back, as `stages/distill` says it.
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
@@ -72,6 +75,7 @@ def build_report(
         "kv_cache": kv_cache,
         "mixed": mixed,
         "pruning": pruning,
+        "distillation": distillation,
         "calibration": calibration,
         "environment": environment,
     }
@@ -188,6 +192,8 @@ def _plots(report: Json) -> dict[str, Markup]:
         plots["mixed"] = mixed_plot(report["mixed"])
     if "pruning" in report:
         plots |= pruning_plots(report["pruning"])
+    if "distillation" in report:
+        plots["recovery"] = recovery_plot(report["distillation"])
     if report.get("artifact", {}).get("sizes"):
         plots["size"] = size_plot(report["artifact"]["sizes"])
     return {name: Markup(svg) for name, svg in plots.items()}
