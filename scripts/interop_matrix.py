@@ -7,6 +7,9 @@ scores the same prompts and continues them greedily; agreement is `check_interop
 the compressed-tensors files (the others need a package beside it), with zero points only when it decompresses at load. It computes in
 float32 here, but with weights that it rounds to the model's bfloat16 when it decompresses them later.
 
+Each family is also there as pruning leaves it: half the KV groups, three quarters of the FFN, in 4 bits. Qwen2 keeps its heads, because
+vLLM takes their dimension from the hidden size.
+
 Where a scheme rounds inputs, a difference in the last bit of an input moves it to the next number of the grid, and two programs end up as
 far apart as each is from inputs that are not rounded. So the limits grow by sqrt(2) times what rounding the inputs moves here, the column
 `of inputs`. That is still far from what wrong weights do: texts that have nothing in common differ by 1.2 on average.
@@ -28,6 +31,7 @@ from check_interop import CPU, LIMITS, NEAR_TIE, Answer, Question, Row, ask_all,
 
 from compress.export import write_format
 from compress.models.family import family_of
+from compress.models.pruning import Widths, resized
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, ModelScheme
 
@@ -76,6 +80,7 @@ class Case:
     form: str
     scheme: str
     path: Path
+    pruned: bool = False
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
         dtype = TRANSFORMERS_DTYPE.get(self.scheme, "float32") if program == "transformers" else VLLM_DTYPE.get(self.scheme, "float16")
@@ -92,6 +97,13 @@ def write_all(directory: Path, families: Iterable[str]) -> Iterator[Case]:
             source = RandomSource(arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
             write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
             yield case
+        form, name = WRITTEN[0]
+        case = Case(family, form, name, directory / f"{family}-pruned", pruned=True)
+        case.path.mkdir()
+        heads = (4, 2) if family == "qwen2" else (2, 1)
+        source = RandomSource(resized(arch, Widths(*heads, 384, 2)), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
+        write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
+        yield case
 
 
 def extremes(rows: list[Row]) -> tuple[float, float]:
@@ -130,7 +142,8 @@ def main() -> None:
             questions = [case.question(program, prompts) for case in asked]
             answers = ask_all(program, args.python if program == "vllm" else args.transformers, questions)
             for case, question, answer in zip(asked, questions, answers, strict=True):
-                name = f"| {case.family} | {case.form} | {case.scheme} | {program} {answer.version or ''} | {question.dtype} "
+                family = f"{case.family}, pruned" if case.pruned else case.family
+                name = f"| {family} | {case.form} | {case.scheme} | {program} {answer.version or ''} | {question.dtype} "
                 if answer.error is not None:
                     lines.append(f"{name}| | | | {answer.error} |")
                     agree = False

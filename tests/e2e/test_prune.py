@@ -71,7 +71,7 @@ def test_prune_then_quantize_then_export_compares_with_the_original_model(
     assert "pruned_depth" not in page
     code, out, _ = command("inspect", pruned.path)
     assert code == 0
-    assert "quantiles" not in out
+    assert "shares" not in out
     code, out, err = command("resume", work / "run", "--json")
     assert code == 0, err
     assert all(stage["cached"] for stage in json.loads(out)["stages"])
@@ -109,10 +109,7 @@ def test_query_heads_of_every_group_and_rounds(recipe: Callable[..., Path], comm
     facts = pruned.manifest.facts["pruning"]
     assert [facts["after"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [2, 2, 128, 2]
     first, second = facts["rounds"]
-    assert (len(first["layers_kept"]), len(second["layers_kept"])) == (3, 2) or (len(first["layers_kept"]), second["layers_kept"]) == (
-        2,
-        [0, 1],
-    )
+    assert (len(first["layers_kept"]), len(second["layers_kept"])) == (3, 2)  # half of one layer is none yet
     assert [{row["num_kept"] for row in each["layers"] if row["linear"] == "ffn.down"} for each in (first, second)] == [{192}, {128}]
     page = (work / "run" / "evidence" / "report.html").read_text()
     assert 'class="plot pruned_depth"' in page
@@ -262,15 +259,19 @@ def test_a_target_that_cannot_be_kept_is_refused(recipe: Callable[..., Path], co
     assert "calibration samples and there are 3" in refused(command, path, by="run")
 
 
-def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(recipe: Callable[..., Path], command: Command) -> None:
+def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(recipe: Callable[..., Path], command: Command, work: Path) -> None:
     """`transformers` refuses others; for the shape of a 13 billion parameter model 28 of 40 heads become 32."""
     from compress.models.family import family_of
     from compress.models.known import known_config
+    from compress.models.pruning import as_mistral
     from compress.stages.prune.widths import legal_heads
 
     config = known_config("llama-2-13b")
     assert config is not None
     assert legal_heads(family_of(config).read_config(config), "kv_group", 128) == [1, 2, 4, 5, 8, 10, 16, 20, 32, 40]
-    code, out, err = command("plan", recipe(stages=stages(heads={"keep": 0.5, "unit": "query_head"}, multiple=32)), "--json")
+    assert 28 in legal_heads(as_mistral(family_of(config).read_config(config)), "kv_group", 128)
+    path = recipe(stages=stages(heads={"keep": 0.5, "unit": "query_head"}, multiple=32, as_mistral=True))
+    code, out, err = command("plan", path, "--json")
     assert code == 0, err
     assert "heads 4 -> 2; " in out  # KV heads stay
+    assert open_weights(run(command, path, work).path).arch.family == "mistral"

@@ -20,7 +20,7 @@ from compress.export import open_weights
 from compress.methods import Compensation, Scorer
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name
-from compress.models.pruning import Widths
+from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
@@ -39,7 +39,7 @@ def _depends(spec: Prune, device: str) -> Mapping[str, str]:
 
 def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch, dict[str, Any]]:
     """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and facts."""
-    source: WeightSource = open_weights(inputs[Port.DENSE].path)
+    source = _source(spec, inputs)
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     reshape=reshape,
 )
 def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    before = open_weights(inputs[Port.DENSE].path).arch
+    before = _source(spec, inputs).arch
     spec.check_model(before)
     directory, after, found = prune_rounds(spec, inputs, ctx)
     for name in (OUTER_NAME, *map(layer_name, range(after.num_layers))):
@@ -84,6 +84,11 @@ def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> Non
         **found,
     }
     out.describe(role="dense", arch=arch, layers=layers, facts={"pruning": facts})
+
+
+def _source(spec: Prune, inputs: Inputs) -> WeightSource:
+    source = open_weights(inputs[Port.DENSE].path)
+    return Recast(source, spec.seen(source.arch))
 
 
 def _size(arch: Arch) -> dict[str, int]:

@@ -15,6 +15,7 @@ from compress.stages.quantize.spec import Quantize
 
 def reshape(spec: Prune, arch: Arch) -> Arch:
     """With a target, which is found while running, the model as it was: all that comes is smaller."""
+    arch = spec.seen(arch)
     if spec.target is not None:
         return arch
     widths = spec.by_hand(arch)
@@ -23,9 +24,9 @@ def reshape(spec: Prune, arch: Arch) -> Arch:
 
 def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few cubes of the widths."""
-    arch = facts.arch
+    arch = spec.seen(facts.arch)
     spec.check_model(arch)
-    after = reshape(spec, arch)
+    after = reshape(spec, facts.arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
