@@ -4,7 +4,7 @@ from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, pe
 from compress.methods.descent import Descent
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
-from compress.quant.scheme import ModelScheme
+from compress.quant.scheme import DENSE, ModelScheme
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
@@ -39,16 +39,16 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     pinned = (f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead",) if host else ()
     return Estimate(
         peak,
-        most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
+        most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
         total,
         num_launches=8 * (1 + sweeps) * num_columns(work) // (1 if facts.device == "cpu" else COLUMNS_OF_A_LAUNCH),
         notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *pinned),
     )
 
 
-def _scheme_note(spec: Quantize, scheme: ModelScheme, arch: Arch) -> str:
+def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:
     if not isinstance(spec.scheme, Mixed):
-        return f"{scheme.name}, {arch.num_layers} layers one at a time"
+        return f"{DENSE if scheme is None else scheme.name}, {arch.num_layers} layers one at a time"
     return (
         f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
         f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
