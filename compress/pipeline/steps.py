@@ -30,14 +30,14 @@ def build_steps(recipe: Recipe) -> list[Step]:
             Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
     """
     steps: list[Step] = []
-    present = {Port.SOURCE, Port.DENSE}
+    present, given = {Port.SOURCE, Port.DENSE}, set[Port]()
     for entry in recipe.stages:
         if entry.kind not in STAGES.names():
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
         for need in stage.takes:
-            if met_by(need, present) is None:
+            if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
                     raise entry.where.error(
@@ -49,6 +49,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
                 present.add(implied.stage.gives)
         steps.append(Step(stage, spec))
         present.add(stage.gives)
+        given.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
         raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
     if recipe.push is not None:
@@ -79,9 +80,9 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
-    specs, found = {step.stage.kind: step.spec for step in steps}, []
+    source, specs, found = arch, {step.stage.kind: step.spec for step in steps}, []
     for step in steps:
-        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks)))
+        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source)))
         arch = step.stage.reshape(step.spec, arch)
     return found
 

@@ -2,7 +2,8 @@
 the layers below.
 
 The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
-is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
+is met by the first of its ports that a stage before it gave. `version` is part of the cache key: raise it when the numbers of a stage
+change.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,12 +73,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes, the specs of the stages before (by kind), and how many ranks are to share the work."""
+    """What is known at plan time: shapes as a stage finds them and as the source has them, the specs of all stages (by kind), and how many
+    ranks are to share the work."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
     num_ranks: int = 1
+    source: Arch | None = None
 
 
 class RunStage(Protocol):

@@ -1,4 +1,4 @@
-"""`export`: quantized weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
+"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
 
 import shutil
 from typing import Annotated
@@ -33,7 +33,10 @@ class Export(Spec):
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
-    quantize = facts.specs.get("quantize") or Quantize()
+    quantize = facts.specs.get("quantize")
+    if quantize is None:
+        check_rules(spec.formats[0], facts.arch, None)
+        return Estimate(min(2 * facts.arch.num_params, 5_000_000_000), 2 * facts.arch.num_params, 0.0, notes=("dense weights",))
     assert isinstance(quantize, Quantize)
     arch, possible, kv_format = facts.arch, quantize.possible_schemes(facts.arch), quantize.kv_format()
     for scheme in possible:
@@ -45,9 +48,9 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
 
 
-@STAGES.stage("export", version=1, takes=(Port.QUANTIZED,), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
+@STAGES.stage("export", version=1, takes=((Port.QUANTIZED, Port.DENSE),), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
 def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    artifact = open_artifact(inputs[Port.QUANTIZED].path)
+    artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
     scheme, name = store.scheme, spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")

@@ -77,6 +77,31 @@ def test_prune_then_quantize_then_export_compares_with_the_original_model(
     assert all(stage["cached"] for stage in json.loads(out)["stages"])
 
 
+def test_what_is_pruned_alone_is_published_dense_or_validated_as_it_is(
+    recipe: Callable[..., Path], command: Command, work: Path, model_dir: Path
+) -> None:
+    path = recipe(stages=[*stages(**BY_HAND), {"kind": "export"}, {**VALIDATE, "gates": {}}])
+    pruned = run(command, path, work)
+    exported = work / "run" / "artifacts" / "export"
+    assert (exported / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
+    config = json.loads((exported / "config.json").read_text())
+    assert [config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")] == [2, 1, 32, 192]
+    assert "quantization_config" not in config
+    tokens = torch.arange(20).view(1, -1)
+    one, other = (build_decoder(open_weights(each), dtype=torch.float32, device=torch.device("cpu")) for each in (pruned.path, exported))
+    assert torch.equal(one(tokens), other(tokens))
+    report = json.loads((work / "run" / "evidence" / "report.json").read_text())
+    assert "dense weights" in report["title"]
+    path = recipe(stages=[*stages(**BY_HAND), {**VALIDATE, "gates": {}}])
+    assert command("run", path, "--workspace", work / "run-ws", "--run-dir", work / "direct")[0] == 0
+    direct = json.loads((work / "direct" / "evidence" / "report.json").read_text())
+    assert direct["accuracy"] == report["accuracy"]
+    assert direct["pruning"] == report["pruning"]
+    assert "'export' needs quantized or dense" in refused(command, recipe(stages=[CALIBRATE, {"kind": "export"}]))
+    err = refused(command, recipe(stages=[*stages(**BY_HAND), {"kind": "export", "formats": ["gptq"]}]))
+    assert "[dense-weights]" in err
+
+
 @pytest.mark.parametrize("score", SCORERS.names())
 @pytest.mark.parametrize("compensate", COMPENSATIONS.names())
 def test_every_score_works_with_every_compensation(

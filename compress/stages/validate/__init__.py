@@ -58,7 +58,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 @STAGES.stage(
     "validate",
     version=2,
-    takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED)),
+    takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)),
     uses=(Port.CALIB, Port.QUANTIZED, Port.DENSE),
     gives=Port.EVIDENCE,
     spec=Validate,
@@ -88,7 +88,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         UsageError: the two models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
     """
     device = torch.device(ctx.device)
-    _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED)
+    _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
     num_steps = 4 if spec.latency is not None else 2
     ctx.boundary(0, num_steps, "loading both models")
     config = spec.engine_config()
