@@ -80,9 +80,9 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
-    source, specs, found = arch, {step.stage.kind: step.spec for step in steps}, []
+    specs, source_arch, found = {step.stage.kind: step.spec for step in steps}, arch, []
     for step in steps:
-        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source)))
+        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source_arch)))
         arch = step.stage.reshape(step.spec, arch)
     return found
 

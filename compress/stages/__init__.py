@@ -73,14 +73,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes as a stage finds them and as the source has them, the specs of all stages (by kind), and how many
-    ranks are to share the work."""
+    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind), how many ranks are to share
+    the work, and the shapes of the recipe's own model."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
     num_ranks: int = 1
-    source: Arch | None = None
+    source_arch: Arch | None = None
 
 
 class RunStage(Protocol):

@@ -14,7 +14,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     check_at_hand(load_card(spec.data))
     if spec.latency is not None:
         fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
-    num_params = arch.num_params + (facts.source or arch).num_params
+    num_params = arch.num_params + (facts.source_arch or arch).num_params
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
     logits = 4 * 4 * spec.windows_at_once(arch) * spec.seq_len * arch.vocab_size
