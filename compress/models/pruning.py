@@ -112,6 +112,8 @@ def resized(arch: Arch, widths: Widths) -> Arch:
 def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     """Only the layers `kept`. What a config states by layer is cut along: where it is stated by a rule that counts layers, each layer's
     type is spelled out."""
+    if list(kept) == list(range(arch.num_layers)):
+        return arch
     layers = tuple(arch.layers[idx] for idx in kept)
     config = dict(arch.config)
     if "layer_types" in config and config["layer_types"] is not None:

@@ -47,6 +47,10 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
+        if stage.gives == Port.DENSE and Port.QUANTIZED in given:
+            raise entry.where.error(
+                ("kind",), f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage."
+            )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
         given.add(stage.gives)

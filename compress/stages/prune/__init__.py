@@ -25,7 +25,7 @@ from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.prune.estimate import estimate, reshape
-from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.round import Round, forget, prune_round
 from compress.stages.prune.search import depends, search
 from compress.stages.prune.spec import Prune
 from compress.stages.prune.widths import between
@@ -52,9 +52,11 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     rounds: list[dict[str, Any]] = []
     directory = ctx.scratch
     for idx, widths in enumerate(between(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)):
-        directory = ctx.scratch / f"round-{idx}"
+        last, directory = directory, ctx.scratch / f"round-{idx}"
         source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
         rounds.append(facts)
+        if idx > 0 and ctx.ranks.rank == 0:
+            forget(last)
     return directory, source.arch, {"rounds": rounds, **found}
 
 

@@ -125,9 +125,10 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     ctx.progress.update(num_steps, num_steps, "done")
     manifest = open_artifact(candidate_input.path).manifest
     kv_cache = served_cache(manifest, candidate)
+    pruned = pruning(inputs)
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
     return build_report(
-        title=f"{inputs.source.name} in {'dense weights' if scheme is None else scheme.name}",
+        title=f"{inputs.source.name}{', pruned,' if pruned else ''} in {'dense weights' if scheme is None else scheme.name}",
         artifact={
             "digest": candidate_input.digest,
             "source": inputs.source.name,
@@ -141,7 +142,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         },
         layers=layer_rows(inputs, scheme),
         mixed=quantization(inputs).get("mixed"),
-        pruning=pruning(inputs),
+        pruning=pruned,
         accuracy=accuracy,
         latency_source=rows["source"],
         latency_candidate=rows["candidate"],
