@@ -1,8 +1,8 @@
 """The model card (README.md with Hugging Face front matter) of a compressed artifact, written from its report.
 
-The front matter says what the hub indexes: `base_model`, `base_model_relation` (`quantized`, or `finetune` of a pruned model), the inherited
-licence. The text says what a reader must know before loading it: how much accuracy moved and how that is known, what it was calibrated on,
-and the exact commands to serve and to measure it again. Numbers come from the report and nowhere else.
+The front matter says what the hub indexes: `base_model`, `base_model_relation` (`quantized`, or `finetune` of a pruned model), the
+inherited licence. The text says what a reader must know before loading it: how much accuracy moved and how that is known, what it was
+calibrated on, and the exact commands to serve and to measure it again. Numbers come from the report and nowhere else.
 """
 
 from typing import Any
