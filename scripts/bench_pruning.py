@@ -5,7 +5,7 @@
     python scripts/bench_pruning.py --model ./my-model --data my-eval.yaml --calibration my-text.yaml --device cuda --out pruning.json
 
 A method is a score and, behind a plus, a compensation. Prints the table and writes rows: experiment (`scores`), tool, model, method,
-heads_keep, ffn_keep, params_frac, rounds, kl_mean, kl_interval, kl_p99, top1, ppl_ratio, bpb_source, bpb_pruned, seconds, seed. The
+heads_keep, ffn_keep, params_frac, rounds, kl_mean, kl_interval, kl_p99, top1, ppl_ratio, bpb_source, bpb_pruned, seconds, device, seed. The
 calibration text is drawn anew for every seed, and is the same for all methods; the evaluation text is the same for all. `seconds` is the
 pruning alone, with writing its result. With `--out` (`benchmarks/pruning.json`) every row is written as soon as it is measured, beside the
 rows of other experiments, and `--resume` keeps those that the file has.
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_quality import document
 from bench_setup import markdown
 from quality_bench.measure import Setting, run_until, score
@@ -28,6 +29,7 @@ from compress.artifact.workspace import Workspace
 from compress.cli.run import pick_device
 from compress.pipeline import resolve_text
 from compress.recipe import Recipe, SourceMap, StageEntry
+from compress.validate.roofline import environment_facts
 
 METHODS = (
     *("random", "activation", "wanda", "flap", "taylor", "obs"),
@@ -71,6 +73,7 @@ def measure(setting: Setting, method: str, keep: dict[str, float], rounds: int, 
         "bpb_source": accuracy["bits_per_byte_source"]["value"],
         "bpb_pruned": accuracy["bits_per_byte"]["value"],
         "seconds": round(pruned.seconds, 2),
+        "device": environment_facts(torch.device(setting.device))["device"],
         "seed": seed,
         **setting.facts(),
     }
@@ -117,9 +120,9 @@ def main() -> None:
     args = parser.parse_args()
     device = pick_device(args.device)
     setting = Setting(args.model, args.calibration, args.data, args.num_samples, args.seq_len, args.eval_samples, device)
-    kept: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.resume and args.out.exists() else []
+    kept: list[dict[str, Any]] = json.loads(args.out.read_text())["rows"] if args.out is not None and args.out.exists() else []
     others = [row for row in kept if row["experiment"] != EXPERIMENT]  # the file holds other experiments too
-    rows = [row for row in kept if row["experiment"] == EXPERIMENT]
+    rows = [row for row in kept if row["experiment"] == EXPERIMENT and args.resume]
     known = {(row["method"], row["seed"]) for row in rows}
     with tempfile.TemporaryDirectory() as scratch:
         workspace = Workspace(Path(scratch))

@@ -7,7 +7,7 @@ was. All see the inputs of the group only through statistics. Methods know nothi
 puts them together.
 
 Pruning = scorer x compensation, over units of columns of a linear: a scorer says which units stay, a compensation what the columns that
-stay become. A layer scorer says how much a whole layer does. `stages/prune.py` puts them together.
+stay become. A layer scorer says how much a whole layer does. `stages/prune` puts them together.
 """
 
 from collections.abc import Mapping

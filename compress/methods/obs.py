@@ -44,23 +44,24 @@ class Obs(Spec):
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
         moment, units = candidates.stats["second_moment"], candidates.units
         assert isinstance(moment, SecondMoment)
-        h_II = moment.mean().to(torch.float64)
+        h_II = moment.mean()
         w_OI = torch.where(h_II.diagonal() == 0, 0.0, candidates.w_OI.to(torch.float64))  # what never fires costs nothing
         inverse_II = inverse(h_II, damping=self.damping)
+        del h_II  # of a wide FFN, the half of a gigabyte and more
         if units.width == 1 and units.num_parts == 1:
-            return eliminate_columns(w_OI, inverse_II, units.num_units - num_kept, block_size=self.block_size)
+            return eliminate_columns_(w_OI, inverse_II, units.num_units - num_kept, block_size=self.block_size)
         return eliminate_units(w_OI, inverse_II, units, num_kept)
 
 
 def inverse(h_II: Tensor, *, damping: float) -> Tensor:
-    """(H + d I)^-1 with d a share of mean(diag H), inputs that never fire not counted.
+    """(H + d I)^-1 in float64, with d a share of mean(diag H), inputs that never fire not counted.
 
     Raises:
         UsageError: H holds NaN or infinity.
     """
     alive_I = h_II.diagonal() != 0
     mean = h_II.diagonal()[alive_I].mean() if bool(alive_I.any()) else h_II.new_ones(())
-    damped_II = h_II.clone()
+    damped_II = h_II.to(torch.float64, copy=True)
     damped_II.diagonal().add_(damping * mean)
     lower_II, failed = torch.linalg.cholesky_ex(damped_II)
     if failed != 0:
@@ -71,9 +72,9 @@ def inverse(h_II: Tensor, *, damping: float) -> Tensor:
     return torch.cholesky_inverse(lower_II)
 
 
-def eliminate_columns(w_OI: Tensor, inverse_II: Tensor, num_removed: int, *, block_size: int) -> Choice:
-    """Greedy removal of single columns. Scores are losses: of what goes when it went, of what stays if it were the next."""
-    w_OI, p_II = w_OI.clone(), inverse_II.clone()
+def eliminate_columns_(w_OI: Tensor, p_II: Tensor, num_removed: int, *, block_size: int) -> Choice:
+    """Greedy removal of single columns; weights and inverse are used up. Scores are losses: of what goes when it went, of what stays if
+    it were the next."""
     alive_I = torch.ones(w_OI.shape[1], dtype=torch.bool, device=w_OI.device)
     score_I = w_OI.new_zeros(w_OI.shape[1])
     norm_I, diagonal_I = w_OI.square().sum(dim=0), p_II.diagonal().clone()
@@ -101,9 +102,9 @@ def eliminate_columns(w_OI: Tensor, inverse_II: Tensor, num_removed: int, *, blo
     return Choice(alive_I, score_I.to(torch.float32))
 
 
-def eliminate_units(w_OI: Tensor, inverse_II: Tensor, units: Units, num_kept: int) -> Choice:
-    """Greedy removal of whole units, of every part the same number; scores as in `eliminate_columns`."""
-    w_OI, p_II, width = w_OI.clone(), inverse_II.clone(), units.width
+def eliminate_units(w_OI: Tensor, p_II: Tensor, units: Units, num_kept: int) -> Choice:
+    """Greedy removal of whole units, of every part the same number; scores as in `eliminate_columns_`."""
+    width = units.width
     alive_U = torch.ones(units.num_units, dtype=torch.bool, device=w_OI.device)
     score_U = w_OI.new_zeros(units.num_units)
     left, may_lose = [units.of_part] * units.num_parts, num_kept // units.num_parts

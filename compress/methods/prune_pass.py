@@ -20,8 +20,8 @@ from compress.models.arch import Arch, LayerShape
 from compress.models.pruning import HeadUnit, Units, add_biases_, head_units, keep_channels_, keep_heads_
 from compress.quant.products import product
 
-NUM_QUANTILES = 65
-"""Of the scores of a layer with more units than that, which is what is kept of them."""
+NUM_SHARES = 65
+"""Points of the curve that stands for the scores of a layer with more units than that."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,16 @@ def lost(w_OI: Tensor, kept_I: Tensor, result: Compensated, h_II: Tensor, mean_I
 
 
 def _score_facts(kept_U: Tensor, score_U: Tensor) -> dict[str, Any]:
-    """All scores and which units stay, of few units; of many, how the scores are spread, and the share of their sum that goes."""
+    """The share of the sum of scores that goes; of few units, all scores and which stay; of many, the share of the sum that the least of
+    them have between them, at even steps from none to all."""
     scores_U = score_U.to(torch.float64).cpu()
-    total = float(scores_U.sum())
-    share = {"score_lost": round(float(scores_U[~kept_U.cpu()].sum()) / total, 6) if total > 0 else 0.0}
-    if len(scores_U) <= NUM_QUANTILES:
-        return {**share, "scores": [_rounded(each) for each in scores_U.tolist()], "kept": kept_U.nonzero().squeeze(1).tolist()}
-    at = torch.linspace(0, len(scores_U) - 1, NUM_QUANTILES).round().long()
-    return {**share, "quantiles": [_rounded(each) for each in scores_U.sort().values[at].tolist()]}
+    total = max(float(scores_U.sum()), torch.finfo(torch.float64).tiny)
+    lost = {"score_lost": round(float(scores_U[~kept_U.cpu()].sum()) / total, 6)}
+    if len(scores_U) <= NUM_SHARES:
+        return {**lost, "scores": [_rounded(each) for each in scores_U.tolist()], "kept": kept_U.nonzero().squeeze(1).tolist()}
+    below = torch.cat([scores_U.new_zeros(1), scores_U.sort().values.cumsum(0)]) / total
+    at = torch.linspace(0, len(scores_U), NUM_SHARES).round().long()
+    return {**lost, "shares": [round(each, 6) for each in below[at].tolist()]}
 
 
 def _rounded(value: float) -> float:

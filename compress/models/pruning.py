@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.errors import UsageError
 from compress.models.arch import Arch, LayerShape
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.family import family_of
@@ -111,6 +112,8 @@ def resized(arch: Arch, widths: Widths) -> Arch:
 def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     """Only the layers `kept`. What a config states by layer is cut along: where it is stated by a rule that counts layers, each layer's
     type is spelled out."""
+    if list(kept) == list(range(arch.num_layers)):
+        return arch
     layers = tuple(arch.layers[idx] for idx in kept)
     config = dict(arch.config)
     if "layer_types" in config and config["layer_types"] is not None:
@@ -151,6 +154,32 @@ def fits_consumers(arch: Arch, num_heads: int) -> bool:
     """Whether `transformers` takes a config of the family with so many query heads: a Llama's have to divide its hidden size, even where
     the config states their dimension."""
     return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
+
+
+def as_mistral(arch: Arch) -> Arch:
+    """A Llama without biases under the name of Mistral, which computes the same and whose config takes any number of heads.
+
+    Raises:
+        UsageError: it is not such a Llama.
+    """
+    if arch.family != "llama" or arch.qkv_bias or arch.o_bias or arch.ffn_bias:
+        raise UsageError(f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is none.")
+    words = family_of({"model_type": "llama"})
+    config = {key: value for key, value in arch.config.items() if key not in words.known_fields | words.fixed_fields.keys()}
+    return arch.replace(family="mistral", config={**config, "model_type": "mistral", "sliding_window": None})
+
+
+class Recast:
+    """The same weights under other facts."""
+
+    def __init__(self, source: WeightSource, arch: Arch) -> None:
+        self._source, self.arch, self.kv_format = source, arch, source.kv_format
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.layer(layer_idx)
 
 
 class LayerSubset:

@@ -30,14 +30,14 @@ def build_steps(recipe: Recipe) -> list[Step]:
             Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
     """
     steps: list[Step] = []
-    present = {Port.SOURCE, Port.DENSE}
+    present, given = {Port.SOURCE, Port.DENSE}, set[Port]()
     for entry in recipe.stages:
         if entry.kind not in STAGES.names():
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
         for need in stage.takes:
-            if met_by(need, present) is None:
+            if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
                     raise entry.where.error(
@@ -47,8 +47,13 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
+        if stage.gives == Port.DENSE and Port.QUANTIZED in given:
+            raise entry.where.error(
+                ("kind",), f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage."
+            )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
+        given.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
         raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
     if recipe.push is not None:

@@ -2,7 +2,8 @@
 the layers below.
 
 The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
-is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
+is met by the first of its ports that a stage before it gave. `version` is part of the cache key: raise it when the numbers of a stage
+change.
 """
 
 from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ def pruning_plots(pruning: Row) -> dict[str, str]:
     plots = {}
     if grid := _heads(pruning):
         plots["pruned_heads"] = heads_plot(*grid)
-    if channels := [row for row in rows_of_source(pruning, round_idx=0) if "quantiles" in row and row["linear"] == "ffn.down"]:
+    if channels := [row for row in rows_of_source(pruning, round_idx=0) if "shares" in row and row["linear"] == "ffn.down"]:
         plots["pruned_channels"] = channels_plot(channels)
     if (first := next((each for each in pruning["rounds"] if each["influence"]), None)) is not None:
         plots["pruned_depth"] = depth_plot(first["influence"], first["layers_kept"])
@@ -86,14 +86,10 @@ def channels_plot(rows: Sequence[Row]) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=2.7)
         for idx, row in enumerate(rows):
-            total, sums = 0.0, []
-            for each in row["quantiles"]:
-                total += each
-                sums.append(total)
-            at = [100 * each / (len(sums) - 1) for each in range(len(sums))]
+            at = [100 * each / (len(row["shares"]) - 1) for each in range(len(row["shares"]))]
             named = f"layer {row['source_layer']}" if idx in (0, len(rows) - 1) else None
             color = _DEPTH(idx / max(len(rows) - 1, 1))
-            axes.plot(at, [100 * each / (total or 1.0) for each in sums], color=color, linewidth=1.3, label=named)
+            axes.plot(at, [100 * each for each in row["shares"]], color=color, linewidth=1.3, label=named)
         gone = 100 * (1 - rows[0]["num_kept"] / rows[0]["num_units"])
         axes.axvline(gone, color=FLOOR, linewidth=1.3, linestyle=(0, (3, 3)), label="removed")
         axes.set_xlim(0, 100)

@@ -8,6 +8,7 @@ import torch
 from tiny_decoder import tiny_tokens
 from torch import Tensor
 
+from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.decoder import Decoder
@@ -16,10 +17,13 @@ from compress.models.initialise import fresh_decoder
 from compress.models.pruning import (
     HeadUnit,
     LayerSubset,
+    Recast,
     Units,
     Widths,
     add_biases_,
+    as_mistral,
     can_have_bias,
+    fits_consumers,
     head_units,
     keep_channels_,
     keep_heads_,
@@ -205,3 +209,27 @@ def test_a_bias_is_added_where_the_config_has_a_word_for_it(family: str, linear:
         f"{each}.bias" for each in arch.layers[0].linears if more.has_bias(each)
     }
     assert not weights[f"{linear}.bias"].any()
+
+
+def test_a_llama_as_a_mistral_computes_the_same_with_any_number_of_heads(tmp_path: Path) -> None:
+    import transformers
+
+    source = MemorySource(
+        decoder_of(arch_of("llama", hidden_size=40, attention_bias=False, rope_parameters={"rope_theta": 5e3})), dtype=torch.float32
+    )
+    other = Recast(source, as_mistral(source.arch))
+    assert torch.equal(logits(other), logits(source))
+    assert not fits_consumers(source.arch, 6)
+    assert fits_consumers(other.arch, 6)
+    small, _, _ = pruned(other, "kv_group")
+    write_checkpoint(tmp_path, small)
+    assert Checkpoint(tmp_path).arch.family == "mistral"
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = logits(small)
+    with torch.no_grad():
+        found = model(tiny_tokens(small.arch, 2, 20).long()).logits
+    assert float((found - expected).abs().max()) <= 256 * torch.finfo(torch.float32).eps * 40**0.5 * float(expected.abs().max())
+    for family in ("qwen3", "llama-biases-tied"):
+        with pytest.raises(UsageError, match=r"this .* model is none"):
+            as_mistral(arch_of(family))

@@ -20,12 +20,12 @@ from compress.export import open_weights
 from compress.methods import Compensation, Scorer
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name
-from compress.models.pruning import Widths
+from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.prune.estimate import estimate, reshape
-from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.round import Round, forget, prune_round
 from compress.stages.prune.search import depends, search
 from compress.stages.prune.spec import Prune
 from compress.stages.prune.widths import between
@@ -39,7 +39,7 @@ def _depends(spec: Prune, device: str) -> Mapping[str, str]:
 
 def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch, dict[str, Any]]:
     """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and facts."""
-    source: WeightSource = open_weights(inputs[Port.DENSE].path)
+    source = _source(spec, inputs)
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
@@ -52,9 +52,11 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     rounds: list[dict[str, Any]] = []
     directory = ctx.scratch
     for idx, widths in enumerate(between(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)):
-        directory = ctx.scratch / f"round-{idx}"
+        last, directory = directory, ctx.scratch / f"round-{idx}"
         source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
         rounds.append(facts)
+        if idx > 0 and ctx.ranks.rank == 0:
+            forget(last)
     return directory, source.arch, {"rounds": rounds, **found}
 
 
@@ -70,7 +72,7 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     reshape=reshape,
 )
 def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    before = open_weights(inputs[Port.DENSE].path).arch
+    before = _source(spec, inputs).arch
     spec.check_model(before)
     directory, after, found = prune_rounds(spec, inputs, ctx)
     for name in (OUTER_NAME, *map(layer_name, range(after.num_layers))):
@@ -84,6 +86,11 @@ def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> Non
         **found,
     }
     out.describe(role="dense", arch=arch, layers=layers, facts={"pruning": facts})
+
+
+def _source(spec: Prune, inputs: Inputs) -> WeightSource:
+    source = open_weights(inputs[Port.DENSE].path)
+    return Recast(source, spec.seen(source.arch))
 
 
 def _size(arch: Arch) -> dict[str, int]:

@@ -12,9 +12,13 @@ from compress.stages.calibrate import Calibrate
 from compress.stages.prune.spec import Prune
 from compress.stages.quantize.spec import Quantize
 
+SOLVES = {"cpu": 4.0, "cuda": 20.0}
+"""Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of float64."""
+
 
 def reshape(spec: Prune, arch: Arch) -> Arch:
     """With a target, which is found while running, the model as it was: all that comes is smaller."""
+    arch = spec.seen(arch)
     if spec.target is not None:
         return arch
     widths = spec.by_hand(arch)
@@ -23,13 +27,13 @@ def reshape(spec: Prune, arch: Arch) -> Arch:
 
 def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few cubes of the widths."""
-    arch = facts.arch
+    arch = spec.seen(facts.arch)
     spec.check_model(arch)
-    after = reshape(spec, arch)
+    after = reshape(spec, facts.arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
-    in_dtype, solves = flops(work, searches=4)
+    walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
     backward = 3 * 2.0 * arch.num_linear_params * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples) * calib.seq_len
     notes = list(_notes(spec, arch, after))
@@ -42,7 +46,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     return Estimate(
         peak_bytes(work) + 8 * 4 * width**2,
         2 * after.num_params,
-        num_walks * (in_dtype + solves + backward),
+        num_walks * (walk + backward),
         notes=tuple(notes),
     )
 

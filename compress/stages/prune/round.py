@@ -87,6 +87,12 @@ def prune_round(
     return stored, facts
 
 
+def forget(directory: Path) -> None:
+    """Give back the disk of a finished round whose weights nobody reads any more; what it decided stays."""
+    for file in (directory / OUTER_NAME, *directory.glob("layer-*.safetensors")):
+        file.unlink(missing_ok=True)
+
+
 def _kept_layers(
     how: Round, source: WeightSource, num_kept: int, tokens_NS: Tensor, directory: Path, ctx: Context
 ) -> tuple[list[int], list[float]]:

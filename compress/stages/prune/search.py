@@ -32,7 +32,7 @@ from compress.models.pruning import HeadUnit, Widths, resized, with_layers
 from compress.models.weights import WeightSource
 from compress.runtime.linear_time import linear_time_us
 from compress.runtime.loader import Target as Place
-from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.round import Round, forget, prune_round
 from compress.stages.prune.spec import Axis, Target
 from compress.stages.prune.widths import legal_channels, legal_heads, with_heads
 from compress.stages.quantize.layers import compute_dtype
@@ -221,6 +221,7 @@ def _measured(
                     ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, what=f"{axis} {keep}")
                     known[key] = _rounded(kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device)))
                     write_atomic(file, canonical_json(known))
+                    forget(directory / key)
                 known[key] = ctx.ranks.broadcast(known.get(key, 0.0))
             curves[axis][keep] = known[key]
     return curves

@@ -12,7 +12,7 @@ from compress.methods import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
 from compress.methods.least_squares import LeastSquares
 from compress.methods.obs import Obs
 from compress.models.arch import Arch
-from compress.models.pruning import HeadUnit, Widths, can_have_bias, is_uniform
+from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, is_uniform
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 
@@ -112,6 +112,11 @@ class Prune(Spec):
     multiple: int = Field(
         128, ge=1, description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple of this"
     )
+    as_mistral: bool = Field(
+        False,
+        description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama whose heads do not divide its "
+        "hidden size",
+    )
     score: Annotated[Spec, ByKind(lambda: _specs(SCORERS))] = Obs()
     compensate: Annotated[Spec, ByKind(lambda: _specs(COMPENSATIONS))] = LeastSquares()
     rounds: int = Field(1, ge=1, le=32, description="in how many steps: after each, everything is observed anew")
@@ -141,6 +146,14 @@ class Prune(Spec):
     @property
     def unit(self) -> HeadUnit:
         return next((each.unit for each in (self.heads, self.target) if each is not None), "kv_group")
+
+    def seen(self, arch: Arch) -> Arch:
+        """The model as it is pruned.
+
+        Raises:
+            UsageError: it is to be a Mistral and is no Llama.
+        """
+        return as_mistral(arch) if self.as_mistral else arch
 
     def by_hand(self, arch: Arch) -> Widths:
         """What is left of a model, where no target decides that.

@@ -63,14 +63,14 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
         _place(ctx.scratch / name, out.path / name)
-    if scheme.head is None:
+    if scheme is None or scheme.head is None:
         _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
     linears = [row for row in rows if "linear" in row]
     facts = {"method": spec.method(), "layers": linears, **explained, **_cache_facts(spec, rows, ctx)}
-    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts=facts)
+    out.describe(role="quantized", arch=arch, layers=layers, scheme=None if scheme is None else scheme.to_json(), facts=facts)
 
 
 def _place(stored: Path, place: Path) -> None:
