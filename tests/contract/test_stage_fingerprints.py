@@ -36,6 +36,16 @@ MODULES = {
         "models/rope.py",
         "stages/prune/*.py",
     ),
+    "distill": (
+        "calibrate/dataset.py",
+        "distill/*.py",
+        "models/attention.py",
+        "models/decoder.py",
+        "models/initialise.py",
+        "models/pruning.py",
+        "models/rope.py",
+        "stages/distill/*.py",
+    ),
     "quantize": (
         "calibrate/gradients.py",
         "calibrate/observe.py",
