@@ -117,6 +117,7 @@ class Question:
     max_tokens: int
     prompts: list[tuple[int, ...]]
     decompress: bool = False
+    without_amx: bool = False
 
 
 @dataclass(frozen=True)

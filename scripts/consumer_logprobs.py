@@ -4,10 +4,11 @@ project.
     consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
 
-A question: {model, dtype, max_tokens, prompts: [[token]], decompress}; the last, for `transformers` alone, says whether weights are
-decompressed at load. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens of a
-greedy continuation, their log probabilities, and the margin (in log probability) of each over the second best token. Each question has a
-process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its answer is then {error}.
+A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx}; `decompress`, for `transformers` alone, says whether
+weights are decompressed at load, `without_amx`, for vLLM, to take the kernels of a CPU that has no AMX. An answer: {version, prompts}, and
+per prompt the log probability of every token after the first, the tokens of a greedy continuation, their log probabilities, and the margin
+(in log probability) of each over the second best token. Each question has a process of its own, forked when the imports are done, so that
+one which fails, or dies, spoils no other: its answer is then {error}.
 """
 
 import json
@@ -23,8 +24,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import: the engine
 
 
 def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
+    import torch
     from vllm import LLM, SamplingParams
 
+    if question["without_amx"]:
+        torch.cpu._is_amx_tile_supported = lambda: False
     llm = LLM(
         question["model"],
         dtype=question["dtype"],

@@ -5,7 +5,7 @@ adding a consumer does not move the numbers of another.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -62,6 +62,9 @@ class Ranks(Protocol):
     def move(self, value: T | None, *, source: int, to: int) -> T | None:
         """The value that `source` gave, on the rank `to`; None everywhere else."""
 
+    def add_up(self, tensors: "Sequence[torch.Tensor]") -> None:
+        """Each tensor becomes, in place, its sum over all ranks: the same bits on every one."""
+
 
 class OneRank:
     """Nobody else."""
@@ -79,6 +82,9 @@ class OneRank:
         del source, to
         return value
 
+    def add_up(self, tensors: "Sequence[torch.Tensor]") -> None:
+        del tensors
+
 
 def never() -> int | None:
     """Nobody asked to stop."""
@@ -87,7 +93,8 @@ def never() -> int | None:
 
 @dataclass(frozen=True)
 class Context:
-    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network."""
+    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network. `kept` is a
+    directory for what several stages and runs may use again, under names that say its content; `scratch` goes with the stage."""
 
     device: str
     seed: int
@@ -96,6 +103,7 @@ class Context:
     stop_signal: Callable[[], int | None] = never
     offline: bool = False
     ranks: Ranks = field(default_factory=OneRank)
+    kept: Path | None = None
 
     def rng(self, *path: str) -> "torch.Generator":
         """A CPU generator for one purpose, named by `path`."""

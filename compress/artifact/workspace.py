@@ -2,6 +2,7 @@
 
     root/store/<key>/     finished artifacts, immutable          root/tmp/<host>-<pid>-<random>/   one build in progress
     root/scratch/<key>/   resume points of unfinished stages     root/lock, root/lock.holder       one run at a time
+    root/kept/            what several stages may use again, under names that say its content
 
 A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk; there is no other way into
 `store/`. The key of a result is a digest over everything that decides its bytes, so a hit needs no question and a changed recipe needs no
@@ -119,6 +120,13 @@ class Workspace:
     def scratch(self, key: str) -> Path:
         """A directory for the resume points of an unfinished stage; it outlives a killed run and goes when the result is committed."""
         path = self._place(self._scratch, key)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
+    def kept(self) -> Path:
+        """A directory for what is costly to make, known by its content and safe to delete (a teacher's logits)."""
+        path = self.root / "kept"
         path.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -20,6 +20,12 @@ def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if stored_dtype == torch.bfloat16 and has_bfloat16_tiles() else torch.float32
 
 
+def computes_in(device: str) -> dict[str, str]:
+    """What of a device decides the numbers that it computes: resume points and results of one are not those of another."""
+    kind = torch.device(device).type
+    return {"device": kind, "compute": "bfloat16"} if kind == "cpu" and has_bfloat16_tiles() else {"device": kind}
+
+
 @functools.cache
 def has_bfloat16_tiles() -> bool:
     """Whether this CPU multiplies bfloat16 several times as fast as float32."""

@@ -34,7 +34,8 @@ LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along."""
+    """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along;
+    `factorises`: moments are, as GPTQ does."""
 
     arch: Arch
     num_samples: int
@@ -42,6 +43,7 @@ class Work:
     device: str
     num_ranks: int = OneRank.size
     compares: bool = False
+    factorises: bool = True
 
     @property
     def streams(self) -> int:
@@ -68,13 +70,13 @@ def host_bytes(work: Work) -> int:
     return 0 if work.device == "cpu" else 2 * 2 * max(_num_params(work.arch, layer) for layer in work.arch.layers)
 
 
-def flops(work: Work, *, searches: int) -> tuple[float, float]:
-    """Operations of the busiest rank: in the dtype of the computation, and in float32. `searches` counts products of a weight with its
-    statistic, or work like it."""
+def flops(work: Work, *, products: float) -> tuple[float, float]:
+    """Operations of the busiest rank: over activations, and over weights. `products` counts those of a weight with its statistic, or work
+    like it."""
     arch, tokens = work.arch, work.num_samples * work.seq_len
     grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
     forward = (1 + work.streams) * 2.0 * arch.num_linear_params * tokens
-    return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * searches * rows * size**2 for rows, size in shapes))
+    return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes))
 
 
 def guide_effort(work: Work) -> tuple[int, float]:
@@ -115,20 +117,21 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     cross = moments if work.compares else 0
     observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(taps.values()) ** 2
     ahead = 2 * params if on_cpu else 0
-    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work.arch, layer, on_cpu=on_cpu)
+    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
     return max(observe, compress, replay)
 
 
-def _rounding_bytes(arch: Arch, layer: LayerShape, *, on_cpu: bool) -> int:
+def _rounding_bytes(work: Work, layer: LayerShape) -> int:
     """Of one stack of linears: its own copies beside the moment and the factor, or the factorisation beside the stack."""
-    most = 0
+    most, on_cpu = 0, work.device == "cpu"
     for group in _groups(layer):
-        shapes = [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
+        shapes = [layer.linear_shape(name, work.arch.hidden_size) for name in group.linears]
         sizes = [rows * columns for rows, columns in shapes]
         stack = sum(sizes) if rounds_as_one(sum(sizes), on_cpu=on_cpu) else max(sizes)
         moment = shapes[0][1] ** 2
-        most = max(most, 4 * (STACK_COPIES * stack + 2 * moment), 4 * (2 * stack + MOMENT_COPIES * moment))
+        factorised = 4 * (2 * stack + MOMENT_COPIES * moment) if work.factorises else 0
+        most = max(most, 4 * (STACK_COPIES * stack + 2 * moment), factorised)
     return most
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +38,8 @@ HEARD_S = 30.0
 """How long a rank that failed waits for rank 0 to say so before it ends: a launcher kills all when the first one ends."""
 PARTING_S = 5.0
 """How long rank 0, which may be the home of the store, waits at the end until all others have seen it."""
+BUCKET_VALUES = 1 << 26
+"""Of tensors that are summed over the ranks in one exchange."""
 _FAILED, _HEARD, _GONE = "failed", "heard", "gone"
 
 
@@ -126,6 +128,13 @@ class TorchRanks:
             return received
         return None
 
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self._device)
+            self._watched(lambda flat=flat: dist.all_reduce(flat))
+            for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
+
     def fail(self, error: BaseException) -> bool:
         """Tell the others why this rank stops; the first to fail is the one that is heard. Whether rank 0 has taken notice."""
         with contextlib.suppress(RuntimeError):  # the store may have gone with whoever failed first
@@ -213,6 +222,18 @@ class TorchRanks:
                 if landed is not place:
                     place.copy_(landed)
         return value
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In order, neighbours of one dtype together: an exchange of many small tensors costs what each of them waits."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_VALUES):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 @dataclass

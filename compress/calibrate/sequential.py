@@ -132,6 +132,7 @@ def run_sequential(
     compute_dtype: torch.dtype,
     kv_scales: bool = False,
     guide: GuideFiles | None = None,
+    pruned: Arch | None = None,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -143,6 +144,7 @@ def run_sequential(
         compute_dtype: of the activations; statistics are float32 whatever it is.
         kv_scales: also find and store the static scales of every layer's KV cache.
         guide: what the end of the model says; without, all tokens count the same.
+        pruned: the shapes that the passes leave, where they change them; as many layers.
 
     Returns:
         One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
@@ -155,6 +157,7 @@ def run_sequential(
         EnvironmentUnfit: the device's memory is too small, whatever gives way.
     """
     arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
+    after = arch if pruned is None else pruned
     leads = ranks.rank == 0
     if device.type == "cpu":
         return_freed_blocks()
@@ -186,7 +189,7 @@ def run_sequential(
                 weights, rows = _compressed(state, passes, arch)
                 del state
                 if kv_scales:
-                    cached = KeysValues.of(arch, idx, weights, dtype=compute_dtype, device=device)
+                    cached = KeysValues.of(after, idx, weights, dtype=compute_dtype, device=device)
                     scales, of_cache = calibrate_cache(cached, over_samples, stored_dtype=getattr(torch, arch.dtype))
                     weights, rows = {**weights, **scales}, rows + of_cache
                     del cached
@@ -196,7 +199,7 @@ def run_sequential(
                 replay_(_built(arch, idx, source.layer(idx), device, compute_dtype, room), of_source, room)
             if not is_last:
                 layers.start(idx + 1)
-                replay_(_built(arch, idx, weights, device, compute_dtype, room), samples, room)
+                replay_(_built(after, idx, weights, device, compute_dtype, room), samples, room)
             del weights  # before the next layer comes
         disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")

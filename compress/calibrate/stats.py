@@ -187,6 +187,38 @@ class AbsMean:
         return self._sum_D / self.num_tokens
 
 
+class Mean:
+    """E[x] per feature: what a bias can stand for when a feature goes."""
+
+    of_squares = False
+
+    def __init__(self) -> None:
+        self._sum_D: Tensor | None = None
+        self.num_tokens = 0
+
+    def update(self, x_TD: Tensor) -> None:
+        total_D = x_TD.sum(dim=0, dtype=torch.float32)
+        self._sum_D = total_D if self._sum_D is None else self._sum_D.add_(total_D)
+        self.num_tokens += x_TD.shape[0]
+
+    def merge(self, other: "Mean") -> None:
+        if other._sum_D is not None:
+            self._sum_D = other._sum_D if self._sum_D is None else self._sum_D.add_(other._sum_D)
+            self.num_tokens += other.num_tokens
+
+    def park(self) -> None:
+        """It is small."""
+
+    def rescale_(self, scale_D: Tensor) -> None:
+        assert self._sum_D is not None
+        self._sum_D = self._sum_D / scale_D
+
+    def mean(self) -> Tensor:
+        """float32 [D]."""
+        assert self._sum_D is not None
+        return self._sum_D / self.num_tokens
+
+
 class AbsMax:
     """max |x| per feature: the range of a static activation scale."""
 

@@ -24,7 +24,7 @@ def convert(
     from compress.export.conversion import convert as convert_model
     from compress.models.arch import Arch
     from compress.pipeline import resolve_text
-    from compress.quant.scheme import ModelScheme
+    from compress.quant.scheme import DENSE, ModelScheme
 
     form = FORMATS.get(to)
     model = resolve_text(source, offline=offline)
@@ -34,12 +34,11 @@ def convert(
         note(f"{source} holds no tokenizer, so neither does {out}; copy it from the model that it was made from.")
     manifest = artifact.manifest
     assert manifest.arch is not None
-    assert manifest.scheme is not None
-    scheme = ModelScheme.from_json(manifest.scheme)
-    consumers = form.consumers(Arch.from_json(manifest.arch, manifest.layers), scheme)
+    scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
+    consumers = [] if scheme is None else form.consumers(Arch.from_json(manifest.arch, manifest.layers), scheme)
     rows = [
         ("format", to),
-        ("scheme", scheme.name),
+        ("scheme", DENSE if scheme is None else scheme.name),
         ("artifact", f"{artifact.digest}  {size_text(artifact.size_bytes)}"),
         ("", str(out)),
         *((each.name, f"{'loads' if each.loads else 'does not load'} ({each.note})") for each in consumers),

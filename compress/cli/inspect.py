@@ -80,8 +80,9 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
 
 
 def _without_rows(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts without the rows of layers, which `--json` has."""
-    kept = {name: value for name, value in facts.items() if name != "layers"}
+    """Facts without the rows of layers, rounds and candidates, which `--json` has."""
+    rows = ("layers", "rounds", "frontier", "measured")
+    kept = {name: value for name, value in facts.items() if name not in rows or not isinstance(value, list)}
     return {name: _without_rows(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 

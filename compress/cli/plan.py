@@ -12,6 +12,7 @@ from compress.errors import StorageError
 if TYPE_CHECKING:
     from compress.models.arch import Arch
     from compress.registry.model_source import ModelSource
+    from compress.stages import Estimate
 
 ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "cuda": 2.5e14}
 """Sustained rates that the time estimate assumes: two server cores in float32, one data-centre GPU in bf16."""
@@ -47,7 +48,7 @@ def plan(
                 "cached": hit,
                 "peak_bytes": estimate.peak_bytes,
                 "disk_bytes": estimate.disk_bytes,
-                "seconds": round(estimate.flops / ASSUMED_FLOPS_PER_S[target] + estimate.num_launches * LAUNCH_S[target], 1),
+                "seconds": round(seconds_of(estimate, target), 1),
                 "notes": list(estimate.notes),
             }
         )
@@ -63,6 +64,11 @@ def plan(
         "disk_bytes": sum(row["disk_bytes"] for row in rows),
     }
     emit(document, _text(document), as_json=as_json)
+
+
+def seconds_of(estimate: "Estimate", device: str) -> float:
+    """Time of a stage at the rates assumed."""
+    return estimate.flops / ASSUMED_FLOPS_PER_S[device] + estimate.num_launches * LAUNCH_S[device]
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":

@@ -1,26 +1,31 @@
-"""The one training loop: it trains the reference model, and recovery of pruned models, drafts and scale tuning will run through it.
+"""The one training loop: the reference model, recovery of pruned models and students of their own config run through it.
 
 AdamW (arXiv 1711.05101) with decay on matrices only, or Muon for the matrices inside the layers and AdamW for the rest; linear warm-up,
 cosine to zero, clipped gradients; float32 master weights and a lower compute dtype by autocast. The batch of a step is a pure function of
-(seed, step), so what a step sees does not depend on when it runs, and the seed decides everything but the rounding of the hardware. A loss
-that is not finite stops the run at the next log row, before anybody sees a result.
+(seed, step), so what a step sees does not depend on when it runs, and the seed decides everything but the rounding of the hardware; nothing
+else is drawn while a model trains, so a state holds no generator. A loss that is not finite stops the run at the next log row, before
+anybody sees a result or stores a state.
 
 Shapes: B batch (sequences a step), S sequence, N windows.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from compress.artifact.context import OneRank, Ranks
 from compress.distill.muon import Muon
 from compress.errors import UsageError
 
-LossFn = Callable[[nn.Module, Tensor], Tensor]
+Batch = Tensor | tuple[Tensor, ...]
+"""Token ids int64 [B, S+1], alone or before other tensors with a row for each sequence."""
+LossFn = Callable[..., Tensor]
+"""(model, *batch) -> mean loss over the tokens of the batch."""
 
 
 @dataclass(frozen=True)
@@ -91,56 +96,153 @@ class TokenStream:
         return self._tokens[starts.unsqueeze(1) + span].to(torch.int64)
 
 
-def train(
-    model: nn.Module, loss_fn: LossFn, batch_of: Callable[[int], Tensor], config: TrainConfig, *, device: torch.device
-) -> Iterator[TrainLogRow]:
-    """Train `model` in place; yields a row every `log_every` steps and at the end.
+class Windows:
+    """A fixed set of windows int32 [N, S+1] in batches; every epoch has its own order, and the last windows that fill no batch wait for
+    another.
 
     Raises:
-        UsageError: the loss became NaN or infinite; the message names the step.
+        UsageError: fewer windows than a batch has.
     """
-    optimizers = _optimizers(model, config, device)
-    compute_loss = torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
-    num_micro = config.batch_size // config.micro_batch_size
-    window = _Window()
-    for step in range(config.num_steps):
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = config.learning_rate(step)
-        tokens_BS = batch_of(step).to(device, non_blocking=True)
-        for micro_BS in tokens_BS.chunk(num_micro):
-            with torch.autocast(device.type, dtype=config.compute_dtype, enabled=config.compute_dtype != torch.float32):
-                loss = compute_loss(model, micro_BS) / num_micro
+
+    def __init__(self, tokens_NS: Tensor, *, batch_size: int, seed: int) -> None:
+        self._tokens_NS, self._batch_size, self._seed = tokens_NS, batch_size, seed
+        self._batches_per_epoch = tokens_NS.shape[0] // batch_size
+        if self._batches_per_epoch < 1:
+            raise UsageError(f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens.")
+        self._epoch, self._order = -1, list[int]()
+
+    def chosen(self, step: int) -> list[int]:
+        """The windows of a step."""
+        epoch, idx = divmod(step, self._batches_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._order = torch.randperm(self._tokens_NS.shape[0], generator=generator).tolist()
+            self._epoch = epoch
+        return self._order[idx * self._batch_size : (idx + 1) * self._batch_size]
+
+    def batch(self, step: int) -> Tensor:
+        """int64 [B, S+1] of a step."""
+        return self._tokens_NS[self.chosen(step)].to(torch.int64)
+
+
+class Training:
+    """One run of the loop: a model in training, its optimizers, and the step it stands at.
+
+    Ranks share each batch: every rank takes its share of the micro-batches, gradients are summed, and all take the same step, so that the
+    replicas stay equal bit for bit. `tensors` between two rows is the whole state; what is restored goes on as if it had never stopped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch_of: Callable[[int], Batch],
+        config: TrainConfig,
+        *,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.step = 0
+        self._config, self._batch_of, self._device = config, batch_of, device
+        self._ranks: Ranks = OneRank() if ranks is None else ranks
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._optimizers = _optimizers(self._trained, config, device)
+        self._model, self._loss_fn = model, torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
+        self._window = _Window()
+
+    def rows(self) -> Iterator[TrainLogRow]:
+        """Train in place to the last step; a row every `log_every` steps and at the end.
+
+        Raises:
+            UsageError: the loss became NaN or infinite; the message names the step.
+        """
+        config = self._config
+        self._window = _Window(self._window.total_tokens)
+        while self.step < config.num_steps:
+            grad_norm = self._take_step()
+            if self.step % config.log_every == 0 or self.step == config.num_steps:
+                yield self._window.row(self.step, float(grad_norm), config.learning_rate(self.step - 1), self._ranks)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the coming steps depend on; views, not copies."""
+        state = {f"model.{name}": parameter.detach() for name, parameter in self._trained.items()}
+        for idx, optimizer in enumerate(self._optimizers):
+            for parameter_idx, values in optimizer.state_dict()["state"].items():
+                state |= {f"optimizer.{idx}.{parameter_idx}.{name}": value for name, value in values.items()}
+        return state | {"step": torch.tensor(self.step), "num_tokens": torch.tensor(self._window.total_tokens)}
+
+    def restore_(self, tensors: Mapping[str, Tensor]) -> None:
+        """Become what `tensors` said."""
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(tensors[f"model.{name}"])
+        for idx, optimizer in enumerate(self._optimizers):
+            states: dict[int, dict[str, Tensor]] = {}
+            for name, value in tensors.items():
+                if name.startswith(prefix := f"optimizer.{idx}."):
+                    parameter_idx, _, leaf = name.removeprefix(prefix).partition(".")
+                    states.setdefault(int(parameter_idx), {})[leaf] = value
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        self.step, self._window = int(tensors["step"]), _Window(int(tensors["num_tokens"]))
+
+    def _take_step(self) -> Tensor:
+        config, num_micro = self._config, self._config.batch_size // self._config.micro_batch_size
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            group["lr"] = config.learning_rate(self.step)
+        batch = self._batch_of(self.step)
+        parts = [part.to(self._device, non_blocking=True) for part in (batch if isinstance(batch, tuple) else (batch,))]
+        micros = list(zip(*(part.chunk(num_micro) for part in parts), strict=True))
+        for micro in micros[self._ranks.rank :: self._ranks.size]:
+            with torch.autocast(self._device.type, dtype=config.compute_dtype, enabled=config.compute_dtype != torch.float32):
+                loss = self._loss_fn(self._model, *micro) / num_micro
             loss.backward()
-            window.add(loss.detach())
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        for optimizer in optimizers:
+            self._window.add(loss.detach())
+        if self._ranks.size > 1:
+            self._ranks.add_up([_gradient(parameter) for parameter in self._trained.values()])
+        grad_norm = nn.utils.clip_grad_norm_(self._trained.values(), config.max_grad_norm)
+        for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        window.num_steps += 1
-        window.num_tokens += tokens_BS.shape[0] * (tokens_BS.shape[1] - 1)
-        if (step + 1) % config.log_every == 0 or step + 1 == config.num_steps:
-            yield window.row(step + 1, float(grad_norm), config.learning_rate(step))
+        self.step += 1
+        self._window.num_steps += 1
+        self._window.num_tokens += parts[0].shape[0] * (parts[0].shape[1] - 1)
+        return grad_norm
+
+
+def train(
+    model: nn.Module, loss_fn: LossFn, batch_of: Callable[[int], Batch], config: TrainConfig, *, device: torch.device
+) -> Iterator[TrainLogRow]:
+    """Train `model` in place, from the first step to the last; rows as of `Training.rows`."""
+    return Training(model, loss_fn, batch_of, config, device=device).rows()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """A rank that had no micro-batch has none of its own to add."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class _Window:
     """What happened since the last log row; the loss stays on the device until a row is made."""
 
-    def __init__(self) -> None:
-        self.total_tokens = 0
+    def __init__(self, total_tokens: int = 0) -> None:
+        self.total_tokens = total_tokens
         self._restart()
 
     def _restart(self) -> None:
-        self._loss: Tensor | None = None
+        self._loss = torch.zeros(())
         self.num_steps, self.num_tokens, self._start_s = 0, 0, time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
-        self._loss = loss if self._loss is None else self._loss + loss
+        self._loss = self._loss.to(loss.device) + loss
 
-    def row(self, step: int, grad_norm: float, learning_rate: float) -> TrainLogRow:
-        assert self._loss is not None
+    def row(self, step: int, grad_norm: float, learning_rate: float, ranks: Ranks) -> TrainLogRow:
+        if ranks.size > 1:
+            ranks.add_up([self._loss])
         loss = float(self._loss) / self.num_steps
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise UsageError(f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower peak_lr.")
+            raise UsageError(f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower the learning rate.")
         self.total_tokens += self.num_tokens
         speed = self.num_tokens / (time.perf_counter() - self._start_s)
         row = TrainLogRow(step, self.total_tokens, loss, grad_norm, learning_rate, speed)
@@ -148,9 +250,8 @@ class _Window:
         return row
 
 
-def _optimizers(model: nn.Module, config: TrainConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+def _optimizers(trained: Mapping[str, nn.Parameter], config: TrainConfig, device: torch.device) -> list[torch.optim.Optimizer]:
     """AdamW, and before it Muon when it is asked for. A layer is what stands in a module list named `layers`, as in `Decoder`."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = [p for name, p in trained.items() if config.optimizer == "muon" and p.dim() == 2 and "layers" in name.split(".")]
     rest = [p for p in trained.values() if not any(p is other for other in hidden)]
     groups = [

@@ -21,7 +21,7 @@ from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,17 @@ class Rule:
     problem: str
 
 
+@dataclass(frozen=True)
+class StaticKV:
+    """What `quantization_config` says of a KV cache with calibrated scales: beside codes of weights, and alone with dense ones."""
+
+    beside: Mapping[str, Any]
+    alone: Mapping[str, Any]
+
+
 class ExportFormat(Protocol):
     """`quant_method` is the name in a checkpoint's `quantization_config`; `scale_dtype` is None where scales keep their dtype on disk;
-    `static_kv` is what the config says beside it of a KV cache with calibrated scales, None where the format has no word for one."""
+    `static_kv` is None where the format has no word for a KV cache with calibrated scales."""
 
     @property
     def quant_method(self) -> str: ...
@@ -52,7 +60,7 @@ class ExportFormat(Protocol):
     def scale_dtype(self) -> torch.dtype | None: ...
 
     @property
-    def static_kv(self) -> Mapping[str, Any] | None: ...
+    def static_kv(self) -> StaticKV | None: ...
 
     @property
     def codec(self) -> ForeignCodec: ...
@@ -100,19 +108,21 @@ def open_weights(path: Path) -> WeightSource:
     return CanonicalStore(artifact) if (path / OUTER_NAME).exists() else open_checkpoint(path, kv_format=stated_kv_format(artifact))
 
 
-def check_rules(name: str, arch: Arch, scheme: ModelScheme, kv_format: str | None = None) -> None:
-    """Refuse before anything is written.
+def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: str | None = None) -> None:
+    """Refuse before anything is written; no scheme means dense weights beside a quantized KV cache.
 
     Raises:
         UnsupportedFormat: naming every broken rule.
     """
     form = FORMATS.get(name)
-    broken = form.broken_rules(arch, scheme)
+    broken = [] if scheme is None else form.broken_rules(arch, scheme)
+    if scheme is None and form.static_kv is None:
+        broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
     if kv_format == FP8_STATIC and form.static_kv is None:
         broken.append(Rule("kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."))
     if broken:
         reasons = " ".join(f"[{rule.name}] {rule.problem}" for rule in broken)
-        raise UnsupportedFormat(f"scheme {scheme.name} cannot be exported as {name}: {reasons}")
+        raise UnsupportedFormat(f"scheme {DENSE if scheme is None else scheme.name} cannot be exported as {name}: {reasons}")
 
 
 def check_scales(name: str, source: WeightSource) -> None:
@@ -141,8 +151,8 @@ def count_changed(scale_OG: torch.Tensor, dtype: torch.dtype) -> int:
     return int((scale_OG.to(dtype).to(torch.float64) != scale_OG.to(torch.float64)).sum())
 
 
-def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme) -> None:
-    """Write a quantized model as a Hugging Face directory in the format of that name.
+def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme | None) -> None:
+    """Write a quantized model as a Hugging Face directory in the format of that name; without a scheme, a dense one with its KV cache.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -150,10 +160,13 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
     form, to_disk = FORMATS.get(name), family_of({"model_type": source.arch.family}).to_disk
-    linears = [to_disk(linear) for linear in linear_names(source.arch)]
-    config = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
-    if source.kv_format == FP8_STATIC and form.static_kv is not None:
-        config |= form.static_kv
+    static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
+    if scheme is None:
+        config = None if static_kv is None else static_kv.alone
+    else:
+        linears = [to_disk(linear) for linear in linear_names(source.arch)]
+        said = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
+        config = {**said, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
 
 

@@ -11,7 +11,8 @@ Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schem
 inputs are rounded to integers too, codes are int8 and lie as float codes do. The rows of a block may end with the weight, its columns may
 not. One group of `quantization_config` in `config.json` says how all linears are coded, or one for each scheme that layers have, by exact
 names, and another one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with
-calibrated scales is said by `kv_cache_scheme`; its scales are `<attention>.k_scale` and `.v_scale`, float32 [1]. Checked against
+calibrated scales is said by `kv_cache_scheme`; its scales are `<attention>.k_scale` and `.v_scale`, float32 [1]; where weights are dense
+beside it, there are no groups. Checked against
 compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, Consumer, Rule
+from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.rules import shapes
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
@@ -37,6 +38,8 @@ FORMAT_VERSION = "0.20.0"
 PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "int-quantized", "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
+DENSE_FORMAT = "dense"
+"""Weights as they are, beside a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
@@ -230,7 +233,18 @@ def _known(scheme: Scheme) -> Scheme:
 class CompressedTensors:
     quant_method = "compressed-tensors"
     scale_dtype = None
-    static_kv: Mapping[str, Any] | None = {KV_KEY: STATIC_KV}
+    static_kv: StaticKV | None = StaticKV(
+        beside={KV_KEY: STATIC_KV},
+        alone={
+            "quant_method": quant_method,
+            "format": DENSE_FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {},
+            "ignore": [],
+            KV_KEY: STATIC_KV,
+            "version": FORMAT_VERSION,
+        },
+    )
     codec: ForeignCodec = CompressedTensorsCodec()
 
     def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:

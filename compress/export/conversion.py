@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -43,15 +44,16 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
         raise UsageError(f"{directory} exists and is not an empty directory; name a new one.")
     weights = open_weights(source.path)
     scheme = stated_scheme(weights)
-    digest = open_artifact(source.path).digest if (source.path / MANIFEST_NAME).exists() else source.digest
+    artifact = open_artifact(source.path) if (source.path / MANIFEST_NAME).exists() else None
+    digest, kv_cache = (source.digest, _cache_facts(weights)) if artifact is None else (artifact.digest, _cache_facts(weights, artifact))
 
     def build(out: ArtifactWriter) -> None:
         write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
         for file in source.text_files():
             shutil.copyfile(file, out.path / file.name)
         arch, layers = described(weights.arch, scheme)
-        kv_cache = {} if weights.kv_format is None else {"kv_cache": {"format": weights.kv_format}}
-        out.describe(role="checkpoint", arch=arch, layers=layers, scheme=scheme.to_json(), facts={"format": name, **kv_cache})
+        said = None if scheme is None else scheme.to_json()
+        out.describe(role="checkpoint", arch=arch, layers=layers, scheme=said, facts={"format": name, **kv_cache})
 
     parents = {"source": digest}
     key = Workspace.key("convert", CONVERT_VERSION, {"to": name}, parents, 0)
@@ -62,16 +64,27 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     return open_artifact(directory)
 
 
-def stated_scheme(weights: WeightSource) -> ModelScheme:
-    """The scheme of a quantized model; what most linears of the layers have is said of all, and the others are exceptions.
+def _cache_facts(weights: WeightSource, artifact: Artifact | None = None) -> dict[str, Any]:
+    """What the manifest says of a quantized KV cache: all that an artifact said of the same one, or its format."""
+    if weights.kv_format is None:
+        return {}
+    stated = {} if artifact is None else artifact.manifest.facts.get("kv_cache", {})
+    return {"kv_cache": stated if stated.get("format") == weights.kv_format else {"format": weights.kv_format}}
+
+
+def stated_scheme(weights: WeightSource) -> ModelScheme | None:
+    """The scheme of a quantized model; what most linears of the layers have is said of all, and the others are exceptions. None where the
+    KV cache alone is quantized.
 
     Raises:
-        UnsupportedFormat: it is dense.
+        UnsupportedFormat: all of it is dense.
     """
     if isinstance(weights, CanonicalStore) and weights.scheme is not None:
         return weights.scheme
     schemes = dict(weights.schemes) if isinstance(weights, Checkpoint) else {}
     head = schemes.pop("head", None)
+    if not schemes and head is None and weights.kv_format is not None:
+        return None
     if not schemes:
         raise UnsupportedFormat("the linears of this model's layers are dense: there are no codes to convert. `compress run` makes some.")
     return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)

@@ -126,7 +126,8 @@ def no_window(config: Mapping[str, Any]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture as data. Bias entries name a boolean config field, or are constants of the architecture."""
+    """One architecture as data. Bias entries name a boolean config field, or are constants of the architecture. `heads_divide_hidden`:
+    `transformers` refuses a config whose number of heads does not divide the hidden size."""
 
     model_type: str
     architecture: str
@@ -134,6 +135,7 @@ class Family:
     o_bias: bool | str = False
     ffn_bias: bool | str = False
     qk_norm: bool = False
+    heads_divide_hidden: bool = False
     windows: Windows = no_window
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 
 from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
-from compress.quant.scheme import ModelScheme, Scheme, name_of, with_exceptions
+from compress.quant.scheme import ModelScheme, Scheme, commonest, name_of, with_exceptions
 
 
 def linear_names(arch: Arch) -> list[str]:
@@ -28,21 +28,29 @@ def linears_by_input(arch: Arch) -> Iterator[tuple[str, ...]]:
         yield from map(tuple, taps.values())
 
 
-def described(arch: Arch, scheme: ModelScheme) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def described(arch: Arch, scheme: ModelScheme | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """As `Arch.to_json`, each layer with its scheme: what a manifest says of a quantized model."""
     facts, layers = arch.to_json()
+    if scheme is None:
+        return facts, layers
     of_layers = [scheme.facts_of_layer(idx, layer.linears) for idx, layer in enumerate(arch.layers)]
     return facts, [said | layer for said, layer in zip(of_layers, layers, strict=True)]
 
 
-def overridden(layers: Scheme, overrides: Mapping[str, Scheme | None], arch: Arch, *, head: Scheme | None = None) -> ModelScheme:
-    """`layers` for every linear but those that a pattern of `overrides` gives another scheme, or none.
+def overridden(layers: Scheme | None, overrides: Mapping[str, Scheme | None], arch: Arch, *, head: Scheme | None = None) -> ModelScheme:
+    """`layers` (None: dense) for every linear but those that a pattern of `overrides` gives another scheme, or none.
 
     Raises:
         UsageError: a pattern decides no linear, linears over one input would differ, or nothing is left to quantize.
     """
     decided = decide(overrides, arch)
-    scheme = with_exceptions(layers, decided, head=head)
+    schemes = {linear: decided.get(linear, layers) for linear in linear_names(arch)}
+    if not any(schemes.values()):
+        raise UsageError(
+            "overrides leave every linear of the layers dense: there is nothing to quantize. Leave out the stage instead, or the overrides "
+            "where `scheme: dense` is to quantize the KV cache alone."
+        )
+    scheme = commonest(schemes, head=head) if layers is None else with_exceptions(layers, decided, head=head)
     for linears in linears_by_input(arch):
         names = {linear: name_of(scheme.of(linear)) for linear in linears}
         if len(set(names.values())) > 1:
@@ -51,8 +59,6 @@ def overridden(layers: Scheme, overrides: Mapping[str, Scheme | None], arch: Arc
                 "overrides: linears that read one input are one product for every consumer, so they need one scheme, and these would get "
                 f"several: {said}. Give all of them the same, with a pattern that matches each or with one for each."
             )
-    if all(scheme.of(linear) is None for linear in linear_names(arch)):
-        raise UsageError("overrides leave every linear of the layers dense: there is nothing to quantize. Leave out the stage instead.")
     return scheme
 
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from compress.calibrate.ranks import TorchRanks
 
 
-def share(kind: str, spec: Spec, inputs: Inputs, *, seed: int, scratch: Path, offline: bool) -> dict[str, Any]:
+def share(kind: str, spec: Spec, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     """One stage, as rank 0 hands it to the others."""
     source = {**asdict(inputs.source), "path": str(inputs.source.path.resolve())}
     ports = {port.value: {"path": str(each.path.resolve()), "digest": each.digest} for port, each in inputs.ports.items()}
-    context = {"seed": seed, "scratch": str(scratch.resolve()), "offline": offline}
+    kept = None if ctx.kept is None else str(ctx.kept.resolve())
+    context = {"seed": ctx.seed, "scratch": str(ctx.scratch.resolve()), "offline": ctx.offline, "kept": kept}
     return {"kind": kind, "spec": spec.model_dump(mode="json", serialize_as_any=True), "source": source, "ports": ports, **context}
 
 
@@ -36,5 +37,6 @@ def follow(ranks: "TorchRanks", device: str) -> None:
         assert stage.together is not None, "rank 0 summons to stages that have such a part"
         source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
         inputs = Inputs(source, {Port(port): Input(Path(each["path"]), each["digest"]) for port, each in work["ports"].items()})
-        context = Context(device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks)
+        kept = None if work["kept"] is None else Path(work["kept"])
+        context = Context(device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks, kept=kept)
         stage.together(stage.spec.model_validate(work["spec"]), inputs, context)

@@ -155,10 +155,10 @@ def cached_keys(recipe: Recipe, steps: Sequence[Step], source: ModelSource, work
 
 def _build(step: Step, key: str, inputs: Inputs, workspace: Workspace, seed: int, progress: Progress, options: RunOptions) -> Artifact:
     scratch = workspace.scratch(key)
-    context = Context(options.device, seed, scratch, progress, options.stop_signal, options.offline, options.ranks)
+    context = Context(options.device, seed, scratch, progress, options.stop_signal, options.offline, options.ranks, workspace.kept)
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
     if step.stage.together is not None:
-        options.ranks.summon(share(step.stage.kind, step.spec, inputs, seed=seed, scratch=scratch, offline=options.offline))
+        options.ranks.summon(share(step.stage.kind, step.spec, inputs, context))
     return workspace.commit(key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context))
 
 

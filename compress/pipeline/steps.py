@@ -30,14 +30,14 @@ def build_steps(recipe: Recipe) -> list[Step]:
             Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
     """
     steps: list[Step] = []
-    present = {Port.SOURCE, Port.DENSE}
+    present, given = {Port.SOURCE, Port.DENSE}, set[Port]()
     for entry in recipe.stages:
         if entry.kind not in STAGES.names():
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
         for need in stage.takes:
-            if met_by(need, present) is None:
+            if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
                     raise entry.where.error(
@@ -47,8 +47,13 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
+        if stage.gives == Port.DENSE and Port.QUANTIZED in given:
+            raise entry.where.error(
+                ("kind",), f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage."
+            )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
+        given.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
         raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
     if recipe.push is not None:
@@ -72,14 +77,18 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
 
 
 def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int = 1) -> list[Estimate]:
-    """What each step will need; also the last check before any work, because a stage refuses here what this model cannot do.
+    """What each step will need, of the model that the steps before it leave; also the last check before any work, because a stage refuses
+    here what this model cannot do.
 
     Raises:
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
-    facts = PlanFacts(arch, device.partition(":")[0], {step.stage.kind: step.spec for step in steps}, num_ranks)
-    return [step.stage.estimate(step.spec, facts) for step in steps]
+    specs, source_arch, found = {step.stage.kind: step.spec for step in steps}, arch, []
+    for step in steps:
+        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source_arch)))
+        arch = step.stage.reshape(step.spec, arch)
+    return found
 
 
 def resolve_text(model: str, *, offline: bool = False) -> ModelSource:

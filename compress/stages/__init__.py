@@ -2,7 +2,8 @@
 the layers below.
 
 The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
-is met by the first of its ports that exists. `version` is part of the cache key: raise it when the numbers of a stage change.
+is met by the first of its ports that a stage before it gave. `version` is part of the cache key: raise it when the numbers of a stage
+change.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,12 +73,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes, the specs of the stages before (by kind), and how many ranks are to share the work."""
+    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind), how many ranks are to share
+    the work, and the shapes of the recipe's own model."""
 
     arch: Arch
     device: str
     specs: Mapping[str, Spec]
     num_ranks: int = 1
+    source_arch: Arch | None = None
 
 
 class RunStage(Protocol):
@@ -88,11 +91,16 @@ def _nothing(spec: Any, device: str) -> Mapping[str, str]:
     return {}
 
 
+def _same(spec: Any, arch: Arch) -> Arch:
+    return arch
+
+
 @dataclass(frozen=True)
 class Stage:
     """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
     machine of a latency measurement): name -> digest or text, part of the cache key. `together` is the part of `run` in which all ranks of
-    a job take part: rank 0 comes to it inside `run`, the others are sent there.
+    a job take part: rank 0 comes to it inside `run`, the others are sent there. `reshape` is the model that a stage leaves of one, as far
+    as that is known before it runs.
     """
 
     kind: str
@@ -105,6 +113,7 @@ class Stage:
     uses: tuple[Port, ...] = ()
     depends: Callable[[Any, str], Mapping[str, str]] = _nothing
     together: Callable[[Any, Inputs, Context], object] | None = None
+    reshape: Callable[[Any, Arch], Arch] = _same
 
 
 class StageSet(PluginSet[Stage]):
@@ -122,9 +131,10 @@ class StageSet(PluginSet[Stage]):
         uses: tuple[Port, ...] = (),
         depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
         together: Callable[[Any, Inputs, Context], object] | None = None,
+        reshape: Callable[[Any, Arch], Arch] = _same,
     ) -> Callable[[RunStage], RunStage]:
         def decorate(run: RunStage) -> RunStage:
-            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together))
+            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together, reshape))
             return run
 
         return decorate

@@ -1,4 +1,4 @@
-"""`export`: quantized weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
+"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
 
 import shutil
 from typing import Annotated
@@ -11,7 +11,6 @@ from compress.artifact.workspace import ArtifactWriter
 from compress.errors import UsageError
 from compress.export import FORMATS, check_rules, kv_note, write_format
 from compress.models.canonical import CanonicalStore
-from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
@@ -34,24 +33,26 @@ class Export(Spec):
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
-    quantize = facts.specs.get("quantize") or Quantize()
+    quantize = facts.specs.get("quantize")
+    if quantize is None:
+        check_rules(spec.formats[0], facts.arch, None)
+        return Estimate(min(2 * facts.arch.num_params, 5_000_000_000), 2 * facts.arch.num_params, 0.0, notes=("dense weights",))
     assert isinstance(quantize, Quantize)
     arch, possible, kv_format = facts.arch, quantize.possible_schemes(facts.arch), quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
     size = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
-    consumers = FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
+    consumers = [] if possible[-1] is None else FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
     notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
     notes += () if kv_format is None else (kv_note(kv_format),)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
 
 
-@STAGES.stage("export", version=1, takes=(Port.QUANTIZED,), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
+@STAGES.stage("export", version=1, takes=((Port.QUANTIZED, Port.DENSE),), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
 def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    artifact = open_artifact(inputs[Port.QUANTIZED].path)
+    artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
-    assert artifact.manifest.scheme is not None
-    scheme, name = ModelScheme.from_json(artifact.manifest.scheme), spec.formats[0]
+    scheme, name = store.scheme, spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
     for file in inputs.source.text_files():

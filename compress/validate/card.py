@@ -1,8 +1,8 @@
 """The model card (README.md with Hugging Face front matter) of a compressed artifact, written from its report.
 
-The front matter says what the hub indexes: `base_model`, `base_model_relation: quantized`, the inherited licence. The text says what a
-reader must know before loading it: how much accuracy moved and how that is known, what it was calibrated on, and the exact commands to
-serve and to measure it again. Numbers come from the report and nowhere else.
+The front matter says what the hub indexes: `base_model`, `base_model_relation` (`quantized`, or `finetune` of a pruned model), the
+inherited licence. The text says what a reader must know before loading it: how much accuracy moved and how that is known, what it was
+calibrated on, and the exact commands to serve and to measure it again. Numbers come from the report and nowhere else.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ def render_markdown_card(
     report: Json, *, base_model: str, license_id: str, serve_command: str, eval_command: str, language: str | None = None
 ) -> str:
     """The card; `license_id` is the base model's, such as `apache-2.0`, and sections whose part the report lacks are left out."""
-    front: dict[str, Any] = {"base_model": base_model, "base_model_relation": "quantized", "license": license_id}
+    relation = "finetune" if "pruning" in report else "quantized"  # the hub has no word for fewer heads
+    front: dict[str, Any] = {"base_model": base_model, "base_model_relation": relation, "license": license_id}
     if language:
         front["language"] = language
     front |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["compressed"]}
@@ -22,7 +23,7 @@ def render_markdown_card(
     sections = [
         _front_matter(front),
         f"# {report['title']}",
-        f"A compressed form of `{base_model}`{_scheme(artifact)}.{_size(artifact)} {_verdict(report['verdict'])}",
+        f"A compressed form of `{base_model}`{_scheme(artifact)}.{_pruning(report)}{_size(artifact)} {_verdict(report['verdict'])}",
         *(f"> **Warning.** {warning}" for warning in report.get("warnings", [])),
         *_recovery(report),
         *_latency(report),
@@ -57,6 +58,16 @@ def _quoted(value: str) -> str:
 def _scheme(artifact: Json) -> str:
     cache = f" with a KV cache in `{artifact['kv_cache']}`" if artifact.get("kv_cache") else ""
     return (f" in `{artifact['scheme']}`" if artifact.get("scheme") else "") + cache
+
+
+def _pruning(report: Json) -> str:
+    """What went, as far as anything did."""
+    if "pruning" not in report:
+        return ""
+    before, after = report["pruning"]["before"], report["pruning"]["after"]
+    words = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "FFN channels", "layers": "layers"}
+    kept = [f"{number(after[name])} of {number(before[name])} {word}" for name, word in words.items() if after[name] != before[name]]
+    return f" Pruned to {', '.join(kept)}: {after['params'] / 1e6:,.1f} of {before['params'] / 1e6:,.1f} million parameters."
 
 
 def _size(artifact: Json) -> str:

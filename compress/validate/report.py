@@ -17,6 +17,8 @@ from compress.validate.accuracy import Accuracy
 from compress.validate.gates import GateResult
 from compress.validate.latency import LatencyRow
 from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, mixed_plot, size_plot
+from compress.validate.pruning_plots import pruning_plots, rows_of_source
+from compress.validate.recovery_plot import recovery_plot
 from compress.validate.roofline import RooflineRow
 
 Json = dict[str, Any]
@@ -32,6 +34,8 @@ def build_report(
     artifact: Mapping[str, Any] | None = None,
     layers: Sequence[Mapping[str, Any]] = (),
     mixed: Mapping[str, Any] | None = None,
+    pruning: Mapping[str, Any] | None = None,
+    distillation: Mapping[str, Any] | None = None,
     accuracy: Accuracy | None = None,
     latency_source: Sequence[LatencyRow] = (),
     latency_candidate: Sequence[LatencyRow] = (),
@@ -49,6 +53,8 @@ def build_report(
         artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
         layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
         mixed: how schemes were chosen, as `stages/mixed.py` says it.
+        pruning: what went, as `stages/prune` says it.
+        distillation: how it was brought back, as `stages/distill` says it.
         kernels: the engine's `kernel_report()`.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
@@ -68,6 +74,8 @@ def build_report(
         "layers": list(layers),
         "kv_cache": kv_cache,
         "mixed": mixed,
+        "pruning": pruning,
+        "distillation": distillation,
         "calibration": calibration,
         "environment": environment,
     }
@@ -97,6 +105,7 @@ def render_html(report: Json) -> str:
         report=report,
         plots=_plots(report),
         worst_layers=_worst_layers(report),
+        pruned_layers=rows_of_source(report["pruning"]) if "pruning" in report else [],
         worst_caches=_worst_caches(report),
         kernels=_kernels(report),
         on_reference_path=_on_reference_path(report),
@@ -181,6 +190,10 @@ def _plots(report: Json) -> dict[str, Markup]:
         plots["layers"] = layer_error_plot(report["layers"])
     if "mixed" in report:
         plots["mixed"] = mixed_plot(report["mixed"])
+    if "pruning" in report:
+        plots |= pruning_plots(report["pruning"])
+    if "distillation" in report:
+        plots["recovery"] = recovery_plot(report["distillation"])
     if report.get("artifact", {}).get("sizes"):
         plots["size"] = size_plot(report["artifact"]["sizes"])
     return {name: Markup(svg) for name, svg in plots.items()}

@@ -74,11 +74,11 @@ class Setting:
 def measure(setting: Setting, method: str, scheme: str, seed: int, workspace: Workspace) -> dict[str, Any]:
     """A row of this project."""
     recipe = setting.recipe(method, scheme, seed)
-    _run(setting, recipe, workspace, until="calibrate")
+    run_until(setting, recipe, workspace, until="calibrate")
     cpu_started_s = time.process_time()
-    quantized = _run(setting, recipe, workspace, until="quantize")
+    quantized = run_until(setting, recipe, workspace, until="quantize")
     cpu_seconds = time.process_time() - cpu_started_s
-    evidence = _run(setting, recipe, workspace, until="validate").artifact
+    evidence = run_until(setting, recipe, workspace, until="validate").artifact
     accuracy = json.loads(evidence.file("report.json").read_text())["accuracy"]
     return _row(setting, "compress", method, scheme, seed, accuracy, quantized.seconds, cpu_seconds)
 
@@ -90,7 +90,7 @@ def measure_peer(setting: Setting, name: str, seed: int, workspace: Workspace, p
         RuntimeError: the tool failed; the end of what it said.
     """
     tool, source = TOOLS[name], resolve_text(setting.model)
-    tokens = _run(setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate").artifact.path / TOKENS_NAME
+    tokens = run_until(setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate").artifact.path / TOKENS_NAME
     with tempfile.TemporaryDirectory() as directory:
         question, answer, out = (Path(directory, each) for each in ("question.json", "answer.json", "checkpoint"))
         question.write_text(json.dumps({"tool": name, "model": str(source.path), "tokens": str(tokens), "out": str(out)}))
@@ -98,20 +98,20 @@ def measure_peer(setting: Setting, name: str, seed: int, workspace: Workspace, p
         done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}")
-        said, accuracy = json.loads(answer.read_text()), _score(setting, source, out)
+        said, accuracy = json.loads(answer.read_text()), score(setting, source, out)
     versions = said["versions"]
     label = f"{tool.package} {versions[tool.package]}"
     row = _row(setting, label, tool.method, tool.scheme, seed, accuracy, said["seconds"], said["cpu_seconds"])
     return row | {"threads": said["threads"], "versions": versions}
 
 
-def _run(setting: Setting, recipe: Recipe, workspace: Workspace, *, until: str) -> StepResult:
+def run_until(setting: Setting, recipe: Recipe, workspace: Workspace, *, until: str) -> StepResult:
     """The last step; those before it come from the workspace if they were run."""
     options = RunOptions(setting.device, until=until)
     return run(recipe, build_steps(recipe), resolve_text(setting.model), workspace, Quiet(), options).steps[-1]
 
 
-def _score(setting: Setting, source: ModelSource, candidate: Path) -> dict[str, Any]:
+def score(setting: Setting, source: ModelSource, candidate: Path) -> dict[str, Any]:
     """What the validate stage measures of an artifact of ours, for a checkpoint of anybody."""
     device = torch.device(setting.device)
     tokens, _ = read_tokens(source, setting.evaluation, num_samples=setting.eval_samples, seq_len=setting.seq_len, seed=None, offline=False)

@@ -21,6 +21,31 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("stage_fingerprints.json")
 MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
+    "prune": (
+        "calibrate/gradients.py",
+        "calibrate/observe.py",
+        "calibrate/residual.py",
+        "calibrate/room.py",
+        "calibrate/sequential.py",
+        "calibrate/stats.py",
+        "kernels/latency.py",
+        "methods/*.py",
+        "models/attention.py",
+        "models/decoder.py",
+        "models/pruning.py",
+        "models/rope.py",
+        "stages/prune/*.py",
+    ),
+    "distill": (
+        "calibrate/dataset.py",
+        "distill/*.py",
+        "models/attention.py",
+        "models/decoder.py",
+        "models/initialise.py",
+        "models/pruning.py",
+        "models/rope.py",
+        "stages/distill/*.py",
+    ),
     "quantize": (
         "calibrate/gradients.py",
         "calibrate/observe.py",

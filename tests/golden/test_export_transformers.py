@@ -27,6 +27,7 @@ from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine, EngineConfig
+from compress.stages.quantize.mixed import scheme_or_dense
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "head_dim": 32}
@@ -73,7 +74,7 @@ SEVERAL: list[tuple[str, str, str | None, dict[str, str | None]]] = [
 class Stored:
     """The canonical files of a run as a weight source."""
 
-    def __init__(self, source: Checkpoint, directory: Path, scheme: ModelScheme) -> None:
+    def __init__(self, source: Checkpoint, directory: Path, scheme: ModelScheme | None) -> None:
         self._source, self._directory, self.scheme = source, directory, scheme
 
     @property
@@ -81,7 +82,7 @@ class Stored:
         return self._source.arch
 
     def outer(self) -> dict[str, Any]:
-        head, outer = self.scheme.head, self._source.outer()
+        head, outer = None if self.scheme is None else self.scheme.head, self._source.outer()
         return outer if head is None else outer | {"head.weight": nearest_weight(dense(outer["head.weight"]), head, torch.bfloat16)}
 
     def layer(self, layer_idx: int) -> dict[str, Any]:
@@ -91,24 +92,24 @@ class Stored:
 def quantized(
     tmp_path: Path,
     case: str,
-    scheme: Scheme,
+    scheme: Scheme | None,
     head: Scheme | None = None,
     overrides: Mapping[str, str | None] | None = None,
     *,
     kv_scales: bool = False,
 ) -> tuple[Stored, Path]:
-    """Quantize a tiny bf16 model with AWQ and GPTQ and export it; the canonical weights and the exported directory."""
+    """Quantize a tiny bf16 model with AWQ and GPTQ and export it; the canonical weights and the exported directory. Without a scheme its
+    weights stay dense."""
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
     saved(tmp_path / "source", family, {**changes, **WHOLE_GROUPS, **layers}, dtype=torch.bfloat16)
     source = Checkpoint(tmp_path / "source")
     (tmp_path / "canonical").mkdir()
     schemes = {pattern: SCHEMES[name] if name else None for pattern, name in (overrides or {}).items()}
-    whole = overridden(scheme, schemes, source.arch, head=head)
-    passes: list[LayerPass] = [
-        SmoothPass(Awq(num_ratios=3), whole, torch.bfloat16),
-        RoundPass(Gptq(), whole, torch.bfloat16),
-    ]
+    whole = None if scheme is None else overridden(scheme, schemes, source.arch, head=head)
+    passes: list[LayerPass] = []
+    if whole is not None:
+        passes = [SmoothPass(Awq(num_ratios=3), whole, torch.bfloat16), RoundPass(Gptq(), whole, torch.bfloat16)]
     ctx = Context("cpu", 0, tmp_path / "canonical")
     run_sequential(source, tokens(8, 16), passes, ctx.scratch, ctx, scheme=whole, compute_dtype=torch.float32, kv_scales=kv_scales)
     stored = Stored(source, ctx.scratch, whole)
@@ -116,7 +117,10 @@ def quantized(
     check_rules("compressed-tensors", source.arch, whole)
     to_disk = family_of({"model_type": family}).to_disk
     linears = [to_disk(linear) for linear in linear_names(source.arch)]
-    config = form.quantization_config(whole.renamed(to_disk), head=to_disk("head"), linears=linears) | (form.static_kv if kv_scales else {})
+    config = form.static_kv.alone
+    if whole is not None:
+        config = form.quantization_config(whole.renamed(to_disk), head=to_disk("head"), linears=linears)
+        config |= form.static_kv.beside if kv_scales else {}
     (tmp_path / "exported").mkdir()
     write_checkpoint(tmp_path / "exported", stored, codec=form.codec, quantization_config=config, max_shard_bytes=200_000)
     return stored, tmp_path / "exported"
@@ -208,11 +212,13 @@ def opened_by_disk_name(opened: Checkpoint) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("case", "scheme_name"), [("llama-gqa", "W4A16_G128"), ("qwen3", "W8A16"), ("qwen2", "W8A16")])
+@pytest.mark.parametrize(
+    ("case", "scheme_name"), [("llama-gqa", "W4A16_G128"), ("qwen3", "W8A16"), ("qwen2", "W8A16"), ("qwen3", "dense"), ("qwen2", "dense")]
+)
 def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(case: str, scheme_name: str, tmp_path: Path) -> None:
     """In float32 and with the same weights to the bit (transformers, asked for float32, does not round them to the model's dtype), so that
     next to nothing but the rounding of the cache is left between the two."""
-    _, exported = quantized(tmp_path, case, SCHEMES[scheme_name], kv_scales=True)
+    _, exported = quantized(tmp_path, case, scheme_or_dense(scheme_name), kv_scales=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

@@ -98,7 +98,7 @@ def test_what_is_not_honoured_is_refused(path: tuple[str, ...], value: Any, mess
 
 
 def test_the_library_reads_the_kv_cache_that_the_config_states() -> None:
-    said = config() | copy.deepcopy(FORM.static_kv)
+    said = config() | copy.deepcopy(FORM.static_kv.beside)
     stated = QuantizationConfig.model_validate(copy.deepcopy(said)).kv_cache_scheme
     assert (stated.num_bits, stated.type, stated.strategy, stated.symmetric, stated.dynamic) == (8, "float", "tensor", True, False)
     assert FORM.codec.kv_format(said) == "FP8_STATIC"
@@ -111,15 +111,17 @@ def test_the_library_reads_the_kv_cache_that_the_config_states() -> None:
     [("num_bits", 4), ("type", "int"), ("symmetric", False), ("strategy", "attn_head"), ("strategy", None), ("dynamic", True)],
 )
 def test_a_kv_cache_that_is_not_honoured_is_refused(key: str, value: Any) -> None:
-    said = config() | copy.deepcopy(FORM.static_kv)
+    said = config() | copy.deepcopy(FORM.static_kv.beside)
     said["kv_cache_scheme"][key] = value
     with pytest.raises(UnsupportedFormat, match=f"kv_cache_scheme is .*{key} {value}"):
         FORM.codec.kv_format(said)
 
 
 def test_a_checkpoint_whose_cache_alone_is_quantized_has_dense_linears() -> None:
-    said = {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": [], **copy.deepcopy(FORM.static_kv)}
+    said = copy.deepcopy(FORM.static_kv.alone)
     assert FORM.codec.schemes(said, LINEARS) == {}
+    read = QuantizationConfig.model_validate(copy.deepcopy(said))
+    assert (read.config_groups, FORM.codec.kv_format(json.loads(read.model_dump_json()))) == ({}, "FP8_STATIC")
     with pytest.raises(UnsupportedFormat, match="no config_groups"):
         FORM.codec.schemes({**said, "kv_cache_scheme": None}, LINEARS)
 

@@ -10,6 +10,7 @@ FAMILIES.add(
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         ffn_bias="mlp_bias",
+        heads_divide_hidden=True,
         known_fields=frozenset({"attention_bias", "mlp_bias"}),
         fixed_fields={"pretraining_tp": 1},
         defaults={

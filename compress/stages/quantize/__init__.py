@@ -16,7 +16,7 @@ import torch
 
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.arithmetic import has_bfloat16_tiles
+from compress.calibrate.arithmetic import computes_in
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.sequential import Row
 from compress.digest import digest_json
@@ -43,8 +43,7 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
     mapping in the key does not keep."""
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
     mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
-    computed_in = {"compute": "bfloat16"} if torch.device(device).type == "cpu" and has_bfloat16_tiles() else {}
-    return {"device": torch.device(device).type, **computed_in, **order, **mixed}
+    return {**computes_in(device), **order, **mixed}
 
 
 @STAGES.stage(
@@ -65,14 +64,14 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
         _place(ctx.scratch / name, out.path / name)
-    if scheme.head is None:
+    if scheme is None or scheme.head is None:
         _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
     linears = [row for row in rows if "linear" in row]
     facts = {"method": spec.method(), "layers": linears, **explained, **_cache_facts(spec, rows, ctx)}
-    out.describe(role="quantized", arch=arch, layers=layers, scheme=scheme.to_json(), facts=facts)
+    out.describe(role="quantized", arch=arch, layers=layers, scheme=None if scheme is None else scheme.to_json(), facts=facts)
 
 
 def _place(stored: Path, place: Path) -> None:

@@ -1,10 +1,12 @@
 """What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
-from compress.methods.descent import Descent
+from compress.methods.awq import Awq
+from compress.methods.descent import PHASES, Descent
+from compress.methods.gptq import Gptq
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
-from compress.quant.scheme import ModelScheme
+from compress.quant.scheme import DENSE, ModelScheme
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
@@ -14,6 +16,9 @@ from compress.stages.quantize.spec import Quantize
 
 COLUMNS_OF_A_LAUNCH = 128
 """That are rounded, or descended, in one on a GPU (`kernels/columns.py`)."""
+LOSS, EXACT = {"cpu": 1.0, "cuda": 1.5}, {"cpu": 1.0, "cuda": 5.0}
+"""Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or reports, on a GPU three in bf16
+with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."""
 
 
 def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
@@ -23,14 +28,18 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     spec.check_model(arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
-    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks, compares=spec.target is not None)
+    work = Work(
+        arch,
+        calib.num_samples,
+        calib.seq_len,
+        facts.device,
+        facts.num_ranks,
+        compares=spec.target is not None,
+        factorises=isinstance(spec.round, Gptq) or spec.target is not None,
+    )
     kv_format = spec.kv_format()
     kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
-    sweeps = spec.refine.sweeps + spec.refine.coupled_rounds if isinstance(spec.refine, Descent) else 0
-    searches = (22 if spec.smooth is not None else 2) + 2 * sweeps + (6 if spec.target is not None else 0)  # in float64, as two
-    in_dtype, in_float32 = flops(work, searches=searches)
-    slower = 1 if facts.device == "cpu" else 5  # float32 products beside bf16 ones on tensor cores (51 against 250 TFLOP/s sustained, H200)
-    peak, total = peak_bytes(work), in_dtype + slower * in_float32
+    peak, total = peak_bytes(work), sum(flops(work, products=_products(spec, facts.device)))
     if isinstance(spec.scheme, Mixed):
         before, more = _effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width)
         peak, total = max(peak, before), total + more
@@ -42,16 +51,44 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         on_host += [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"] if host else []
     return Estimate(
         peak,
-        most_linear_bytes(spec, arch) + outer_bytes(arch, scheme.head),
+        most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
         total,
-        num_launches=8 * (1 + sweeps) * num_columns(work) // (1 if facts.device == "cpu" else COLUMNS_OF_A_LAUNCH),
+        num_launches=_launches(spec, facts.device, num_columns(work)),
         notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *on_host),
     )
 
 
-def _scheme_note(spec: Quantize, scheme: ModelScheme, arch: Arch) -> str:
+def _sweeps(spec: Quantize) -> tuple[int, int]:
+    """Visits to every code: of all rows at once, and of rows by phases."""
+    return (spec.refine.sweeps, spec.refine.coupled_rounds) if isinstance(spec.refine, Descent) else (0, 0)
+
+
+def _products(spec: Quantize, device: str) -> float:
+    """The error before and after, each beside what it is a share of, a loss for each scale that AWQ tries, and what is done in float32:
+    factors and their use, sweeps, and targets (in float64, as two)."""
+    if spec.only_cache:
+        return 0.0
+    losses = 4 + (2 * spec.smooth.num_ratios + 1 if isinstance(spec.smooth, Awq) else 0)
+    exact = (2 if isinstance(spec.round, Gptq) else 0) + 2 * sum(_sweeps(spec)) + (6 if spec.target is not None else 0)
+    return LOSS[device] * losses + EXACT[device] * exact
+
+
+def _launches(spec: Quantize, device: str, num_columns: int) -> int:
+    """Small operations one after the other. A CPU takes eight for each column that is rounded or descended. On a GPU a block of columns is
+    one launch, and what GPTQ's loop and the search of scales take is still best said by columns: 18 us for both on an H200, 8B shape."""
+    if spec.only_cache:
+        return 0
+    rounds, searches = isinstance(spec.round, Gptq), getattr(spec.round, "scale", "min_max") != "min_max"
+    sweeps, coupled = _sweeps(spec)
+    visits = sweeps + coupled * PHASES
+    if device == "cpu":
+        return 8 * (rounds + visits) * num_columns
+    return (rounds + searches) * num_columns // 2 + 8 * visits * num_columns // COLUMNS_OF_A_LAUNCH
+
+
+def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:
     if not isinstance(spec.scheme, Mixed):
-        return f"{scheme.name}, {arch.num_layers} layers one at a time"
+        return f"{DENSE if scheme is None else scheme.name}, {arch.num_layers} layers one at a time"
     return (
         f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
         f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"

@@ -27,8 +27,10 @@ from compress.stages.quantize.sizes import outer_bytes
 from compress.stages.quantize.spec import Quantize
 
 
-def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dtype) -> list[LayerPass]:
-    """The passes of a spec, in order."""
+def quantization_passes(spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype) -> list[LayerPass]:
+    """The passes of a spec, in order; none where all weights stay dense."""
+    if schemes is None:
+        return []
     passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
     if spec.smooth is not None:
         passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
@@ -37,9 +39,9 @@ def quantization_passes(spec: Quantize, schemes: Schemes, stored_dtype: torch.dt
     return passes
 
 
-def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[ModelScheme, dict[str, Any], list[Row]]:
+def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
     """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
-    layer report. Rank 0 chooses."""
+    layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
     source = open_weights(inputs[Port.DENSE].path)
     stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
@@ -49,22 +51,23 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
     if spec.guide is not None and ctx.ranks.rank == 0:
         make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
     ctx.ranks.broadcast(None)  # nobody reads the guide before it is written
+    passes, kv_scales = quantization_passes(spec, scheme, stored_dtype), spec.kv_format() == FP8_STATIC
     rows = run_sequential(
         source,
-        tokens_NS,
-        quantization_passes(spec, scheme, stored_dtype),
+        tokens_NS if passes or kv_scales else tokens_NS[:1, :1],
+        passes,
         ctx.scratch,
         ctx,
         scheme=scheme,
         compute_dtype=in_dtype,
-        kv_scales=spec.kv_format() == FP8_STATIC,
+        kv_scales=kv_scales,
         guide=None if spec.guide is None else GuideFiles(ctx.scratch),
     )
     return scheme, explained, rows
 
 
-def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme, dict[str, Any]]:
-    """The scheme of every linear, and facts of how it was chosen where it was."""
+def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme | None, dict[str, Any]]:
+    """The scheme of every linear, None where all stay dense, and facts of how it was chosen where it was."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):
         return spec.model_scheme(arch), {}

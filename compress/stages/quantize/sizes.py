@@ -8,12 +8,13 @@ from compress.stages.quantize.mixed import Mixed
 from compress.stages.quantize.spec import Quantize
 
 
-def linear_bytes(arch: Arch, scheme: ModelScheme) -> int:
+def linear_bytes(arch: Arch, scheme: ModelScheme | None) -> int:
     """All linears of the layers on disk, in 16 bits where they are dense."""
     sizes = []
     for idx, layer in enumerate(arch.layers):
         for name in layer.linears:
-            shape, of_linear = layer.linear_shape(name, arch.hidden_size), scheme.of(f"layers.{idx}.{name}")
+            shape = layer.linear_shape(name, arch.hidden_size)
+            of_linear = None if scheme is None else scheme.of(f"layers.{idx}.{name}")
             sizes.append(2 * shape[0] * shape[1] if of_linear is None else of_linear.weight_bytes(*shape))
     return sum(sizes)
 

@@ -71,10 +71,14 @@ class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
     scheme: Annotated[
-        Annotated[str, checked_by(scheme_named), Field(json_schema_extra={"enum": list(SCHEMES)}), Tag("name")]
+        Annotated[str, checked_by(scheme_or_dense), Field(json_schema_extra={"enum": [*SCHEMES, DENSE]}), Tag("name")]
         | Annotated[Mixed, Tag("mixed")],
         Discriminator(_kind_of_scheme),
-    ] = Field("W4A16_G128", description=f"one of {', '.join(SCHEMES)}; or `{{kind: mixed}}`, which chooses among several")
+    ] = Field(
+        "W4A16_G128",
+        description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or `{{kind: mixed}}`, which chooses "
+        "among several",
+    )
     overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
         default_factory=dict,
         exclude_if=lambda overrides: not overrides,  # as `kv_cache`
@@ -128,27 +132,45 @@ class Quantize(Spec):
 
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
+        if self.only_cache:
+            said = [name for name in ("preset", "guide", "smooth", "target", "refine", "head") if getattr(self, name) is not None]
+            said += ["round"] if self.round != Gptq() else []
+            if said:
+                raise ValueError(f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}.")
+            if self.kv_cache is None:
+                raise ValueError(f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead.")
         if self.smooth is None:
             return self
         names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
         schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
         reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
-        if None not in reasons:
+        if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
             raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
         return self
 
+    @property
+    def only_cache(self) -> bool:
+        """Whether weights stay as they are and the KV cache alone is quantized."""
+        return self.scheme == DENSE and not self.overrides
+
     def method(self) -> str:
         """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
+        if self.only_cache:
+            return "none: weights stay dense"
         parts = {"guide": self.guide, "smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
-    def model_scheme(self, arch: Arch) -> ModelScheme:
-        """Raises UsageError: an override decides nothing, or linears over one input would differ."""
-        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
-        return overridden(scheme_named(self.scheme), self.patterns, arch, head=self.head_scheme)
+    def model_scheme(self, arch: Arch) -> ModelScheme | None:
+        """None where all weights stay dense.
 
-    def possible_schemes(self, arch: Arch) -> list[ModelScheme]:
+        Raises:
+            UsageError: an override decides nothing, or linears over one input would differ.
+        """
+        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
+        return None if self.only_cache else overridden(scheme_or_dense(self.scheme), self.patterns, arch, head=self.head_scheme)
+
+    def possible_schemes(self, arch: Arch) -> list[ModelScheme | None]:
         """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
 
         Raises:

@@ -27,6 +27,7 @@ from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
     calibration_facts,
+    dense_facts,
     exceptions_of,
     layer_rows,
     license_of,
@@ -57,8 +58,8 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 @STAGES.stage(
     "validate",
     version=2,
-    takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED)),
-    uses=(Port.CALIB, Port.QUANTIZED),
+    takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)),
+    uses=(Port.CALIB, Port.QUANTIZED, Port.DENSE),
     gives=Port.EVIDENCE,
     spec=Validate,
     estimate=estimate,
@@ -87,7 +88,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         UsageError: the two models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
     """
     device = torch.device(ctx.device)
-    _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED)
+    _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
     num_steps = 4 if spec.latency is not None else 2
     ctx.boundary(0, num_steps, "loading both models")
     config = spec.engine_config()
@@ -124,9 +125,10 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     ctx.progress.update(num_steps, num_steps, "done")
     manifest = open_artifact(candidate_input.path).manifest
     kv_cache = served_cache(manifest, candidate)
+    made = dense_facts(inputs)
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
     return build_report(
-        title=f"{inputs.source.name} in {'dense weights' if scheme is None else scheme.name}",
+        title=f"{inputs.source.name}{', pruned,' if 'pruning' in made else ''} in {'dense weights' if scheme is None else scheme.name}",
         artifact={
             "digest": candidate_input.digest,
             "source": inputs.source.name,
@@ -140,6 +142,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         },
         layers=layer_rows(inputs, scheme),
         mixed=quantization(inputs).get("mixed"),
+        **made,
         accuracy=accuracy,
         latency_source=rows["source"],
         latency_candidate=rows["candidate"],

@@ -14,6 +14,7 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     check_at_hand(load_card(spec.data))
     if spec.latency is not None:
         fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
+    num_params = arch.num_params + (facts.source_arch or arch).num_params
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
     logits = 4 * 4 * spec.windows_at_once(arch) * spec.seq_len * arch.vocab_size
@@ -22,8 +23,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     assert config.max_model_len is not None
     kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
     caches = 2 * config.max_batch_size * config.max_model_len * kv_bytes_per_token
-    peak = 2 * arch.num_params * width + caches + max(logits, reading)
+    peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
     if not spec.gates:
         notes.append("no gates: nothing can fail")
-    return Estimate(peak, 1_000_000, 2 * 2.0 * arch.num_params * num_tokens, notes=tuple(notes))
+    return Estimate(peak, 1_000_000, 2.0 * num_params * num_tokens, notes=tuple(notes))

@@ -1,11 +1,11 @@
 """What the report says besides what is measured: the artifact's own facts, its bytes, the text it was made with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from compress.artifact.header import read_header
-from compress.artifact.manifest import Manifest, open_artifact
+from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
 from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
 from compress.kernels.paged import DENSE_FORMATS
@@ -30,6 +30,15 @@ def quantization(inputs: Inputs) -> Mapping[str, Any]:
     """Facts of the quantize stage, if the recipe has one."""
     quantized = inputs.ports.get(Port.QUANTIZED)
     return {} if quantized is None else open_artifact(quantized.path).manifest.facts
+
+
+def dense_facts(inputs: Inputs) -> dict[str, Any]:
+    """How the dense weights that were compressed had been pruned (`pruning`) and trained (`distillation`), if they had."""
+    dense = inputs.ports.get(Port.DENSE)
+    if dense is None or not (dense.path / MANIFEST_NAME).exists():
+        return {}
+    facts = open_artifact(dense.path).manifest.facts
+    return {key: facts[key] for key in ("pruning", "distillation") if key in facts}
 
 
 def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
@@ -75,24 +84,38 @@ def _kind(name: str) -> str:
 
 
 def calibration_facts(inputs: Inputs, evaluation: TokenSet, evaluation_facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Calibration and evaluation data, and whether they share text: the windows that were really used, compared word by word."""
+    """Calibration, training and evaluation data, and whether they share text: the windows that were really used, compared word by word."""
     facts: dict[str, Any] = {"evaluation_data": evaluation_facts["title"], "evaluation_digest": evaluation.digest()}
-    if Port.CALIB not in inputs.ports:
-        return facts
-    calib = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+    if Port.CALIB in inputs.ports:
+        calib = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+        num_samples, seq_len = calib.tokens_NS.shape
+        facts |= {
+            "data": calib.source["title"],
+            "license": calib.source["license"],
+            "num_samples": num_samples,
+            "seq_len": seq_len,
+            "digest": calib.digest(),
+            "overlap": _overlap(inputs, calib, evaluation, "calibration"),
+        }
+    if "distillation" in dense_facts(inputs):
+        training = load_token_set(inputs[Port.DENSE].path / TOKENS_NAME)
+        facts |= {
+            "training_data": training.source["title"],
+            "training_license": training.source["license"],
+            "training_digest": training.digest(),
+            "training_overlap": _overlap(inputs, training, evaluation, "training"),
+        }
+    return facts
+
+
+def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) -> str:
     tokenizer, _ = load_tokenizer(inputs.source.path)
-    shared = overlap(
-        *([Document(str(idx), tokenizer.decode(row)) for idx, row in enumerate(each.tokens_NS.tolist())] for each in (calib, evaluation))
-    )
-    num_samples, seq_len = calib.tokens_NS.shape
-    return facts | {
-        "data": calib.source["title"],
-        "license": calib.source["license"],
-        "num_samples": num_samples,
-        "seq_len": seq_len,
-        "digest": calib.digest(),
-        "overlap": f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text occur in the calibration text",
-    }
+
+    def texts(tokens: TokenSet) -> Iterator[Document]:
+        return (Document(str(idx), tokenizer.decode(row.tolist())) for idx, row in enumerate(tokens.tokens_NS))
+
+    shared = overlap(texts(seen), texts(evaluation))
+    return f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text occur in the {name} text"
 
 
 def license_of(inputs: Inputs) -> str:

@@ -1,0 +1,58 @@
+"""The residual stream of a whole model, a layer at a time: what goes into every layer and what comes out, and where two models end up.
+
+Between layers the samples lie in host memory, and of the model one layer is on the device, as in the sequential runner.
+
+Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.calibrate.observe import forward
+from compress.models.decoder import RMSNorm, no_tap
+from compress.models.weights import WeightSource, build_layer, dense, fill_
+
+Look = Callable[[int, Tensor, Tensor], None]
+"""Called with (layer, its input, its output) for every sample, both [T, D]."""
+
+
+def no_look(layer_idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
+    """Of a walk whose end alone counts."""
+
+
+def walk(source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype, what: str, look: Look = no_look) -> Tensor:
+    """What comes out of the last layer, [N, S, D] on the host.
+
+    Raises:
+        Interrupted: between layers, when the context says so.
+    """
+    arch, device = source.arch, torch.device(ctx.device)
+    embed = dense(source.outer()["embed.weight"])
+    x_NSD = torch.stack([embed[sample].to(compute_dtype) for sample in tokens_NS.to(torch.int64)])
+    for idx in range(arch.num_layers):
+        ctx.boundary(idx, arch.num_layers, f"{what}: layer {idx} of {arch.num_layers}")
+        layer = build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device)
+        for sample in range(len(x_NSD)):
+            before_1SD = x_NSD[sample : sample + 1].to(device)
+            after_1SD = forward(layer, before_1SD, no_tap)
+            look(idx, before_1SD[0], after_1SD[0])
+            x_NSD[sample] = after_1SD[0].to("cpu")
+    return x_NSD
+
+
+@torch.no_grad()
+def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch.device) -> float:
+    """Mean KL a token, in nats, of the predictions that the source's norm and head make of x from those that they make of y."""
+    outer, arch = source.outer(), source.arch
+    norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+    fill_(norm, {"weight": outer["norm.weight"]}, dtype=x_NSD.dtype, device=device)
+    head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=x_NSD.dtype)
+    total = 0.0
+    for x_SD, y_SD in zip(x_NSD, y_NSD, strict=True):
+        p_SV, q_SV = (F.log_softmax(F.linear(norm(each.to(device)), head_VD).to(torch.float32), dim=-1) for each in (x_SD, y_SD))
+        total += float((p_SV.exp() * (p_SV - q_SV)).sum(dtype=torch.float64))
+    return total / (x_NSD.shape[0] * x_NSD.shape[1])

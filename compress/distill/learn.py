@@ -1,0 +1,110 @@
+"""A training run that may be stopped anywhere: the loop with its held-out measurements, its state on disk, and the end it may come to
+early.
+
+`state.safetensors` holds parameters, optimizers, step and the curve so far; it is replaced in one step, so a kill at any instant leaves the
+last whole one, and the run goes on from it with the same bits as if nothing had happened. It is written after every held-out measurement,
+every `SAVE_EVERY_S` seconds, and when the run is asked to stop.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.artifact.tensors import load_tensors, save_tensors
+from compress.distill.objective import HeldOut
+from compress.distill.train import TrainConfig, Training, TrainLogRow
+
+STATE_NAME = "state.safetensors"
+SAVE_EVERY_S = 120.0
+MIN_GAIN = 0.005
+"""Share by which the held-out KL must fall to count as better."""
+_JSON = "curve"
+
+Curve = list[dict[str, Any]]
+"""Rows {step, tokens} with {loss, grad_norm, learning_rate} where the loop logged and {kl, bits_per_byte} where it was measured."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """When held-out text is looked at, and when to give up: after `patience` looks that were no better (None: never)."""
+
+    measure: Callable[[], HeldOut]
+    num_bytes: int
+    every: int
+    patience: int | None
+
+
+def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: Context) -> Curve:
+    """Train to the end, from the state on disk if there is one; the curve. All ranks together; rank 0 writes.
+
+    Raises:
+        UsageError: the loss is not finite. The last good state stays on disk.
+        Interrupted: asked to stop; the same call goes on from there.
+    """
+    file = ctx.scratch / STATE_NAME
+    curve = _restored(file, training) if file.exists() else [_measured(held_out, training.step, 0)]
+    saved_s = time.monotonic()
+    if not _is_over(curve, held_out.patience):
+        for row in training.rows():
+            curve.append(_log_row(row))
+            measured = row.step % held_out.every == 0 or row.step == config.num_steps
+            if measured:
+                curve[-1] |= _measured(held_out, row.step, row.num_tokens)
+            stopping = ctx.stop_signal() is not None
+            if ctx.ranks.rank == 0 and (measured or stopping or time.monotonic() - saved_s > SAVE_EVERY_S):
+                _save(file, training, curve)
+                saved_s = time.monotonic()
+            ctx.boundary(row.step, config.num_steps, _note(row, curve))
+            if _is_over(curve, held_out.patience):
+                break
+    return curve
+
+
+def _log_row(row: TrainLogRow) -> dict[str, Any]:
+    """Without its speed: two runs of the same arithmetic say the same."""
+    return {
+        "step": row.step,
+        "tokens": row.num_tokens,
+        "loss": row.loss,
+        "grad_norm": row.grad_norm,
+        "learning_rate": row.learning_rate,
+    }
+
+
+def _measured(held_out: Measurements, step: int, num_tokens: int) -> dict[str, Any]:
+    found = held_out.measure()
+    return {"step": step, "tokens": num_tokens, "kl": found.kl_mean, "bits_per_byte": found.bits_per_byte(held_out.num_bytes)[0]}
+
+
+def _is_over(curve: Curve, patience: int | None) -> bool:
+    """Whether the last `patience` measurements of the held-out KL were all no better than one before them."""
+    best, since = math.inf, 0
+    for kl in (row["kl"] for row in curve if "kl" in row):
+        best, since = (kl, 0) if kl < best * (1 - MIN_GAIN) else (best, since + 1)
+    return patience is not None and since >= patience
+
+
+def _note(row: TrainLogRow, curve: Curve) -> str:
+    kl = next(each["kl"] for each in reversed(curve) if "kl" in each)
+    return f"loss {row.loss:.4f}, held-out KL {kl:.4f}, {row.tokens_per_s:,.0f} tokens/s"
+
+
+def _save(file: Path, training: Training, curve: Curve) -> None:
+    text = torch.frombuffer(bytearray(json.dumps(curve).encode()), dtype=torch.uint8)
+    save_tensors(file, {**training.tensors(), _JSON: text})
+
+
+def _restored(file: Path, training: Training) -> Curve:
+    tensors = load_tensors(file)
+    curve: Tensor = tensors.pop(_JSON)
+    training.restore_(tensors)
+    found: Curve = json.loads(curve.numpy().tobytes())
+    return found

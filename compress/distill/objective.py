@@ -1,0 +1,130 @@
+"""What a student is trained on: a teacher beside it, the divergence of the two through their heads, and both measured on text held out.
+
+The teacher runs in its own dtype and keeps no graph; it may live on another device, from which only hidden states come. Documents are
+joined as they are everywhere here (plain concatenation): positions run from 0 and attention covers the whole window.
+
+Shapes: B batch, S sequence, N windows, T tokens, D hidden, V vocabulary, K kept.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from compress.artifact.context import OneRank, Ranks
+from compress.distill.head import Rows, Targets, mean_divergence, slices
+from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
+from compress.models.decoder import Decoder
+
+EVALUATED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
+"""Held-out tokens in one forward."""
+
+
+class Teacher:
+    """A decoder that is asked and never trained; `device` is where its answers are wanted."""
+
+    def __init__(self, decoder: Decoder, *, device: torch.device, compile: bool = False) -> None:
+        self.arch = decoder.arch
+        self._decoder = decoder.requires_grad_(False).eval()
+        self._place = decoder.embed.weight.device
+        self._device = device
+        self._head_VD = decoder.head.weight.detach().to(device)
+        self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
+
+    def targets(self, tokens_BS: Tensor) -> Targets:
+        """Logits of the tokens of a batch, flat, slice by slice."""
+        with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
+            hidden_TD = self._hidden(self._decoder, tokens_BS.to(self._place)).flatten(0, 1).to(self._device)
+        return lambda part: hidden_TD[part] @ self._head_VD.T
+
+    def keep(self, tokens_BS: Tensor, num_kept: int, temperature: float) -> TopK:
+        """The likeliest tokens at every position of a batch, [B, S, K], and the log of the mass left [B, S]."""
+        targets, (num_rows, seq_len) = self.targets(tokens_BS), tokens_BS.shape
+        parts = []
+        for part in slices(tokens_BS.numel(), self.arch.vocab_size, self._device):
+            logits_TV = targets(part)
+            assert isinstance(logits_TV, Tensor)
+            parts.append(keep_top(logits_TV, num_kept, temperature))
+        ids, log_p, log_tail = (torch.cat(each) for each in zip(*parts, strict=True))
+        return TopK(ids.view(num_rows, seq_len, -1), log_p.view(num_rows, seq_len, -1), log_tail.view(num_rows, seq_len))
+
+
+class Objective:
+    """The training loop's loss: (student, tokens [B, S+1]) with a teacher, or (student, tokens, *what was kept of one)."""
+
+    def __init__(
+        self, loss: Divergence, teacher: Teacher | None, *, compute_dtype: torch.dtype = torch.float32, compile: bool = False
+    ) -> None:
+        self._loss, self._teacher, self._dtype = loss, teacher, compute_dtype
+        self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
+        self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
+
+    def __call__(self, student: Decoder, tokens_BS: Tensor, *kept: Tensor) -> Tensor:
+        inputs_BS, labels_T = tokens_BS[:, :-1], tokens_BS[:, 1:].flatten()
+        if kept:
+            flat = [each.flatten(0, 1) for each in kept]
+            targets: Targets = lambda part: TopK(*(each[part] for each in flat))  # noqa: E731
+        else:
+            assert self._teacher is not None, "without a teacher, what was kept of one comes with the tokens"
+            targets = self._teacher.targets(inputs_BS)
+        hidden_TD = self._hidden(student, inputs_BS).flatten(0, 1).to(self._dtype)
+        return mean_divergence(hidden_TD, student.head.weight, targets, labels_T, self._loss, rows=self._rows)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Sums over held-out tokens, in nats: KL(teacher || student), and what the text's own tokens cost the two."""
+
+    num_tokens: int
+    kl: float
+    student_nll: float
+    teacher_nll: float
+
+    @property
+    def kl_mean(self) -> float:
+        return self.kl / self.num_tokens
+
+    def bits_per_byte(self, num_bytes: int) -> tuple[float, float]:
+        """(student's, teacher's)."""
+        return self.student_nll / math.log(2) / num_bytes, self.teacher_nll / math.log(2) / num_bytes
+
+
+@torch.no_grad()
+def measure(
+    student: Decoder, teacher: Teacher, tokens_NS: Tensor, device: torch.device, *, compute_dtype: torch.dtype, ranks: Ranks | None = None
+) -> HeldOut:
+    """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank takes its share of the windows."""
+    ranks = OneRank() if ranks is None else ranks
+    at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
+        tokens_BS = batch_BS.to(device=device, dtype=torch.int64)
+        labels_T1 = tokens_BS[:, 1:].reshape(-1, 1)
+        with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
+            hidden_TD = student.hidden(tokens_BS[:, :-1]).flatten(0, 1)
+        targets, weight_VD = teacher.targets(tokens_BS[:, :-1]), student.head.weight.to(compute_dtype)
+        for part in slices(hidden_TD.shape[0], weight_VD.shape[0], device):
+            logits_TV: Any = targets(part)
+            log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
+            log_q_TV = (hidden_TD[part].to(compute_dtype) @ weight_VD.T).to(torch.float32).log_softmax(-1)
+            sums[0] += (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).double().sum()
+            sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double().sum()
+            sums[2] -= log_p_TV.gather(-1, labels_T1[part]).double().sum()
+    ranks.add_up([sums])
+    kl, student_nll, teacher_nll = sums.tolist()
+    num_tokens = tokens_NS.shape[0] * (tokens_NS.shape[1] - 1)
+    return HeldOut(num_tokens, kl, student_nll, teacher_nll)
+
+
+def checkpoint_layers_(decoder: Decoder) -> None:
+    """From here on a layer keeps its input alone and runs again in the backward pass: a third more work for a fraction of the memory."""
+    for layer in decoder.layers:
+        forward = layer.forward
+
+        def again(*args: Any, forward: Any = forward) -> Tensor:
+            return checkpoint(forward, *args, use_reentrant=False)
+
+        layer.forward = again

@@ -1,0 +1,110 @@
+"""A student of its own config: its shape, and weights taken from evenly chosen layers, heads and channels of a larger model, or random.
+
+Evenly chosen means that the i-th of n kept among N is i (N - 1) / (n - 1), rounded: first and last are kept. All matrices that touch a
+dimension take the same choice, so what is kept is wired as it was. With fewer query heads or KV heads, whole KV groups are chosen, then
+query heads inside each group.
+
+Shapes: D hidden, F ffn, H heads, K kv heads, C head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.decoder import Decoder
+from compress.models.pruning import Widths, is_uniform, resized, with_layers
+from compress.models.weights import WeightSource, dense
+from compress.quant.kv import KV_SCALES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths of a student; what is None stays the teacher's."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    ffn: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+
+
+def evenly(num_kept: int, num_all: int) -> list[int]:
+    """`num_kept` of 0..num_all-1, first and last among them."""
+    if num_kept == 1:
+        return [0]
+    return [round(idx * (num_all - 1) / (num_kept - 1)) for idx in range(num_kept)]
+
+
+def student_arch(teacher: Arch, shape: Shape) -> Arch:
+    """Raises UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads evenly."""
+    if not is_uniform(teacher):
+        raise UsageError("student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them.")
+    first = teacher.layers[0]
+    wanted = {
+        "layers": (shape.layers, teacher.num_layers),
+        "hidden": (shape.hidden, teacher.hidden_size),
+        "ffn": (shape.ffn, first.intermediate_size),
+        "heads": (shape.heads, first.num_heads),
+        "kv_heads": (shape.kv_heads, first.num_kv_heads),
+    }
+    for name, (value, most) in wanted.items():
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"student: {name} {value} is not between 1 and the teacher's {most}.")
+    num_heads, num_kv_heads = shape.heads or first.num_heads, shape.kv_heads or first.num_kv_heads
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > first.num_heads // first.num_kv_heads:
+        raise UsageError(
+            f"student: {num_heads} query heads on {num_kv_heads} KV heads; each KV head serves the same number, at most the teacher's "
+            f"{first.num_heads // first.num_kv_heads}. Give heads and kv_heads that fit."
+        )
+    kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
+    widths = Widths(num_heads, num_kv_heads, shape.ffn or first.intermediate_size, len(kept))
+    return resized(with_layers(teacher, kept), widths).replace(hidden_size=shape.hidden or teacher.hidden_size)
+
+
+def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
+    """A float32 student on the CPU with weights of the source, whose shape `arch` was cut from; reads a layer at a time."""
+    decoder = Decoder(arch)
+    hidden = torch.tensor(evenly(arch.hidden_size, source.arch.hidden_size))
+    state = {name: _cut(name, dense(value, torch.float32), hidden, {}) for name, value in source.outer().items()}
+    for idx, source_idx in enumerate(evenly(arch.num_layers, source.arch.num_layers)):
+        channels = _channels(source.arch, source_idx, arch, idx)
+        for name, value in source.layer(source_idx).items():
+            if name not in KV_SCALES.values():
+                state[f"layers.{idx}.{name}"] = _cut(name, dense(value, torch.float32), hidden, channels)
+    if arch.tied_head:
+        state["head.weight"] = state["embed.weight"]
+    decoder.load_state_dict(state, strict=True)
+    return decoder
+
+
+def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
+    """Which channels of the query, key and value, and FFN dimensions a layer keeps."""
+    old, new = teacher.layers[teacher_idx], student.layers[student_idx]
+    groups = evenly(new.num_kv_heads, old.num_kv_heads)
+    old_repeat = old.num_heads // old.num_kv_heads
+    heads = [group * old_repeat + idx for group in groups for idx in evenly(new.num_heads // new.num_kv_heads, old_repeat)]
+
+    def spread(chosen: list[int]) -> Tensor:
+        return torch.tensor([head * old.head_dim + channel for head in chosen for channel in range(old.head_dim)])
+
+    return {"q": spread(heads), "kv": spread(groups), "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size))}
+
+
+_ROWS = {"attn.q": "q", "attn.k": "kv", "attn.v": "kv", "ffn.gate": "ffn", "ffn.up": "ffn"}
+_COLUMNS = {"attn.o": "q", "ffn.down": "ffn"}
+
+
+def _cut(name: str, tensor: Tensor, hidden: Tensor, channels: dict[str, Tensor]) -> Tensor:
+    module, _, leaf = name.rpartition(".")
+    if module in ("attn.q_norm", "attn.k_norm"):
+        return tensor
+    rows = channels[_ROWS[module]] if module in _ROWS else hidden
+    if tensor.dim() == 1:
+        return tensor[rows]
+    if module in ("embed", "head"):
+        return tensor[:, hidden]
+    assert leaf == "weight"
+    return tensor[rows][:, channels[_COLUMNS[module]] if module in _COLUMNS else hidden]

@@ -1,0 +1,212 @@
+"""Surgery on the decoder: structure that goes, and the smaller model that is left.
+
+What can go are KV groups with their query heads, the same number of query heads of every group, FFN channels, and whole layers. All of
+these are slices: rows of what writes a unit's numbers, columns of the linear that reads them (`attn.o`, `ffn.down`). A method may put other
+columns in the place of those that stay; which ones stay is all that is decided here. Widths stay the same in every layer, so that a stock
+Hugging Face config can say them.
+
+Shapes: O out, I in, U units, W columns of a unit, H heads, K kv heads, R query heads per kv head, C head dimension.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.models.arch import Arch, LayerShape
+from compress.models.canonical import OUTER_NAME, layer_name, load_weights
+from compress.models.family import family_of
+from compress.models.weights import WeightSource
+from compress.quant.scheme import QuantizedWeight
+
+HeadUnit = Literal["kv_group", "query_head"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Columns of a linear that go or stay together: unit u is columns `u * width .. (u + 1) * width - 1`. The units lie in `num_parts`
+    equal parts, one behind the other, and every part keeps the same number."""
+
+    num_units: int
+    width: int = 1
+    num_parts: int = 1
+
+    @property
+    def of_part(self) -> int:
+        """Units of one part."""
+        return self.num_units // self.num_parts
+
+    def best(self, score_U: Tensor, num_kept: int) -> Tensor:
+        """bool [U]: of each part the share of `num_kept` with the largest scores; of equal ones the first."""
+        order = torch.argsort(score_U.view(self.num_parts, -1), dim=1, descending=True, stable=True)
+        kept = torch.zeros(self.num_parts, self.of_part, dtype=torch.bool, device=score_U.device)
+        return kept.scatter_(1, order[:, : num_kept // self.num_parts], True).view(-1)
+
+    def columns(self, kept_U: Tensor) -> Tensor:
+        """bool [I] of bool [U]."""
+        return kept_U.repeat_interleave(self.width)
+
+
+def head_units(shape: LayerShape, unit: HeadUnit) -> Units:
+    """The units of `attn.o`."""
+    repeat = shape.num_heads // shape.num_kv_heads
+    if unit == "kv_group":
+        return Units(shape.num_kv_heads, repeat * shape.head_dim)
+    return Units(shape.num_heads, shape.head_dim, num_parts=shape.num_kv_heads)
+
+
+def keep_heads_(weights: dict[str, Tensor], shape: LayerShape, unit: HeadUnit, kept_U: Tensor, o_weight: Tensor | None = None) -> None:
+    """Slice q, k, v and o of a layer, in place; `o_weight` is what the kept columns of o become, themselves by default."""
+    q_rows = head_units(shape, unit).columns(kept_U)
+    kv_rows = kept_U.repeat_interleave(shape.head_dim) if unit == "kv_group" else None
+    for linear, rows in (("attn.q", q_rows), ("attn.k", kv_rows), ("attn.v", kv_rows)):
+        if rows is not None:
+            _keep_rows_(weights, linear, rows)
+    weights["attn.o.weight"] = weights["attn.o.weight"][:, q_rows] if o_weight is None else o_weight
+
+
+def keep_channels_(weights: dict[str, Tensor], kept_U: Tensor, down_weight: Tensor | None = None) -> None:
+    """Slice gate, up and down of a layer, in place, as `keep_heads_`."""
+    for linear in ("ffn.gate", "ffn.up"):
+        _keep_rows_(weights, linear, kept_U)
+    weights["ffn.down.weight"] = weights["ffn.down.weight"][:, kept_U] if down_weight is None else down_weight
+
+
+def _keep_rows_(weights: dict[str, Tensor], linear: str, rows: Tensor) -> None:
+    for name in (f"{linear}.weight", f"{linear}.bias"):
+        if name in weights:
+            weights[name] = weights[name][rows]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What pruning decides of a model's shape."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    num_layers: int
+
+    @staticmethod
+    def of(arch: Arch) -> "Widths":
+        """Those of a model whose layers are all alike."""
+        first = arch.layers[0]
+        return Widths(first.num_heads, first.num_kv_heads, first.intermediate_size, arch.num_layers)
+
+
+def is_uniform(arch: Arch) -> bool:
+    return len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) == 1
+
+
+def resized(arch: Arch, widths: Widths) -> Arch:
+    """The same layers with other widths."""
+    assert widths.num_layers == arch.num_layers, "layers go by `with_layers`, which says which"
+    of_layer = {name: getattr(widths, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    return arch.replace(layers=tuple(replace(each, **of_layer) for each in arch.layers))
+
+
+def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
+    """Only the layers `kept`. What a config states by layer is cut along: where it is stated by a rule that counts layers, each layer's
+    type is spelled out."""
+    if list(kept) == list(range(arch.num_layers)):
+        return arch
+    layers = tuple(arch.layers[idx] for idx in kept)
+    config = dict(arch.config)
+    if "layer_types" in config and config["layer_types"] is not None:
+        config["layer_types"] = [config["layer_types"][idx] for idx in kept]
+    elif len({each.window for each in arch.layers}) > 1:
+        config["layer_types"] = ["full_attention" if each.window is None else "sliding_attention" for each in layers]
+    return arch.replace(layers=layers, config=config)
+
+
+def can_have_bias(arch: Arch, linear: str) -> bool:
+    """Whether the family's config has a word for a bias of that linear."""
+    family = family_of({"model_type": arch.family})
+    rule = family.o_bias if linear == "attn.o" else family.ffn_bias
+    return arch.has_bias(linear) or isinstance(rule, str)
+
+
+def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
+    """The model with biases in `linears`, and in those that the family's config names by the same word."""
+    family = family_of({"model_type": arch.family})
+    rules = {"qkv_bias": family.qkv_bias, "o_bias": family.o_bias, "ffn_bias": family.ffn_bias}
+    for linear in linears:
+        rule = rules["o_bias" if linear == "attn.o" else "ffn_bias"]
+        if not arch.has_bias(linear):
+            assert isinstance(rule, str), f"{arch.family} models have no bias in {linear}"
+            arch = arch.replace(**{field: True for field, each in rules.items() if each == rule}, config={**arch.config, rule: True})
+    return arch
+
+
+def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> None:
+    """Zeros for every bias that the model has and the layer's weights have not."""
+    for linear in shape.linears:
+        weight = weights[f"{linear}.weight"]
+        if arch.has_bias(linear) and f"{linear}.bias" not in weights:
+            weights[f"{linear}.bias"] = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
+
+
+def fits_consumers(arch: Arch, num_heads: int) -> bool:
+    """Whether `transformers` takes a config of the family with so many query heads: a Llama's have to divide its hidden size, even where
+    the config states their dimension."""
+    return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
+
+
+def as_mistral(arch: Arch) -> Arch:
+    """A Llama without biases under the name of Mistral, which computes the same and whose config takes any number of heads.
+
+    Raises:
+        UsageError: it is not such a Llama.
+    """
+    if arch.family != "llama" or arch.qkv_bias or arch.o_bias or arch.ffn_bias:
+        raise UsageError(f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is none.")
+    words = family_of({"model_type": "llama"})
+    config = {key: value for key, value in arch.config.items() if key not in words.known_fields | words.fixed_fields.keys()}
+    return arch.replace(family="mistral", config={**config, "model_type": "mistral", "sliding_window": None})
+
+
+class Recast:
+    """The same weights under other facts."""
+
+    def __init__(self, source: WeightSource, arch: Arch) -> None:
+        self._source, self.arch, self.kv_format = source, arch, source.kv_format
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.layer(layer_idx)
+
+
+class LayerSubset:
+    """A model without some of its layers."""
+
+    def __init__(self, source: WeightSource, kept: Sequence[int]) -> None:
+        self._source, self._kept = source, tuple(kept)
+        self.arch = with_layers(source.arch, kept)
+        self.kv_format = source.kv_format
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return self._source.layer(self._kept[layer_idx])
+
+
+class StoredLayers:
+    """Dense weights in the files of the project's own store (`canonical.py`), before an artifact's manifest vouches for them."""
+
+    kv_format: str | None = None
+
+    def __init__(self, directory: Path, arch: Arch) -> None:
+        self._directory, self.arch = directory, arch
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return load_weights(self._directory / OUTER_NAME, None)
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return load_weights(self._directory / layer_name(layer_idx), None)

@@ -1,0 +1,92 @@
+"""What a distillation will need, from shapes alone, for `compress plan`.
+
+operations   a token of training: 6 of the student's weights, 2 of the teacher's, and attention; held-out text: 2 and 2
+memory       student: float32 master, gradient and two moments, 16 bytes a weight (LoRA: 2, and 16 of its own); teacher: its own width;
+             what a micro-batch leaves for the backward pass; a few float32 [slice, vocabulary]
+disk         the result, the training tokens, and while it runs the state: 12 bytes a trained weight
+"""
+
+from compress.calibrate.card import check_at_hand, load_card
+from compress.distill.head import SLICE_VALUES
+from compress.distill.student import student_arch
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.stages import Estimate, PlanFacts
+from compress.stages.calibrate import fits
+from compress.stages.distill.spec import SOURCE, Distill, check_dense
+
+KEPT_BYTES = 6
+"""Of one kept token of the teacher: id and log probability."""
+
+
+def reshape(spec: Distill, arch: Arch) -> Arch:
+    """A checkpoint's shape is known when it is read; until then, the model as it was."""
+    return arch if spec.student is None or spec.student.checkpoint is not None else student_arch(arch, spec.student.shape())
+
+
+def forward_flops(arch: Arch, seq_len: int) -> float:
+    """Of one token."""
+    attention = sum(2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len) for layer in arch.layers)
+    return 2.0 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size) + attention
+
+
+def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
+    """Of one rank; `facts.source_arch` is the teacher's shape where the teacher is the source."""
+    spec.refuse_nothing_to_learn(facts.specs)
+    _check_text(spec, facts)
+    check_dense(facts.arch)
+    teacher, student = facts.source_arch or facts.arch, reshape(spec, facts.arch)
+    fits(spec.seq_len, "distill: seq_len", student)
+    fits(spec.seq_len, "distill: seq_len", teacher)
+    num_looks = 1 + spec.num_steps // spec.steps_between_measurements
+    looked = num_looks * spec.eval_samples * spec.seq_len
+    trained = spec.num_steps * spec.batch_size * spec.seq_len
+    asked = trained if spec.loss.top_k is None else min(trained, spec.num_windows * spec.seq_len)
+    student_flops, teacher_flops = forward_flops(student, spec.seq_len), forward_flops(teacher, spec.seq_len)
+    flops = trained * 3 * student_flops + asked * teacher_flops + looked * (student_flops + teacher_flops)
+    written = 0 if spec.sample is None else spec.num_windows * spec.seq_len
+    flops += written * teacher_flops
+    width = 4 if facts.device == "cpu" else 2
+    num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
+    frozen = 0 if spec.lora is None else width * student.num_params
+    peak = 16 * num_trained + frozen + width * teacher.num_params + _activations(spec, student, width)
+    peak += 5 * 4 * SLICE_VALUES["cpu" if facts.device == "cpu" else "cuda"]
+    kept = 0 if spec.loss.top_k is None else spec.num_windows * spec.seq_len * (KEPT_BYTES * spec.loss.top_k + 4)
+    disk = 2 * student.num_params + 4 * spec.num_windows * (spec.seq_len + 1) + 12 * num_trained + kept
+    return Estimate(peak, disk, flops / facts.num_ranks, notes=tuple(_notes(spec, student, teacher, trained)))
+
+
+def _notes(spec: Distill, student: Arch, teacher: Arch, trained: int) -> list[str]:
+    what = "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}"
+    of = f"{teacher.num_params / 1e6:,.1f} M" if spec.teacher == SOURCE else f"{spec.teacher}, taken to be of the source's size"
+    return [
+        f"{student.num_params / 1e6:,.1f} M parameters learn from {of} ({what}, {spec.loss.kind}), {trained:,} tokens in "
+        f"{spec.num_steps:,} steps",
+        f"{spec.data}: {spec.num_windows:,} windows of {spec.seq_len}, {spec.eval_samples} held out",
+    ]
+
+
+def _check_text(spec: Distill, facts: PlanFacts) -> None:
+    """Raises UsageError: the text that is to judge the result would be trained on."""
+    card, judge = load_card(spec.data), getattr(facts.specs.get("validate"), "data", None)
+    check_at_hand(card)
+    if judge is not None:
+        other = load_card(judge)
+        if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
+            raise UsageError(
+                f"distill trains on {spec.data} and validate judges on the same text, which would then prove nothing. Give one of them "
+                "another data card, or another `part` of it."
+            )
+
+
+def _activations(spec: Distill, arch: Arch, width: int) -> int:
+    """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and layer, or one hidden vector."""
+    tokens = spec.micro_batch * spec.seq_len
+    of_layers = [10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size for layer in arch.layers]
+    if spec.recompute:
+        return tokens * (4 * arch.hidden_size * arch.num_layers + width * max(of_layers))
+    return tokens * width * sum(of_layers)
+
+
+def _lora_params(arch: Arch, rank: int) -> int:
+    return sum(rank * sum(layer.linear_shape(name, arch.hidden_size)) for layer in arch.layers for name in layer.linears)

@@ -1,0 +1,108 @@
+"""`prune`: heads, FFN channels and layers go; what stays makes up for them, layer by layer on the already pruned input, resumable at each
+layer. The result is a smaller dense model of the same family.
+
+spec.py     what a recipe may say        widths.py   numbers that consumers of the result can have
+round.py    one round of it              search.py   `target`: how much goes of what      estimate.py   for `compress plan`
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from compress.artifact.context import Context
+from compress.artifact.workspace import ArtifactWriter
+from compress.calibrate.arithmetic import computes_in
+from compress.calibrate.dataset import load_token_set
+from compress.export import open_weights
+from compress.methods import Compensation, Scorer
+from compress.models.arch import Arch
+from compress.models.canonical import OUTER_NAME, layer_name
+from compress.models.pruning import Recast, Widths
+from compress.models.weights import WeightSource
+from compress.stages import STAGES, Inputs, Port
+from compress.stages.calibrate import TOKENS_NAME
+from compress.stages.prune.estimate import estimate, reshape
+from compress.stages.prune.round import Round, forget, prune_round
+from compress.stages.prune.search import depends, search
+from compress.stages.prune.spec import Prune
+from compress.stages.prune.widths import between
+
+
+def _depends(spec: Prune, device: str) -> Mapping[str, str]:
+    """As of `quantize`: a device computes in its own dtype."""
+    more = {} if spec.target is None else depends(spec.target, device)
+    return {**computes_in(device), **more}
+
+
+def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch, dict[str, Any]]:
+    """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and facts."""
+    source = _source(spec, inputs)
+    tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    before = source.arch
+    found: dict[str, Any] = {}
+    scorer, compensation = cast(Scorer, spec.score), cast(Compensation, spec.compensate)
+    method = Round(scorer, compensation, spec.unit, "block_influence" if spec.depth is None else spec.depth.score)
+    if spec.target is None:
+        goal = spec.by_hand(before)
+    else:
+        goal, found = search(spec.target, method, source, tokens_NS, ctx, multiple=spec.multiple)
+    rounds: list[dict[str, Any]] = []
+    directory = ctx.scratch
+    for idx, widths in enumerate(between(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)):
+        last, directory = directory, ctx.scratch / f"round-{idx}"
+        source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
+        rounds.append(facts)
+        if idx > 0 and ctx.ranks.rank == 0:
+            forget(last)
+    return directory, source.arch, {"rounds": rounds, **found}
+
+
+@STAGES.stage(
+    "prune",
+    version=1,
+    takes=(Port.DENSE, Port.CALIB),
+    gives=Port.DENSE,
+    spec=Prune,
+    estimate=estimate,
+    depends=_depends,
+    together=prune_rounds,
+    reshape=reshape,
+)
+def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    before = _source(spec, inputs).arch
+    spec.check_model(before)
+    directory, after, found = prune_rounds(spec, inputs, ctx)
+    for name in (OUTER_NAME, *map(layer_name, range(after.num_layers))):
+        _place(directory / name, out.path / name)
+    arch, layers = after.to_json()
+    facts = {
+        "score": spec.score.model_dump(mode="json"),
+        "compensate": spec.compensate.model_dump(mode="json"),
+        "before": _size(before),
+        "after": _size(after),
+        **found,
+    }
+    out.describe(role="dense", arch=arch, layers=layers, facts={"pruning": facts})
+
+
+def _source(spec: Prune, inputs: Inputs) -> WeightSource:
+    source = open_weights(inputs[Port.DENSE].path)
+    return Recast(source, spec.seen(source.arch))
+
+
+def _size(arch: Arch) -> dict[str, int]:
+    widths, dtype = Widths.of(arch), getattr(torch, arch.dtype)
+    named = {"heads": widths.num_heads, "kv_heads": widths.num_kv_heads, "ffn": widths.intermediate_size, "layers": widths.num_layers}
+    return {**named, "params": arch.num_params, "size_bytes": dtype.itemsize * arch.num_params}
+
+
+def _place(stored: Path, place: Path) -> None:
+    """A finished layer becomes part of the artifact without a copy, where the file system knows hard links."""
+    try:
+        os.link(stored, place)
+    except OSError:
+        shutil.copyfile(stored, place)

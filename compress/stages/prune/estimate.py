@@ -1,0 +1,81 @@
+"""What pruning will need, for `compress plan`."""
+
+from typing import cast
+
+from compress.calibrate.estimate import Work, flops, peak_bytes
+from compress.errors import UsageError
+from compress.methods import Scorer
+from compress.models.arch import Arch
+from compress.models.pruning import Widths, resized, with_layers
+from compress.stages import Estimate, PlanFacts
+from compress.stages.calibrate import Calibrate
+from compress.stages.prune.spec import Prune
+from compress.stages.quantize.spec import Quantize
+
+SOLVES = {"cpu": 4.0, "cuda": 20.0}
+"""Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of float64."""
+
+
+def reshape(spec: Prune, arch: Arch) -> Arch:
+    """With a target, which is found while running, the model as it was: all that comes is smaller."""
+    arch = spec.seen(arch)
+    if spec.target is not None:
+        return arch
+    widths = spec.by_hand(arch)
+    return resized(with_layers(arch, range(widths.num_layers)), widths)
+
+
+def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
+    """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few cubes of the widths."""
+    arch = spec.seen(facts.arch)
+    spec.check_model(arch)
+    after = reshape(spec, facts.arch)
+    calib = facts.specs.get("calibrate") or Calibrate()
+    assert isinstance(calib, Calibrate)
+    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
+    walk = sum(flops(work, products=SOLVES[facts.device]))
+    width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
+    backward = 3 * 2.0 * arch.num_linear_params * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples) * calib.seq_len
+    notes = list(_notes(spec, arch, after))
+    if spec.target is not None:
+        _check_groups(spec, facts)
+        notes.append(
+            f"{spec.target.text}: what goes is decided by losses that are measured first; the plan goes on with the model as it is"
+        )
+    num_walks = spec.rounds + (0 if spec.target is None else 9)
+    return Estimate(
+        peak_bytes(work) + 8 * 4 * width**2,
+        2 * after.num_params,
+        num_walks * (walk + backward),
+        notes=tuple(notes),
+    )
+
+
+def _check_groups(spec: Prune, facts: PlanFacts) -> None:
+    """Raises UsageError: a width that the search may come to is not whole groups of the quantization behind it."""
+    quantize = facts.specs.get("quantize")
+    if not isinstance(quantize, Quantize) or set(spec.axes) == {"depth"}:
+        return
+    schemes = [each for model in quantize.possible_schemes(facts.arch) if model is not None for each in model.all]
+    odd = sorted({each.name for each in schemes if each.group_size is not None and spec.multiple % each.group_size})
+    if odd:
+        raise UsageError(
+            f"prune: `multiple: {spec.multiple}` may leave widths that the groups of {', '.join(odd)} do not divide. Make it a multiple of "
+            "the group size."
+        )
+
+
+def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
+    old, new = Widths.of(before), Widths.of(after)
+    changed = [
+        f"{name} {getattr(old, field)} -> {getattr(new, field)}"
+        for name, field in (("heads", "num_heads"), ("KV heads", "num_kv_heads"), ("FFN", "intermediate_size"), ("layers", "num_layers"))
+        if getattr(old, field) != getattr(new, field)
+    ]
+    method = f"score: {spec.score.model_dump()['kind']}, compensate: {spec.compensate.model_dump()['kind']}"
+    if not changed:
+        return [method]
+    params = f"{before.num_params / 1e6:,.1f} M -> {after.num_params / 1e6:,.1f} M parameters"
+    heads_go = old.num_heads != new.num_heads and before.family == "qwen2"
+    vllm = ["vLLM takes the head dimension of a Qwen2 from hidden size and heads, and will not load this; transformers does"]
+    return [f"{', '.join(changed)}; {params}", method, *(vllm if heads_go else [])]

@@ -1,0 +1,138 @@
+"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and channels of those that stay.
+
+What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before anything is decided by it, and a
+round that is complete says so, so that a resumed run decides the same and goes through no finished round again.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.artifact.atomic import write_atomic
+from compress.artifact.context import Context
+from compress.artifact.tensors import load_tensors, save_tensors
+from compress.calibrate.arithmetic import compute_dtype
+from compress.calibrate.gradients import visit_gradients
+from compress.calibrate.residual import walk
+from compress.calibrate.sequential import run_sequential
+from compress.digest import canonical_json
+from compress.methods import LAYER_SCORERS, Compensation, Scorer
+from compress.methods.prune_pass import Cut, PrunePass
+from compress.methods.taylor import UnitLosses
+from compress.models.arch import Arch
+from compress.models.canonical import OUTER_NAME, layer_name, save_weights
+from compress.models.pruning import HeadUnit, LayerSubset, StoredLayers, Widths, resized, with_biases
+from compress.models.weights import WeightSource
+
+DONE_NAME, INFLUENCE_NAME, LOSSES_NAME = "round.json", "influence.json", "losses.safetensors"
+
+
+@dataclass(frozen=True)
+class Round:
+    """How units and layers are chosen, and what is done about those that go."""
+
+    scorer: Scorer
+    compensation: Compensation
+    unit: HeadUnit
+    depth_score: str = "block_influence"
+
+    def cuts(self, before: Arch, widths: Widths) -> tuple[Cut, ...]:
+        old, cuts = Widths.of(before), []
+        if widths.num_heads < old.num_heads:
+            num_kept = widths.num_kv_heads if self.unit == "kv_group" else widths.num_heads
+            cuts.append(Cut("attn.o", self.unit, num_kept))
+        if widths.intermediate_size < old.intermediate_size:
+            cuts.append(Cut("ffn.down", "channel", widths.intermediate_size))
+        return tuple(cuts)
+
+
+def prune_round(
+    how: Round, source: WeightSource, widths: Widths, tokens_NS: Tensor, directory: Path, ctx: Context
+) -> tuple[WeightSource, dict[str, Any]]:
+    """The pruned model, stored in the directory, and facts of what went. All ranks come here together.
+
+    Raises:
+        UsageError: statistics that cannot be factorised.
+        Interrupted: at a boundary; the same call resumes there.
+    """
+    leads, done = ctx.ranks.rank == 0, directory / DONE_NAME
+    if leads:
+        directory.mkdir(parents=True, exist_ok=True)
+    kept, influence = ctx.ranks.broadcast(_kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx) if leads else ([], []))
+    subset = LayerSubset(source, kept)
+    cuts = how.cuts(source.arch, widths)
+    pruned = resized(subset.arch, widths)
+    if how.compensation.needs_bias:
+        pruned = with_biases(pruned, [cut.linear for cut in cuts])
+    stored = StoredLayers(directory, pruned)
+    facts: dict[str, Any] | None = ctx.ranks.broadcast(json.loads(done.read_bytes()) if leads and done.exists() else None)
+    if facts is not None:
+        return stored, facts
+    rows: list[dict[str, Any]] = []
+    dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
+    if cuts:
+        losses = ctx.ranks.broadcast(_losses(how, subset, cuts, tokens_NS, directory, ctx, dtype) if leads else {})
+        step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
+        rows = run_sequential(subset, tokens_NS, [step], directory, ctx, scheme=None, compute_dtype=dtype, pruned=pruned)
+    elif leads:
+        _copy(subset, directory, ctx)
+    facts = {"layers_kept": kept, "influence": influence, "layers": rows}
+    if leads:
+        write_atomic(done, canonical_json(facts))
+    return stored, facts
+
+
+def forget(directory: Path) -> None:
+    """Give back the disk of a finished round whose weights nobody reads any more; what it decided stays."""
+    for file in (directory / OUTER_NAME, *directory.glob("layer-*.safetensors")):
+        file.unlink(missing_ok=True)
+
+
+def _kept_layers(
+    how: Round, source: WeightSource, num_kept: int, tokens_NS: Tensor, directory: Path, ctx: Context
+) -> tuple[list[int], list[float]]:
+    """Indices of the layers that stay, and how much each layer does where some go."""
+    num_layers, file = source.arch.num_layers, directory / INFLUENCE_NAME
+    if num_kept == num_layers:
+        return list(range(num_layers)), []
+    if not file.exists():
+        scorer, sums = LAYER_SCORERS.get(how.depth_score)(), [0.0] * num_layers
+
+        def look(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
+            sums[idx] += float(scorer.influence(before_TD, after_TD))
+
+        dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
+        walk(source, tokens_NS, ctx, compute_dtype=dtype, what="how much each layer does", look=look)
+        write_atomic(file, canonical_json([float(f"{each / tokens_NS.numel():.9g}") for each in sums]))
+    influence: list[float] = json.loads(file.read_bytes())
+    order = sorted(range(num_layers), key=lambda idx: (-influence[idx], idx))
+    return sorted(order[:num_kept]), influence
+
+
+def _losses(
+    how: Round, source: WeightSource, cuts: Sequence[Cut], tokens_NS: Tensor, directory: Path, ctx: Context, dtype: torch.dtype
+) -> dict[tuple[int, str], Tensor]:
+    """(layer, tap) -> predicted loss of every unit, for a scorer that asks for them."""
+    if how.scorer.gradient_samples == 0:
+        return {}
+    file = directory / LOSSES_NAME
+    if not file.exists():
+        visitor = UnitLosses({cut.tap: cut.units(source.arch.layers[0]) for cut in cuts})
+        sampled_NS = tokens_NS[: how.scorer.gradient_samples]
+        draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("unit losses", "labels"))
+        visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=dtype, draws_NS=draws_NS)
+        save_tensors(file, {f"{idx}.{tap}": loss_U for (idx, tap), loss_U in visitor.loss.items()})
+    named = {name.partition(".")[::2]: loss_U for name, loss_U in load_tensors(file).items()}
+    return {(int(idx), tap): loss_U for (idx, tap), loss_U in named.items()}
+
+
+def _copy(source: WeightSource, directory: Path, ctx: Context) -> None:
+    save_weights(directory / OUTER_NAME, source.outer())
+    for idx in range(source.arch.num_layers):
+        ctx.boundary(idx, source.arch.num_layers, f"layer {idx} of {source.arch.num_layers}")
+        save_weights(directory / layer_name(idx), source.layer(idx))

@@ -1,0 +1,193 @@
+"""What a recipe may say of pruning: how much stays of heads, FFN and depth, or how small or fast the model is to be."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from compress.errors import UnsupportedFormat, UsageError
+from compress.kernels.latency import latency_table
+from compress.methods import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
+from compress.methods.least_squares import LeastSquares
+from compress.methods.obs import Obs
+from compress.models.arch import Arch
+from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, is_uniform
+from compress.recipe import ByKind, Spec, checked_by
+from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
+
+Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
+Axis = Literal["heads", "ffn", "depth"]
+AXES: tuple[Axis, ...] = ("heads", "ffn", "depth")
+
+
+def _layer_score(name: str) -> None:
+    LAYER_SCORERS.get(name)
+
+
+class Heads(Spec):
+    """Query heads that stay in every layer."""
+
+    keep: Keep = Field(description="a share of the query heads (0.75), or their number (24); the nearest legal number is taken")
+    unit: HeadUnit = Field("kv_group", description="what goes: KV heads with their query heads, or the same number of query heads of each")
+
+
+class Ffn(Spec):
+    """FFN channels that stay in every layer."""
+
+    keep: Keep = Field(description="a share of the channels, or their number; the nearest legal number is taken")
+
+
+class Depth(Spec):
+    """Layers that stay."""
+
+    keep: Keep = Field(description="a share of the layers, or their number")
+    score: Annotated[str, checked_by(_layer_score)] = Field("block_influence", description="how much a layer does")
+
+
+def _known_device(device: str | None) -> None:
+    if device is not None:
+        latency_table(device)
+
+
+def _as_tuple(names: Any) -> Any:
+    return tuple(names) if isinstance(names, list) else names
+
+
+def _different(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise UsageError("name every axis once.")
+
+
+class Target(Spec):
+    """One limit, and what may go to keep it."""
+
+    params_frac: float | None = Field(None, gt=0, lt=1, description="parameters of the whole model, as a share of the source's")
+    latency_frac: float | None = Field(None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's")
+    prune: Annotated[tuple[Axis, ...], BeforeValidator(_as_tuple), checked_by(_different)] = Field(
+        AXES, min_length=1, description="what may go"
+    )
+    unit: HeadUnit = Field("kv_group", description="of heads: KV heads with their query heads, or the same number of query heads of each")
+    rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
+    context: int = Field(1024, ge=0, description="positions in the cache of each sequence of that step")
+    device: Annotated[str | None, checked_by(_known_device)] = Field(
+        None, description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured"
+    )
+    num_samples: int = Field(
+        16, ge=2, description="samples of the calibration set that candidates are pruned on; a quarter more judge them"
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if (self.params_frac is None) == (self.latency_frac is None):
+            raise ValueError("a target is one of params_frac and latency_frac.")
+        if self.params_frac is not None and (self.rows != 1 or self.device is not None):
+            raise ValueError("params_frac is a number of parameters, which depends on neither rows nor device. Leave them out.")
+        return self
+
+    @property
+    def limit(self) -> float:
+        frac = self.params_frac if self.params_frac is not None else self.latency_frac
+        assert frac is not None, "a target has one limit"
+        return frac
+
+    @property
+    def text(self) -> str:
+        if self.params_frac is not None:
+            return f"params_frac {self.params_frac:g}"
+        return f"latency_frac {self.latency_frac:g} for {self.rows} x {self.context} positions on {self.device or 'this device'}"
+
+
+def _specs(methods: Any) -> Mapping[str, type[Spec]]:
+    return {name: cast(type[Spec], method) for name, method in methods.items()}
+
+
+class Prune(Spec):
+    """What goes, how it is chosen, and what is done about it."""
+
+    heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
+    ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
+    depth: Depth | None = Field(None, description="layers that stay; left out, all do")
+    target: Target | None = Field(None, description="instead of those three: how small or fast the model is to be, and what may go for it")
+    multiple: int = Field(
+        128, ge=1, description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple of this"
+    )
+    as_mistral: bool = Field(
+        False,
+        description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama whose heads do not divide its "
+        "hidden size",
+    )
+    score: Annotated[Spec, ByKind(lambda: _specs(SCORERS))] = Obs()
+    compensate: Annotated[Spec, ByKind(lambda: _specs(COMPENSATIONS))] = LeastSquares()
+    rounds: int = Field(1, ge=1, le=32, description="in how many steps: after each, everything is observed anew")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_by_name(cls, raw: Any) -> Any:
+        """`score: obs` is `score: {kind: obs}`."""
+        if not isinstance(raw, Mapping):
+            return raw
+        return {key: {"kind": value} if key in ("score", "compensate") and isinstance(value, str) else value for key, value in raw.items()}
+
+    @model_validator(mode="after")
+    def _something_goes(self) -> Self:
+        by_hand = [name for name in AXES if getattr(self, name) is not None]
+        if self.target is not None and by_hand:
+            raise ValueError(f"target decides what {', '.join(by_hand)} would say: give one or the other.")
+        if self.target is None and not by_hand:
+            raise ValueError("nothing is to go: give heads, ffn or depth, such as `ffn: {keep: 0.75}`, or a target.")
+        return self
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Along which something may go."""
+        return self.target.prune if self.target is not None else tuple(name for name in AXES if getattr(self, name) is not None)
+
+    @property
+    def unit(self) -> HeadUnit:
+        return next((each.unit for each in (self.heads, self.target) if each is not None), "kv_group")
+
+    def seen(self, arch: Arch) -> Arch:
+        """The model as it is pruned.
+
+        Raises:
+            UsageError: it is to be a Mistral and is no Llama.
+        """
+        return as_mistral(arch) if self.as_mistral else arch
+
+    def by_hand(self, arch: Arch) -> Widths:
+        """What is left of a model, where no target decides that.
+
+        Raises:
+            UsageError: an axis keeps everything, or more than there is.
+        """
+        widths = Widths.of(arch)
+        if self.heads is not None:
+            num_heads = nearest(legal_heads(arch, self.unit, self.multiple), self.heads.keep, "heads", self.multiple)
+            widths = with_heads(arch, widths, num_heads, self.unit)
+        if self.ffn is not None:
+            widths = replace(widths, intermediate_size=nearest(legal_channels(arch, self.multiple), self.ffn.keep, "ffn", self.multiple))
+        if self.depth is not None:
+            widths = replace(widths, num_layers=nearest(range(1, arch.num_layers + 1), self.depth.keep, "depth", 1))
+        return widths
+
+    def check_model(self, arch: Arch) -> None:
+        """Raises UsageError, UnsupportedFormat: this model cannot be pruned, or not so."""
+        said = arch.config.get("quantization_config")
+        if said:
+            raise UnsupportedFormat(
+                f"the model is quantized already (quant_method '{said.get('quant_method')}'), and pruning puts new weights in the place of "
+                "codes. Name the dense model that it was made from, and quantize after pruning."
+            )
+        if not is_uniform(arch):
+            raise UsageError(
+                "the layers of this model differ in width; pruning keeps the same numbers in every layer, which it cannot say here."
+            )
+        compensation = cast(Compensation, self.compensate)
+        of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
+        without = [name for axis, name in of_axis.items() if axis in self.axes and not can_have_bias(arch, name)]
+        if compensation.needs_bias and without:
+            raise UsageError(
+                f"compensate: bias needs a bias in {' and '.join(without)}, and the config of a {arch.family} model has no word for one. "
+                "Take `compensate: least_squares`, which needs none."
+            )
