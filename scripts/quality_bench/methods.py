@@ -17,7 +17,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
     "smoothquant": {"smooth": {"kind": "smoothquant"}, "round": MIN_MAX},
     "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
-    "balanced": {"preset": "balanced"},  # the same towards `target: gptaq`; `preset: fast` is rtn+search
+    "gptaq+search+descent": {"target": {"kind": "gptaq"}, "round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "guided": {  # the same with tokens that count by their gradients
+        "guide": {"kind": "gradients"},
+        "target": {"kind": "gptaq"},
+        "round": {"kind": "gptq", "scale": "hessian"},
+        "refine": {"kind": "descent"},
+    },
+    "balanced": {"preset": "balanced"},  # and rows that know of each other's errors; `preset: fast` is rtn+search
+    "best": {"preset": "best"},
 }
 W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")
 MIXED: Mapping[str, Mapping[str, Any]] = {
@@ -31,7 +39,7 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
 """What a recipe says for a scheme that is chosen linear by linear, of so many of the bytes of 16-bit weights."""
 SUITE: Mapping[str, tuple[str, ...]] = {
     "W4A16_G128": tuple(name for name in METHODS if name != "smoothquant"),
-    "W4A16_G128_ASYM": ("rtn", "balanced"),
+    "W4A16_G128_ASYM": ("rtn", "balanced", "best"),
     "W4A16_G64": ("rtn", "balanced"),
     "W4A16_G32": ("rtn", "balanced"),
     "W4A16_CHANNEL": ("rtn", "balanced"),

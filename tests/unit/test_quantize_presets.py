@@ -11,7 +11,7 @@ from compress.stages import STAGES, PlanFacts
 from compress.stages.quantize.spec import PRESETS, Quantize
 
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
-METHOD_KEYS = {"guide", "smooth", "target", "round", "refine"}
+METHOD_KEYS = {"guide", "smooth", "target", "round", "refine", "tune"}
 
 
 def parsed(text: str) -> Quantize:

@@ -3,6 +3,7 @@ if asked, after them, by plain rounding to nearest.
 
 spec.py      what a recipe may say           layers.py     the linears, compressed layer by layer
 mixed.py     `scheme: {kind: mixed}` of it   costs.py      bytes and times of schemes    choose.py   the schemes of mixed precision
+tune.py      scales, trained end to end
 sizes.py     bytes on disk                   estimate.py   for `compress plan`
 """
 
@@ -33,6 +34,7 @@ from compress.stages.quantize.estimate import estimate
 from compress.stages.quantize.layers import quantize_layers
 from compress.stages.quantize.mixed import Mixed
 from compress.stages.quantize.spec import Quantize
+from compress.stages.quantize.tune import place_of
 
 HEAD_ROWS = 8192
 """Rows of a head that are rounded at once; rows are independent."""
@@ -63,7 +65,7 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
-        _place(ctx.scratch / name, out.path / name)
+        _place(place_of(ctx.scratch, explained) / name, out.path / name)
     if scheme is None or scheme.head is None:
         _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:

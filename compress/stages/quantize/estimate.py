@@ -11,8 +11,9 @@ from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.quantize.mixed import Mixed, scheme_or_dense
-from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.sizes import linear_bytes, most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
+from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
 
 COLUMNS_OF_A_LAUNCH = 128
 """That are rounded, or descended, in one on a GPU (`kernels/columns.py`)."""
@@ -49,6 +50,9 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         held, more = guide_effort(work)
         peak, total = peak if host else max(peak, held), total + more
         on_host += [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"] if host else []
+    if spec.tune is not None and scheme is not None:
+        held, more = _tuning_effort(spec.tune, arch, work, linear_bytes(arch, scheme))
+        peak, total = max(peak, held), total + more
     return Estimate(
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
@@ -84,6 +88,17 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     if device == "cpu":
         return 8 * (rounds + visits) * num_columns
     return (rounds + searches) * num_columns // 2 + 8 * visits * num_columns // COLUMNS_OF_A_LAUNCH
+
+
+def _tuning_effort(tune: Tune, arch: Arch, work: Work, num_code_bytes: int) -> tuple[int, float]:
+    """Peak bytes and operations of tuning scales: the source's model beside codes, whose scales train in float32 with a gradient and two
+    moments, and the inputs of the layers of a batch, or all that a layer keeps where it does not run again."""
+    batch = tune.batch_size * work.seq_len
+    kept = 1 if batch > RECOMPUTED_TOKENS else 12
+    passes = 8 if kept > 1 else 10  # twice a forward for the teacher, the student and its recomputation; backward twice that
+    params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
+    held = work.width * arch.num_params + 2 * num_code_bytes + kept * batch * arch.hidden_size * arch.num_layers * work.width
+    return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
 
 
 def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:

@@ -25,6 +25,7 @@ from compress.stages.quantize.costs import units_of
 from compress.stages.quantize.mixed import Mixed
 from compress.stages.quantize.sizes import outer_bytes
 from compress.stages.quantize.spec import Quantize
+from compress.stages.quantize.tune import tune_scales
 
 
 def quantization_passes(spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype) -> list[LayerPass]:
@@ -43,7 +44,8 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
     """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
     layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
     source = open_weights(inputs[Port.DENSE].path)
-    stored_dtype, tokens_NS = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
+    stored_dtype, tokens = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+    tokens_NS = tokens.tokens_NS
     chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
     assert chosen is not None
     scheme, explained = chosen
@@ -63,6 +65,9 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
         kv_scales=kv_scales,
         guide=None if spec.guide is None else GuideFiles(ctx.scratch),
     )
+    if spec.tune is not None and scheme is not None:
+        ctx.ranks.broadcast(None)  # nobody reads layers before they are written
+        explained = {**explained, "tuning": tune_scales(spec.tune, source, scheme, tokens, ctx, compute_dtype=in_dtype)}
     return scheme, explained, rows
 
 

@@ -18,6 +18,7 @@ from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages.quantize.costs import units_of
 from compress.stages.quantize.mixed import Mixed, scheme_or_dense
+from compress.stages.quantize.tune import Tune
 
 HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -27,6 +28,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq"},
         "refine": {"kind": "descent", "sweeps": 2, "coupled_rounds": 3},
+    },
+    "best": {
+        "guide": {"kind": "gradients"},
+        "target": {"kind": "gptaq"},
+        "round": {"kind": "gptq"},
+        "refine": {"kind": "descent", "sweeps": 4, "coupled_rounds": 6},
+        "tune": {"kind": "scales"},
     },
 }
 """What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
@@ -94,7 +102,7 @@ class Quantize(Spec):
     preset: Annotated[str | None, checked_by(_preset_named)] = Field(
         None,
         exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
-        description="`fast` or `balanced` settings for those of smooth, target, round and refine that are left out",
+        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, refine and tune that are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     guide: Guide | None = Field(
@@ -106,6 +114,11 @@ class Quantize(Spec):
     target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    tune: Tune | None = Field(
+        None,
+        exclude_if=lambda tune: tune is None,  # as `kv_cache`
+        description="scales trained end to end against the source, once every layer is rounded; the whole model must fit the device",
+    )
     kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
         None,
         exclude_if=lambda name: name is None,  # so that what was made before there was this key keeps its cache key
@@ -133,7 +146,7 @@ class Quantize(Spec):
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
         if self.only_cache:
-            said = [name for name in ("preset", "guide", "smooth", "target", "refine", "head") if getattr(self, name) is not None]
+            said = [name for name in ("preset", "guide", "smooth", "target", "refine", "tune", "head") if getattr(self, name) is not None]
             said += ["round"] if self.round != Gptq() else []
             if said:
                 raise ValueError(f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}.")
@@ -155,10 +168,10 @@ class Quantize(Spec):
         return self.scheme == DENSE and not self.overrides
 
     def method(self) -> str:
-        """Smoother, target, rounder and refiner in one line, every setting said: what a preset stands for can be read here."""
+        """Everything that finds scales and codes in one line, every setting said: what a preset stands for can be read here."""
         if self.only_cache:
             return "none: weights stay dense"
-        parts = {"guide": self.guide, "smooth": self.smooth, "target": self.target, "round": self.round, "refine": self.refine}
+        parts = {name: getattr(self, name) for name in ("guide", "smooth", "target", "round", "refine", "tune")}
         return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
 
     def model_scheme(self, arch: Arch) -> ModelScheme | None:

@@ -1,0 +1,112 @@
+"""Scales of a quantized model tuned end to end: codes stay, and the scale of every group is trained until the model says what its source
+says (the second phase of EfficientQAT, arXiv 2407.11062, with a divergence from the source in the place of the text's own tokens).
+
+A linear is w = levels * s (1 + r), levels = codes - zero point, and r is what is trained: relative, since scales of one matrix differ by
+orders of magnitude. Dense weights are made for as long as a product takes, forward and again backward, so that a model in training takes
+little more than its codes. The gradient by a scale is that by its weights, summed over the group.
+
+Shapes: O out, I in, G groups, N members of a group, T tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.decoder import Decoder
+from compress.models.weights import Weights, build_layer
+from compress.quant.numerics import storable
+from compress.quant.scheme import QuantizedWeight, Scheme
+
+
+def tunes(scheme: Scheme) -> bool:
+    """Whether a linear of that scheme has scales of its own rows to tune."""
+    return scheme.block_rows == 1
+
+
+class TunedLinear(nn.Module):
+    """A linear over fixed codes whose scales are trained; `change_OG` is the one parameter."""
+
+    levels_OI: Tensor
+    before_OG: Tensor
+    bias_O: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, bias_O: Tensor | None, *, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("levels_OI", _levels(weight).to(device), persistent=False)
+        self.register_buffer("before_OG", weight.scale_OG.to(device=device, dtype=torch.float32), persistent=False)
+        self.register_buffer("bias_O", bias_O, persistent=False)
+        self.change_OG = nn.Parameter(torch.zeros(weight.scale_OG.shape, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Product.apply(x, self.levels_OI, self.before_OG * (1 + self.change_OG))  # type: ignore[no-untyped-call]
+        return y if self.bias_O is None else y + self.bias_O
+
+    @torch.no_grad()
+    def tuned(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The weight that this was made of, with its scales as they are stored; one that is driven to zero stays as it was."""
+        scale_OG = storable(self.before_OG * (1 + self.change_OG), weight.scheme, weight.scale_OG.dtype).to(weight.scale_OG.device)
+        return replace(weight, scale_OG=torch.where(scale_OG > 0, scale_OG, weight.scale_OG))
+
+
+def _levels(weight: QuantizedWeight) -> Tensor:
+    """Codes less their zero points [O, I], in as few bytes as hold them."""
+    if weight.zero_point_OG is None:
+        return weight.codes_OI
+    members = weight.shape[1] // weight.zero_point_OG.shape[1]
+    levels_OI = weight.codes_OI.to(torch.int16) - weight.zero_point_OG.to(torch.int16).repeat_interleave(members, dim=1)
+    return levels_OI.to(torch.int8) if weight.scheme.num_bits < 8 else levels_OI
+
+
+class _Product(torch.autograd.Function):
+    """x w^T, [.., I] -> [.., O], in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels_OI: Tensor, scale_OG: Tensor) -> Tensor:
+        ctx.save_for_backward(x, levels_OI, scale_OG)
+        return x @ _weight(levels_OI, scale_OG, x.dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        x, levels_OI, scale_OG = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_x = grad @ _weight(levels_OI, scale_OG, x.dtype)
+        grad_OI = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        grad_OG = (grad_OI.to(torch.float32) * levels_OI.to(torch.float32)).view(*scale_OG.shape, -1).sum(dim=-1)
+        return grad_x, None, grad_OG
+
+
+def _weight(levels_OI: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights that consumers make of codes and scales, but for the rounding of the scales, which comes last."""
+    levels_OGN = levels_OI.to(torch.float32).view(*scale_OG.shape, -1)
+    return (levels_OGN * scale_OG.unsqueeze(-1)).view(levels_OI.shape).to(dtype)
+
+
+def in_tuning(teacher: Decoder, layers: Callable[[int], Weights], *, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The quantized model in training: linears over the codes of its layers, and what lies outside of the layers shared with the source's
+    decoder. Nothing but scales is trained."""
+    with torch.device("meta"):
+        student = Decoder(teacher.arch)
+    student.embed, student.norm, student.head = teacher.embed, teacher.norm, teacher.head
+    for idx in range(teacher.arch.num_layers):
+        weights = layers(idx)
+        layer = build_layer(teacher.arch, idx, weights, dtype=dtype, device=device)
+        for name in layer.shape.linears:
+            weight = weights[f"{name}.weight"]
+            if isinstance(weight, QuantizedWeight) and tunes(weight.scheme):
+                parent, _, leaf = name.partition(".")
+                setattr(layer.get_submodule(parent), leaf, TunedLinear(weight, layer.linear(name).bias, device=device))
+        student.layers[idx] = layer
+    return student
+
+
+def tuned_layer(student: Decoder, layer_idx: int, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
+    """The layer that the student was made of, with its tuned scales."""
+    tuned = dict(weights)
+    for name, module in student.layers[layer_idx].named_modules():
+        weight = weights.get(f"{name}.weight")
+        if isinstance(module, TunedLinear) and isinstance(weight, QuantizedWeight):
+            tuned[f"{name}.weight"] = module.tuned(weight)
+    return tuned

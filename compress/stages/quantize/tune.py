@@ -1,0 +1,100 @@
+"""`tune`: the scales of the layers that rounding left, trained end to end against the source on the calibration text (`distill/scales.py`).
+
+An eighth of the samples is held out. Should what is tuned keep less of it than what was there, nothing is changed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+
+from compress.artifact.context import Context
+from compress.calibrate.dataset import TokenSet
+from compress.distill.learn import Measurements, learn
+from compress.distill.losses import Divergence
+from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
+from compress.distill.scales import in_tuning, tuned_layer
+from compress.distill.train import TrainConfig, Training, Windows
+from compress.errors import UsageError
+from compress.models.canonical import layer_name, load_weights, save_weights
+from compress.models.weights import Weights, WeightSource, build_decoder
+from compress.quant.scheme import Schemes
+from compress.recipe import Spec
+
+DIRECTORY = "tuned"
+HELD_OUT = 8
+"""One of so many samples is held out, and at least one."""
+RECOMPUTED_TOKENS = 1 << 13
+"""Tokens of a batch from which on layers run again in the backward pass."""
+
+
+class Tune(Spec):
+    """How scales are trained."""
+
+    kind: Literal["scales"] = "scales"
+    epochs: int = Field(4, ge=1, description="passes over the calibration samples")
+    batch_size: int = Field(4, ge=1, description="samples a step")
+    lr: float = Field(1e-3, gt=0, le=0.1, description="largest learning rate, of scales relative to what they were")
+
+
+def tune_scales(
+    spec: Tune, source: WeightSource, schemes: Schemes, tokens: TokenSet, ctx: Context, *, compute_dtype: torch.dtype
+) -> dict[str, Any]:
+    """Train the scales of the layers in the scratch directory, on all ranks together, and write the layers that became better into
+    `DIRECTORY` there; facts for the report.
+
+    Raises:
+        UsageError: too few samples, or a loss that is not finite.
+        Interrupted: asked to stop; the same call goes on from there.
+    """
+    device, directory = torch.device(ctx.device), ctx.scratch / DIRECTORY
+    held_out_NS, training_NS = tokens.tokens_NS[::HELD_OUT], _without(tokens.tokens_NS, HELD_OUT)
+    if len(training_NS) < spec.batch_size:
+        raise UsageError(f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples.")
+
+    def layer(idx: int) -> Weights:
+        return load_weights(ctx.scratch / layer_name(idx), schemes, prefix=f"layers.{idx}.")
+
+    decoder = build_decoder(source, dtype=compute_dtype, device=device)
+    student, teacher = in_tuning(decoder, layer, dtype=compute_dtype, device=device), Teacher(decoder, device=device)
+    if spec.batch_size * training_NS.shape[1] > RECOMPUTED_TOKENS:
+        checkpoint_layers_(student)
+    steps_of_epoch = len(training_NS) // spec.batch_size
+    config = TrainConfig(
+        num_steps=spec.epochs * steps_of_epoch,
+        batch_size=spec.batch_size,
+        micro_batch_size=1 if ctx.ranks.size > 1 else spec.batch_size,
+        peak_lr=spec.lr,
+        warmup_frac=0.05,
+        weight_decay=0.0,
+        compute_dtype=torch.float32,  # the modules compute in their own
+        log_every=steps_of_epoch,
+    )
+    objective = Objective(Divergence(), teacher, compute_dtype=compute_dtype)
+    batches = Windows(training_NS, batch_size=spec.batch_size, seed=ctx.seed)
+    training = Training(student, objective, batches.batch, config, device=device, ranks=ctx.ranks)
+
+    def look() -> HeldOut:
+        return measure(student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks)
+
+    num_bytes = max(1, tokens.num_bytes * len(held_out_NS) // len(tokens.tokens_NS))
+    curve = learn(training, config, Measurements(look, num_bytes, steps_of_epoch, None), ctx)
+    kl = [row["kl"] for row in curve if "kl" in row]
+    keeps = kl[-1] < kl[0]
+    if keeps and ctx.ranks.rank == 0:
+        directory.mkdir(exist_ok=True)
+        for idx in range(source.arch.num_layers):
+            save_weights(directory / layer_name(idx), tuned_layer(student, idx, layer(idx)))
+    return {"held_out_samples": len(held_out_NS), "kl_before": kl[0], "kl_after": kl[-1], "kept": keeps, "curve": curve}
+
+
+def place_of(scratch: Path, facts: Mapping[str, Any]) -> Path:
+    """Where the layers lie that the stage ends with."""
+    return scratch / DIRECTORY if facts.get("tuning", {}).get("kept") else scratch
+
+
+def _without(tokens_NS: torch.Tensor, every: int) -> torch.Tensor:
+    """All rows but each `every`-th, the first among these."""
+    return tokens_NS[torch.arange(len(tokens_NS)) % every != 0]
