@@ -141,8 +141,9 @@ def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: 
     assert facts(command, path, "stopped")["curve"] == facts(command, path)["curve"]
 
 
-def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path) -> None:
-    path = recipe(stages=stages())
+@pytest.mark.parametrize("changes", [{}, {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"}])
+def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]) -> None:
+    path = recipe(stages=stages(**changes))
     alone = facts(command, path)
     results = launch(2, "run", path, "--workspace", "many", "--json")
     assert [each.returncode for each in results] == [0, 0], results[0].stderr
