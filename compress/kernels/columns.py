@@ -55,39 +55,33 @@ def descend_block(
 
 def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
     """`round_block` in one launch."""
-    codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
-    inputs = (w_BO, factor_BB, scale_BO, zero_BO)
-    _round[_programs(w_BO)](*inputs, codes_BO, errors_BO, *factor_BB.stride(), **_options(w_BO, scheme))
-    return codes_BO, errors_BO
+    return _launched(_round, scheme, w_BO, factor_BB, scale_BO, zero_BO)
 
 
 def launch_descend(
     levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`descend_block` in one launch."""
-    new_BO, moves_BO = torch.empty_like(levels_BO), torch.empty_like(levels_BO)
-    inputs = (levels_BO, g_BO, h_BB, pull_B, scale_O, zero_O)
-    _descend[_programs(g_BO)](*inputs, new_BO, moves_BO, *h_BB.stride(), **_options(g_BO, scheme))
-    return new_BO, moves_BO
+    return _launched(_descend, scheme, levels_BO, h_BB, scale_O, zero_O, g_BO, pull_B)
 
 
-def _programs(block_BO: Tensor) -> tuple[int]:
-    return (triton.cdiv(block_BO.shape[1], OUTPUTS),)
-
-
-def _options(block_BO: Tensor, scheme: Scheme) -> dict[str, Any]:
+def _launched(
+    kernel: Any, scheme: Scheme, block_BO: Tensor, matrix_BB: Tensor, scale: Tensor, zero: Tensor | None, *beside: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The two results [B, O] of a kernel of this file; parameters of both stand in one order, with what one alone has behind the inputs."""
     size, num_outputs = block_BO.shape
-    return {
-        "size": size,
-        "num_outputs": num_outputs,
-        "BLOCK": triton.next_power_of_2(size),
-        "OUTPUTS": OUTPUTS,
-        "LOWEST": scheme.min_code,
-        "HIGHEST": scheme.max_code,
-        "FLOAT": scheme.type == "float",
-        "num_warps": WARPS,
-        "enable_fp_fusion": False,  # values are products rounded to float32, as the reference has them
-    }
+    results = torch.empty_like(block_BO), torch.empty_like(block_BO)
+    kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
+        *(block_BO, matrix_BB, scale, zero, *beside, *results, *matrix_BB.stride(), size, num_outputs),
+        BLOCK=triton.next_power_of_2(size),
+        OUTPUTS=OUTPUTS,
+        LOWEST=scheme.min_code,
+        HIGHEST=scheme.max_code,
+        FLOAT=scheme.type == "float",
+        num_warps=WARPS,
+        enable_fp_fusion=False,  # values are products rounded to float32, as the reference has them
+    )
+    return results
 
 
 @jit()
@@ -139,11 +133,11 @@ def _round(
 @jit()
 def _descend(
     levels_ptr: tl.tensor,
-    g_ptr: tl.tensor,
     h_ptr: tl.tensor,
-    pull_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,
+    g_ptr: tl.tensor,
+    pull_ptr: tl.tensor,
     new_ptr: tl.tensor,
     moves_ptr: tl.tensor,
     row_stride: tl.tensor,

@@ -46,6 +46,7 @@ def test_prune_then_quantize_then_export_compares_with_the_original_model(
     assert code == 0, err
     planned = {stage["kind"]: stage for stage in json.loads(out)["stages"]}
     assert any("heads 4 -> 2, KV heads 2 -> 1, FFN 256 -> 192" in note for note in planned["prune"]["notes"])
+    assert "ffn: keep 0.7 of 256 is 179.2; 192 is the nearest number that consumers take" in planned["prune"]["notes"]
     pruned = run(command, path, work)
     facts = pruned.manifest.facts["pruning"]
     assert [facts["after"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [2, 1, 192, NUM_LAYERS]

@@ -12,13 +12,16 @@ from compress.artifact.context import Context
 from compress.calibrate.sequential import LayerState, run_sequential
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat
 from compress.errors import UsageError
+from compress.kernels.rows import FP8, INT8, ActivationQuant, quantize
+from compress.kernels.select import Problem, select
 from compress.methods.passes import RoundPass
 from compress.methods.rtn import Rtn
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.decoder import Decoder, LinearGroup
 from compress.models.weights import WeightSource, build_decoder
-from compress.quant.scheme import QuantizedWeight, Scheme, scheme_named
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
 
@@ -146,3 +149,18 @@ def test_a_head_that_would_need_calibration_is_refused(head: str) -> None:
         Quantize.model_validate({"head": head})
     with pytest.raises(ValueError, match="FP8_DYNAMIC"):
         Quantize.model_validate({"head": "FP8_DYNAMC"})
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
+def test_sums_of_codes_do_not_overflow_float16(scheme: str) -> None:
+    """Two rows that agree in every sign have the largest sum there is, and it is a number of float16 once it is scaled."""
+    num_features = 512
+    weight = nearest_weight(torch.full((8, num_features), 2.0**-9), SCHEMES[scheme], torch.float16)
+    problem = Problem("linear", 8, num_features, 1, 4, True, scheme, torch.float16, "cpu", 0)
+    kernel = select(problem)
+    dtype = INT8 if scheme.startswith("INT8") else FP8
+    rows = quantize(torch.ones(2, num_features, dtype=torch.float16), ActivationQuant(dtype=dtype))
+    packed = kernel.repack([weight], dtype=torch.float16, device=torch.device("cpu"), gated=False)
+    y_TO = kernel.fn(rows, packed, torch.zeros(8, dtype=torch.float16))
+    assert y_TO.dtype == torch.float16
+    assert torch.allclose(y_TO, torch.ones(()).half(), rtol=0.01)

@@ -1,7 +1,6 @@
 """GPTAQ against least squares in float64, against the law it follows, and in the runner: a second stream of activations that changes no
 other number and comes back after an interruption."""
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stop_after import StopAfter
 from tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 from torch import Tensor
 
@@ -150,17 +150,6 @@ WITH_TARGET = Quantize.model_validate({**SPEC, "target": {"kind": "gptaq"}})
 @pytest.fixture(scope="module")
 def source() -> WeightSource:
     return tiny_source(tiny_arch(QWEN3, dtype="bfloat16"))
-
-
-class StopAfter:
-    """Asks to stop at the boundary after `num` others."""
-
-    def __init__(self, num: int) -> None:
-        self._left = num
-
-    def __call__(self) -> int | None:
-        self._left -= 1
-        return signal.SIGTERM if self._left < 0 else None
 
 
 def run(out: Path, passes: list[LayerPass], source: WeightSource, *, scheme: Scheme = W8, stop_after: int = 99) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stop_after import StopAfter
 from tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source, tiny_tokens
 from torch import Tensor
 
@@ -32,17 +33,6 @@ NUM_SAMPLES, SEQ_LEN = 11, 13
 W8 = SCHEMES["W8A16"]
 AWQ_GPTQ = Quantize.model_validate({"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "round": {"kind": "gptq"}})
 RTN = Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}})
-
-
-class StopAfter:
-    """Asks to stop at the boundary after `num` others."""
-
-    def __init__(self, num: int) -> None:
-        self._left = num
-
-    def __call__(self) -> int | None:
-        self._left -= 1
-        return signal.SIGTERM if self._left < 0 else None
 
 
 def run(out: Path, spec: Quantize, source: WeightSource, *, stop_after: int | None = None) -> list[Row]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.linear.coded import coded, stacked_codes, stacked_scales
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.stream import Streamed, kernels, of_packed, partial_tile, stream
 from compress.kernels.select import register
@@ -32,13 +33,8 @@ class PackedFp8:
 
 def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedFp8:
     """Stacked along O; `gated` changes nothing, the kernel pairs rows by their addresses."""
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    assert len(quantized) == len(weights), "a dense weight among FP8 weights"
-    return PackedFp8(
-        values=torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in quantized]).view(torch.float8_e4m3fn),
-        scale_O=torch.cat([weight.scale_OG.to(device=device, dtype=torch.float32).flatten() for weight in quantized]),
-        dtype=dtype,
-    )
+    quantized = coded(weights)
+    return PackedFp8(stacked_codes(quantized, device), stacked_scales(quantized, device).flatten(), dtype)
 
 
 linear, hopper_linear = of_packed(stream), of_packed(multiply)

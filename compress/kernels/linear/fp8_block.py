@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
 from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, product, tile_refusal
 from compress.kernels.rows import QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
@@ -38,13 +39,9 @@ class PackedBlocks:
 def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedBlocks:
     """Stacked along O; each linear's blocks begin with its own first row."""
     assert not gated, "the reference applies no activation"
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    assert len(quantized) == len(weights), "a dense weight among FP8 weights"
-    codes_OI = torch.cat([weight.codes_OI.to(device).to(torch.float32) for weight in quantized])
-    scale_OG = torch.cat(
-        [weight.scheme.by_row(weight.scale_OG, weight.shape[0]).to(device=device, dtype=torch.float32) for weight in quantized]
-    )
-    codes_OGN = codes_OI.view(*scale_OG.shape, -1)
+    quantized = coded(weights)
+    scale_OG = stacked_scales(quantized, device)
+    codes_OGN = stacked_codes(quantized, device).to(torch.float32).view(*scale_OG.shape, -1)
     return PackedBlocks(codes_OGN.permute(1, 2, 0).contiguous(), scale_OG.t().contiguous(), dtype)
 
 
@@ -63,9 +60,7 @@ def linear(
     y_TO = x_GTN.new_zeros(len(x.values_TK), packed.scale_GO.shape[1])
     for x_TN, w_NO, x_scale_T, w_scale_O in zip(x_GTN, packed.codes_GNO, x.scale_T.t(), packed.scale_GO, strict=True):
         y_TO += product(x_TN, w_NO, rows) * x_scale_T.unsqueeze(1) * w_scale_O
-    y_TO = y_TO.to(packed.dtype if out_dtype is None else out_dtype)
-    y_TO = y_TO if bias_O is None else y_TO + bias_O
-    return y_TO if residual_TO is None else residual_TO + y_TO
+    return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
 
 def _refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
 from compress.kernels.rows import INT8, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 from compress.quant.scheme import QuantizedWeight
@@ -37,10 +38,8 @@ class PackedInt8:
 def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedInt8:
     """Stacked along O."""
     assert not gated, "the reference applies no activation"
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    assert len(quantized) == len(weights), "a dense weight among int8 weights"
-    codes_OI = torch.cat([weight.codes_OI.to(device) for weight in quantized])
-    scale_O = torch.cat([weight.scale_OG.to(device=device, dtype=torch.float32).flatten() for weight in quantized])
+    quantized = coded(weights)
+    codes_OI, scale_O = stacked_codes(quantized, device), stacked_scales(quantized, device).flatten()
     return PackedInt8(F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype)
 
 
@@ -56,9 +55,7 @@ def linear(
     assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
     product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.scale_O.shape[0]]
     y_TO = product_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
-    y_TO = y_TO.to(packed.dtype if out_dtype is None else out_dtype)
-    y_TO = y_TO if bias_O is None else y_TO + bias_O
-    return y_TO if residual_TO is None else residual_TO + y_TO
+    return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
 
 def int_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:

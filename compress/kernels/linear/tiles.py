@@ -37,9 +37,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """w [I, O] in the compute dtype; `scale_O` float32 where w holds codes that its scale is yet to be applied to."""
+    """w [I, O] in the compute dtype, `dtype`; `scale_O` float32 where w holds codes that its scale is yet to be applied to. Those stand in
+    float32 where the compute dtype is float16, in which their sums overflow."""
 
     w_IO: Tensor
+    dtype: torch.dtype
     scale_O: Tensor | None = None
 
 
@@ -47,9 +49,10 @@ def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dty
     """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every consumer does."""
     assert not gated, "the reference applies no activation"
     scales = [each.scale_OG for each in weights if isinstance(each, QuantizedWeight) and each.scheme.activation is not None]
-    dense = [_dense(weight).to(device=device, dtype=dtype) for weight in weights]
+    held = torch.float32 if scales and dtype == torch.float16 else dtype
+    dense = [_dense(weight).to(device=device, dtype=held) for weight in weights]
     scale_O = torch.cat(scales).flatten().to(device=device, dtype=torch.float32) if scales else None
-    return DenseWeight(torch.cat(dense).t().contiguous(), scale_O)
+    return DenseWeight(torch.cat(dense).t().contiguous(), dtype, scale_O)
 
 
 def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
@@ -68,11 +71,10 @@ def linear_in_tiles(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[T, O]; every matrix product has exactly `rows` rows, at aligned addresses."""
-    dtype = packed.w_IO.dtype
     if isinstance(x, QuantizedRows):
         assert packed.scale_O is not None, "quantized rows need a weight whose scale is kept apart"
-        y_TO = product(x.values_TK.to(dtype), packed.w_IO, rows)
-        y_TO = (y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O).to(dtype)
+        y_TO = product(x.values_TK.to(packed.w_IO.dtype), packed.w_IO, rows)
+        y_TO = (y_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O).to(packed.dtype)
     else:
         y_TO = product(x, packed.w_IO, rows)
     y_TO = y_TO if bias_O is None else y_TO + bias_O

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.linear.coded import coded, stacked_codes
 from compress.kernels.linear.hopper import multiply, refusal
 from compress.kernels.linear.plan import Shape
 from compress.kernels.linear.stream import Streamed, kernels, of_packed, stream
@@ -58,10 +59,9 @@ def tile_rows(n: int, *, gated: bool) -> Tensor:
 
 def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedW4:
     """Stack along O and bring to blocks; scales are rounded to the compute dtype, which is the stored one unless a model is converted."""
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
-    assert len(quantized) == len(weights), "a dense weight among W4 weights"
+    quantized = coded(weights)
     symmetric = quantized[0].scheme.symmetric
-    codes_OI = torch.cat([weight.codes_OI.to(device) for weight in quantized])
+    codes_OI = stacked_codes(quantized, device)
     scale_OG = torch.cat([weight.scale_OG.to(device) for weight in quantized]).to(dtype)
     zeros = [weight.zero_point_OG for weight in quantized]
     zero_OG = None if symmetric else torch.cat([zero.to(device) for zero in zeros if zero is not None])

@@ -2,7 +2,8 @@
 layer. The result is a smaller dense model of the same family.
 
 spec.py     what a recipe may say        widths.py   numbers that consumers of the result can have
-round.py    one round of it              search.py   `target`: how much goes of what      estimate.py   for `compress plan`
+round.py    one round of it              search.py   `target`: how much goes of what
+costs.py    of what is left              estimate.py   for `compress plan`
 """
 
 import os
@@ -24,9 +25,10 @@ from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
+from compress.stages.prune.costs import depends
 from compress.stages.prune.estimate import estimate, reshape
 from compress.stages.prune.round import Round, forget, prune_round
-from compress.stages.prune.search import depends, search
+from compress.stages.prune.search import search
 from compress.stages.prune.spec import Prune
 from compress.stages.prune.widths import between
 

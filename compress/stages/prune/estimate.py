@@ -5,6 +5,7 @@ from typing import cast
 from compress.calibrate.estimate import Work, flops, peak_bytes
 from compress.errors import UsageError
 from compress.methods import Scorer
+from compress.methods.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
@@ -12,6 +13,8 @@ from compress.stages.calibrate import Calibrate
 from compress.stages.prune.spec import Prune
 from compress.stages.quantize.spec import Quantize
 
+LAUNCHES = 20
+"""Small operations of each column that second order takes out."""
 SOLVES = {"cpu": 4.0, "cuda": 20.0}
 """Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of float64."""
 
@@ -36,7 +39,8 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
     backward = 3 * 2.0 * arch.num_linear_params * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples) * calib.seq_len
-    notes = list(_notes(spec, arch, after))
+    one_by_one = isinstance(spec.score, Obs)
+    notes = [*_moved(spec, arch, after), *_notes(spec, arch, after)]
     if spec.target is not None:
         _check_groups(spec, facts)
         notes.append(
@@ -47,6 +51,9 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         peak_bytes(work) + 8 * 4 * width**2,
         2 * after.num_params,
         num_walks * (walk + backward),
+        num_launches=LAUNCHES * (arch.layers[0].intermediate_size - after.layers[0].intermediate_size) * arch.num_layers
+        if one_by_one
+        else 0,
         notes=tuple(notes),
     )
 
@@ -63,6 +70,17 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
             f"prune: `multiple: {spec.multiple}` may leave widths that the groups of {', '.join(odd)} do not divide. Make it a multiple of "
             "the group size."
         )
+
+
+def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
+    """Where what stays is not what was asked for."""
+    old, new = Widths.of(before), Widths.of(after)
+    asked = (("heads", spec.heads, old.num_heads, new.num_heads), ("ffn", spec.ffn, old.intermediate_size, new.intermediate_size))
+    notes = []
+    for axis, cut, whole, found in asked:
+        if cut is not None and round(wanted := cut.keep if isinstance(cut.keep, int) else cut.keep * whole) != found:
+            notes.append(f"{axis}: keep {cut.keep:g} of {whole} is {wanted:g}; {found} is the nearest number that consumers take")
+    return notes
 
 
 def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
