@@ -31,7 +31,7 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 interop: export OMP_WAIT_POLICY = PASSIVE
-interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers read every format, and ARTIFACT=<directory>, as this runtime does?
+interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers compute what every format says, and read ARTIFACT=<directory> as this runtime does?
 	$(BIN)/python scripts/interop_matrix.py --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
 

@@ -45,7 +45,7 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     weights = open_weights(source.path)
     scheme = stated_scheme(weights)
     artifact = open_artifact(source.path) if (source.path / MANIFEST_NAME).exists() else None
-    digest, kv_cache = (source.digest, _cache_facts(weights)) if artifact is None else (artifact.digest, _cache_facts(weights, artifact))
+    digest, kv_cache = source.digest if artifact is None else artifact.digest, _cache_facts(weights, artifact)
 
     def build(out: ArtifactWriter) -> None:
         write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
@@ -64,7 +64,7 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     return open_artifact(directory)
 
 
-def _cache_facts(weights: WeightSource, artifact: Artifact | None = None) -> dict[str, Any]:
+def _cache_facts(weights: WeightSource, artifact: Artifact | None) -> dict[str, Any]:
     """What the manifest says of a quantized KV cache: all that an artifact said of the same one, or its format."""
     if weights.kv_format is None:
         return {}

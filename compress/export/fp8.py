@@ -122,10 +122,11 @@ class Fp8:
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
+        biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=True, note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load"),
-            Consumer("vLLM", loads=True, note="reads fp8 natively"),
+            Consumer("vLLM", loads=True, note="reads fp8 natively" + ("; its CPU kernel takes no 16-bit bias" if biased else "")),
         ]
 
 
