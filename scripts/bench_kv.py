@@ -24,6 +24,7 @@ from kv_outliers import Outliers
 from torch import Tensor
 
 from compress.artifact.context import Context
+from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.dataset import TokenSet
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.sequential import Row, run_sequential
@@ -38,7 +39,6 @@ from compress.quant.kv import DENSE, FP8_STATIC
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine, EngineConfig
 from compress.stages.calibrate import read_tokens
-from compress.stages.quantize.layers import compute_dtype
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 
 FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)

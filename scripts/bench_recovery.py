@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="sequences of 1,024 a step")
     parser.add_argument("--micro-batch-size", type=int, default=32)
     parser.add_argument("--optimizer", default="muon", choices=["muon", "adamw"])
-    parser.add_argument("--peak-lr", type=float, default=1.5e-3, help="of the recovery")
+    parser.add_argument("--peak-lr", type=float, default=1e-3, help="of the recovery")
     parser.add_argument("--scratch-lr", type=float, default=6e-3, help="of the training from scratch")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--loss", default="forward_kl", choices=["forward_kl", "reverse_kl", "js"])

@@ -47,7 +47,7 @@ class KeptLogits:
     def fill(self, teacher: Teacher, ranks: Ranks, done: Callable[[int], None], *, device: torch.device, at_once: int) -> None:
         """Ask the teacher for what is missing, `at_once` windows at a time; `done` is called with the number of shards on disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        missing = self.missing()
+        missing: list[int] = ranks.broadcast(self.missing())  # as rank 0 saw it: others write while this one looks
         for count, idx in enumerate(missing[ranks.rank :: ranks.size]):
             done(self.num_shards - len(missing) + count * ranks.size)
             windows = self._tokens_NS[idx * WINDOWS_OF_A_SHARD : (idx + 1) * WINDOWS_OF_A_SHARD, :-1]
@@ -57,8 +57,7 @@ class KeptLogits:
             ]
             ids, log_p, log_tail = (torch.cat([each.cpu() for each in column]) for column in zip(*parts, strict=True))
             save_tensors(self._file(idx), {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail})
-        ranks.broadcast(None)  # nobody reads before rank 0 is through, and rank 0 is the last to be asked
-        for source in range(1, ranks.size):
+        for source in range(ranks.size):  # nobody reads before all are through
             ranks.broadcast(None, source=source)
 
     def rows(self, windows_B: list[int]) -> TopK:

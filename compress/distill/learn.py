@@ -2,8 +2,8 @@
 early.
 
 `state.safetensors` holds parameters, optimizers, step and the curve so far; it is replaced in one step, so a kill at any instant leaves the
-last whole one, and the run goes on from it with the same bits as if nothing had happened. It is written after every held-out measurement,
-every `SAVE_EVERY_S` seconds, and when the run is asked to stop.
+last whole one, and the run goes on from it with the same bits as if nothing had happened. It is written as often as a small share of the
+time allows, and when the run is asked to stop.
 """
 
 import json
@@ -23,7 +23,8 @@ from compress.distill.objective import HeldOut
 from compress.distill.train import TrainConfig, Training, TrainLogRow
 
 STATE_NAME = "state.safetensors"
-SAVE_EVERY_S = 120.0
+TIMES_OF_A_SAVE = 20.0
+"""Between two states, of what the last one took to write: a twentieth of a run goes into them at most."""
 MIN_GAIN = 0.005
 """Share by which the held-out KL must fall to count as better."""
 _JSON = "curve"
@@ -49,19 +50,20 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
         UsageError: the loss is not finite. The last good state stays on disk.
         Interrupted: asked to stop; the same call goes on from there.
     """
-    file = ctx.scratch / STATE_NAME
+    file, taken_s = ctx.scratch / STATE_NAME, 0.0
     curve = _restored(file, training) if file.exists() else [_measured(held_out, training.step, 0)]
     saved_s = time.monotonic()
     if not _is_over(curve, held_out.patience):
         for row in training.rows():
             curve.append(_log_row(row))
-            measured = row.step % held_out.every == 0 or row.step == config.num_steps
-            if measured:
+            if row.step % held_out.every == 0 or row.step == config.num_steps:
                 curve[-1] |= _measured(held_out, row.step, row.num_tokens)
-            stopping = ctx.stop_signal() is not None
-            if ctx.ranks.rank == 0 and (measured or stopping or time.monotonic() - saved_s > SAVE_EVERY_S):
+            started_s = time.monotonic()
+            due = ctx.stop_signal() is not None or started_s - saved_s >= TIMES_OF_A_SAVE * taken_s
+            if ctx.ranks.rank == 0 and due:
                 _save(file, training, curve)
                 saved_s = time.monotonic()
+                taken_s = saved_s - started_s
             ctx.boundary(row.step, config.num_steps, _note(row, curve))
             if _is_over(curve, held_out.patience):
                 break

@@ -102,7 +102,7 @@ KILLED = """
 import os, signal, sys
 import compress.distill.learn as learn
 from compress.cli.app import main
-save, saves = learn._save, []
+save, saves, learn.TIMES_OF_A_SAVE = learn._save, [], 0.0
 def kills(*args):
     save(*args)
     saves.append(args)
@@ -113,7 +113,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("changes", [{}, {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}}, {"lora": {"rank": 4}}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}}, {"lora": {"rank": 4}, "recompute": True}]
+)
 def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
@@ -141,8 +143,9 @@ def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: 
     assert facts(command, path, "stopped")["curve"] == facts(command, path)["curve"]
 
 
-def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path) -> None:
-    path = recipe(stages=stages())
+@pytest.mark.parametrize("changes", [{}, {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"}])
+def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]) -> None:
+    path = recipe(stages=stages(**changes))
     alone = facts(command, path)
     results = launch(2, "run", path, "--workspace", "many", "--json")
     assert [each.returncode for each in results] == [0, 0], results[0].stderr
@@ -168,13 +171,16 @@ def test_kept_logits_serve_several_runs(recipe: Recipe, command: Command, work: 
 
 @pytest.mark.parametrize("init", ["teacher", "random"])
 def test_a_student_of_its_own_shape(recipe: Recipe, command: Command, work: Path, init: str) -> None:
+    """Exported and validated as it is, without a quantization."""
     student = {"layers": 2, "hidden": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "init": init}
-    path = recipe(stages=[{**DISTILL, "student": student}])
+    path = recipe(stages=[{**DISTILL, "student": student, "teacher_device": "cpu"}, RECIPE["stages"][-1] | {"gates": {}}])
     found = facts(command, path)
     arch = open_weights(artifact(work / "alone")).arch
     assert (arch.num_layers, arch.hidden_size, arch.layers[0].num_heads, arch.layers[0].num_kv_heads) == (2, 64, 2, 1)
     assert found["student"]["params"] == arch.num_params
     assert math.isfinite(found["after"]["kl"])
+    report = json.loads(next((work / "alone").glob("store/*/report.json")).read_text())
+    assert sum(row["candidate_bytes"] for row in report["artifact"]["sizes"]) == 2 * arch.num_params
 
 
 def test_text_that_the_teacher_writes(recipe: Recipe, command: Command, work: Path) -> None:

@@ -195,7 +195,7 @@ def _facts(spec: Distill, learnt: Learnt, ctx: Context) -> dict[str, Any]:
         "teacher": {"name": learnt.teacher.name, "digest": learnt.teacher.digest, "bits_per_byte": learnt.teacher_bits_per_byte},
         "student": {"params": learnt.student.arch.num_params},
         "loss": spec.loss.model_dump(mode="json"),
-        "trained": "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}",
+        "trained": "All weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}",
         "data": {"title": card["title"], "license": card["license"], "digest": learnt.text.training.digest()},
         "sampled": spec.sample is not None,
         "settings": {key: getattr(spec, key) for key in keys},

@@ -68,7 +68,7 @@ def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
 
 def _bytes_by_kind(path: Path) -> dict[str, int]:
     kinds: dict[str, int] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in (each for each in sorted(path.glob("*.safetensors")) if each.name != TOKENS_NAME):
         for header in read_header(file):
             kind = _kind(header.name)
             kinds[kind] = kinds.get(kind, 0) + header.end - header.begin
