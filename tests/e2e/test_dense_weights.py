@@ -74,7 +74,7 @@ def test_dense_but_for_some_linears(recipe: Recipe, command: Command, work: Path
     ("quantize", "message"),
     [
         ({}, "quantizes nothing. Leave out the stage"),
-        ({"kv_cache": "fp8", "preset": "balanced"}, "leave out preset and target and refine"),
+        ({"kv_cache": "fp8", "preset": "balanced"}, "leave out preset and guide and target and refine"),
         ({"kv_cache": "fp8", "round": {"kind": "rtn"}}, "leave out round"),
         ({"kv_cache": "fp8", "head": "FP8_DYNAMIC"}, "leave out head"),
         ({"kv_cache": "fp8", "overrides": {"*": "dense"}}, "the KV cache alone"),

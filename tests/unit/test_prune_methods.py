@@ -178,7 +178,8 @@ def test_predicted_losses_rank_units_as_removing_them_does() -> None:
     source, tokens_NS = tiny_source(arch), tiny_tokens(arch, 24, 24)
     visitor = UnitLosses({"ffn_mid": Units(16), "attn_out": Units(2, width=16)})
     ctx = Context("cpu", 0, None)  # type: ignore[arg-type]
-    visit_gradients(source, tokens_NS, visitor, ctx, compute_dtype=torch.float32)
+    draws_NS = torch.rand(tokens_NS.shape, generator=torch.Generator().manual_seed(0))
+    visit_gradients(source, tokens_NS, visitor, ctx, compute_dtype=torch.float32, draws_NS=draws_NS)
     before = tiny_decoder(arch)
     positions = tokens_NS.long()
     expected = before(positions).log_softmax(-1)
