@@ -74,7 +74,7 @@ class DecodeSteps:
         self._runner = runner
         self._device = device
         self._graphed = device.type == "cuda"
-        self._sizes = [size for size in GRAPH_SIZES if size < max_batch_size] + [_graph_size(max_batch_size)]
+        self._sizes = [size for size in GRAPH_SIZES if size < max_batch_size] + [graph_size(max_batch_size)]
         max_rows = self._sizes[-1] if self._graphed else max_batch_size
         self._state = DecodeState(max_rows=max_rows, max_model_len=max_model_len, block_size=block_size, device=device)
         self._graphs: dict[tuple[int, SamplingPlan], _Step] = {}
@@ -134,7 +134,7 @@ class DecodeSteps:
         return _Step(step.logits_SV, graph)
 
 
-def _graph_size(num_rows: int) -> int:
+def graph_size(num_rows: int) -> int:
     """The least size of a graph that holds so many rows; above the largest, whole multiples of it."""
     largest = GRAPH_SIZES[-1]
     return next((size for size in GRAPH_SIZES if size >= num_rows), -(-num_rows // largest) * largest)

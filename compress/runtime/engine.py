@@ -5,6 +5,9 @@ One step serves every running request once: decodes first, then prefill chunks, 
 While the same requests decode and nobody waits, the host runs one step ahead: `step()` launches the next decode step and only then reads
 the tokens of the one before. A token's time is still the time its caller could have had it. A request that turns out to have ended was
 then served once more than needed; that token is dropped. With `sync` every step ends with its own tokens on the host.
+
+With `speculative` a decode is a verification of proposed tokens (`speculative/`), which gives a request one token or several; blocks for
+proposed tokens are taken where any are free, and nobody is preempted for them.
 """
 
 import time
@@ -27,6 +30,10 @@ from compress.runtime.model_runner import ModelRunner, PrefillBatch
 from compress.runtime.request import Finished, Request
 from compress.runtime.sampler import Choice, sample
 from compress.runtime.scheduler import Generation, Scheduled, Scheduler
+from compress.runtime.speculative.proposer import Pages
+from compress.runtime.speculative.speculation import Acceptance, Speculation, Speculative
+from compress.runtime.speculative.state import RunningRow
+from compress.runtime.speculative.verify import Verified
 
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
@@ -41,11 +48,11 @@ Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
 class EngineConfig:
     """Sizes of an engine.
 
-    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
-    that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
-    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
-    CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
-    `kernels/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
+    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if that is
+    less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest sequences
+    needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on CUDA, 16
+    on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of `kernels/paged.py`.
+    `sync`: no step is launched before the last one's tokens are on the host. `speculative`: who proposes tokens, and how they are verified.
 
     Raises:
         UsageError: sizes that contradict one another.
@@ -59,6 +66,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     kv_format: str | None = None
     sync: bool = False
+    speculative: Speculative | None = None
 
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or self.max_step_tokens < self.max_batch_size:
@@ -111,12 +119,14 @@ class Engine:
         target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
+        proposer = config.speculative.build(source.arch, target) if config.speculative is not None else None
         stated = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         self._block_size = config.block_size if config.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
+        bytes_per_token = self.kv_bytes_per_token + (proposer.kv_bytes_per_token if proposer is not None else 0)
         self.max_model_len, num_blocks = _size_cache(
-            self.arch, config, device, bytes_per_token=self.kv_bytes_per_token, block_size=self._block_size
+            self.arch, config, device, bytes_per_token=bytes_per_token, block_size=self._block_size
         )
         cache = KVCache(
             self.arch,
@@ -134,6 +144,10 @@ class Engine:
             block_size=self._block_size,
             device=device,
         )
+        self._speculation: Speculation | None = None
+        if config.speculative is not None and proposer is not None:
+            pages = Pages(num_blocks, self._block_size, self.max_model_len)
+            self._speculation = Speculation(config.speculative, proposer, self.runner, pages, target)
         self._run: _Run | None = None
         self._eos = frozenset(self.arch.eos_token_ids)
         self.wait_s = 0.0
@@ -154,6 +168,11 @@ class Engine:
     def num_preemptions(self) -> int:
         """How often a request lost its blocks and was recomputed, since the engine was made."""
         return self._scheduler.num_preemptions
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """Of all speculative steps so far; None where nothing is proposed."""
+        return None if self._speculation is None else self._speculation.total
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -194,6 +213,8 @@ class Engine:
     def _scheduled_step(self) -> list[Finished]:
         step = self._scheduler.schedule()
         decodes = [each.generation for each in step.decodes]
+        if self._speculation is not None:
+            return self._speculative_step(self._speculation, decodes, step.prefills)
         run = self._launch_first(decodes) if decodes else None
         if run is not None and not step.prefills and self._overlaps:
             self._run = run
@@ -201,6 +222,36 @@ class Engine:
         prefilled = self._launch_prefill(step.prefills) if step.prefills else None
         finished = [] if run is None else self._read(run, run.launched, ends=True)
         return finished if prefilled is None else finished + self._read_prefill(prefilled)
+
+    def _speculative_step(self, speculation: Speculation, decodes: list[Generation], prefills: tuple[Scheduled, ...]) -> list[Finished]:
+        verified = speculation.launch([self._running_row(each, speculation.k) for each in decodes]) if decodes else None
+        prefilled = self._launch_prefill(prefills) if prefills else None
+        finished = [] if verified is None else self._read_verified(speculation, decodes, verified)
+        return finished if prefilled is None else finished + self._read_prefill(prefilled)
+
+    def _running_row(self, generation: Generation, k: int) -> RunningRow:
+        """The last token that may be generated is never fed, so that one fewer may be proposed."""
+        num_tokens, wanted = len(generation.tokens), min(k, generation.num_left - 1)
+        self._scheduler.extend(generation, num_tokens + wanted)
+        room = len(generation.blocks) * self._block_size - num_tokens
+        return RunningRow(generation.tokens, generation.blocks, generation.request.params, min(wanted, room))
+
+    def _read_verified(self, speculation: Speculation, generations: list[Generation], verified: Verified) -> list[Finished]:
+        """Take the tokens of each request one after the other, as far as it goes on; a request's last one ends it wherever it stands."""
+        started = time.perf_counter()
+        verified.wait()
+        now = time.perf_counter()
+        self.wait_s += now - started
+        tokens, logprobs, finished = speculation.read(verified), verified.logprobs, []
+        for place in range(verified.q_len):
+            rows = [row for row, generation in enumerate(generations) if place < len(tokens[row]) and generation.blocks]
+            taking = [generations[row] for row in rows]
+            if self.observer is not None and rows:
+                positions = [len(each.tokens) for each in taking]
+                self.observer([each.request for each in taking], positions, verified.logits[rows, place])
+            own = None if logprobs is None else [logprobs[row][place] for row in rows]
+            finished += self._take(taking, [tokens[row][place] for row in rows], own, now)
+        return finished
 
     @property
     def _overlaps(self) -> bool:
@@ -248,7 +299,10 @@ class Engine:
         sampling: list[Generation] = []
         logits: list[torch.Tensor] = []
         for group, short in self._prefill_groups(prefills):
-            logits.append(self.runner.prefill(self._prefill_batch(group), short=short))
+            batch = self._prefill_batch(group)
+            logits.append(self.runner.prefill(batch, short=short))
+            if self._speculation is not None:
+                self._speculation.prefill(batch, short=short)
             sampling += [each.generation for each in group if each.samples]
         for each in prefills:
             each.generation.num_computed += each.num_tokens

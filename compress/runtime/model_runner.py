@@ -30,7 +30,7 @@ from compress.kernels.select import Op, select
 from compress.models.arch import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.loader import LayerWeights, ModelWeights, Placed, Projection, Rows
+from compress.runtime.loader import FEW_ROWS, LayerWeights, ModelWeights, Placed, Projection, Rows
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 """(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
@@ -89,15 +89,25 @@ class ModelRunner:
         """Rows of short prompts that `prefill` takes at a time."""
         return self._weights.target.few_rows
 
-    def decode(self, x_RD: Tensor, positions_R: Tensor, slots_R: Tensor, block_table_RB: Tensor, context_lens_R: Tensor) -> Tensor:
-        """Logits float32 [R, V] of one embedded row a sequence; nothing waits for the host, so a graph can hold it."""
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows that `decode` takes at once: as many as its kernels were chosen for."""
+        return max(self._weights.target.max_decode_rows, FEW_ROWS)
+
+    def decode(
+        self, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int = 1
+    ) -> Tensor:
+        """Logits float32 [T, V] of the last `q_len` embedded rows of each sequence; nothing waits for the host, so a graph can hold it.
+
+        A context includes them all. A row has the bits that it has with `q_len` 1.
+        """
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
-            return fn(q_THC, kv, block_table_RB, context_lens_R, q_len=1, window=shape.window, scale=_scale(shape))
+            return fn(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=shape.window, scale=_scale(shape))
 
-        x_RD = self._hidden(x_RD, positions_R, slots_R, self._cache.layer, attend, "decode")
-        return self._logits(x_RD, "decode")
+        x_TD = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode")
+        return self._logits(x_TD, "decode")
 
     def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
         """Logits float32 [W, V] of the rows wanted.

@@ -76,6 +76,10 @@ class SamplingRows:
         """Views of the first rows."""
         return SamplingRows(*(each[:num_rows] for each in self._tensors))
 
+    def repeated(self, count: int) -> "SamplingRows":
+        """Each row `count` times, one after the other."""
+        return SamplingRows(*(each.unsqueeze(1).expand(-1, count).flatten() for each in self._tensors))
+
     def copy_(self, other: "SamplingRows") -> None:
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(theirs)
@@ -112,19 +116,28 @@ def _tokens(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: Sa
     by_kernel = logits_RV.is_cuda and triton is not None
     if not plan.draws:
         return choose(logits_RV) if by_kernel else logits_RV.argmax(dim=-1)
-    log_min_p_R = rows.min_p_R.log()
     if by_kernel:
-        draw = Draw(rows.temperature_R, log_min_p_R, rows.seeds_R, positions_R)
+        draw = Draw(rows.temperature_R, rows.min_p_R.log(), rows.seeds_R, positions_R)
         return choose_drawn(logits_RV, draw, Filter(rows.top_k_R, rows.top_p_R) if plan.filters else None)
-    # The maximum is 0 at any temperature. Greedy rows have 1 for it.
-    temperature_R = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
-    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R.unsqueeze(1)
-    kept_RV = scaled_RV >= log_min_p_R.unsqueeze(1)
-    if plan.filters:
-        kept_RV &= _first(scaled_RV, rows)
+    scaled_RV, kept_RV = _kept(logits_RV, rows, filters=plan.filters)
     noisy_RV = scaled_RV.to(torch.float64) + gumbel(rows.seeds_R, positions_R, logits_RV.shape[1])
     drawn_R = noisy_RV.masked_fill(~kept_RV, float("-inf")).argmax(dim=-1)
     return torch.where(rows.temperature_R > 0, drawn_R, logits_RV.argmax(dim=-1))
+
+
+def distribution(logits_RV: Tensor, rows: SamplingRows, plan: SamplingPlan) -> Tensor:
+    """Probabilities float64 [R, V] with which rows that have a temperature are drawn; of greedy rows those of temperature 1."""
+    scaled_RV, kept_RV = _kept(logits_RV, rows, filters=plan.filters)
+    return scaled_RV.to(torch.float64).masked_fill(~kept_RV, float("-inf")).softmax(dim=-1)
+
+
+def _kept(logits_RV: Tensor, rows: SamplingRows, *, filters: bool) -> tuple[Tensor, Tensor]:
+    """(l - max l) / T float32 [R, V], and bool [R, V]: what the filters keep; only `min_p` unless `filters`."""
+    # The maximum is 0 at any temperature. Greedy rows have 1 for it.
+    temperature_R = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
+    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R.unsqueeze(1)
+    kept_RV = scaled_RV >= rows.min_p_R.log().unsqueeze(1)
+    return scaled_RV, kept_RV & _first(scaled_RV, rows) if filters else kept_RV
 
 
 def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
@@ -142,11 +155,15 @@ def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
 
 def gumbel(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise float64 [R, V] for int64 seeds and positions."""
+    return -(-uniform(seeds_R, positions_R, vocab_size).log()).log()
+
+
+def uniform(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
+    """Numbers float64 [R, V] in (0, 1) that the noise is made from."""
     tokens_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds_R.device)
     key_R = _mix(_mix(seeds_R + _GOLDEN) + positions_R * _GOLDEN)
     bits_RV = _shift_right(_mix(key_R.unsqueeze(1) + tokens_V * _GOLDEN), 12)
-    u_RV = (bits_RV.to(torch.float64) + 0.5) * 2.0**-52  # 52 bits and a half: exact, and never 0 or 1
-    return -(-u_RV.log()).log()
+    return (bits_RV.to(torch.float64) + 0.5) * 2.0**-52  # 52 bits and a half: exact, and never 0 or 1
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,0 +1,112 @@
+"""Which of the proposed tokens are kept, and the token that follows them. Both rules keep what the model says; neither trusts a proposer.
+
+COUPLED      The model chooses a token x_j for every position by its own sampler, whose noise is a function of (seed, position, token), and
+             d_1 .. d_a are kept while d_j = x_j. What comes out is x_1 .. x_{a+1}: the very tokens of plain decoding, greedy or drawn,
+             whatever was proposed. A proposer that draws with the same noise agrees with probability (1 - t) / (1 + t) at least, t being
+             the total variation between its distribution and the model's (arXiv 2408.07978).
+REJECTION    Speculative sampling (arXiv 2211.17192, algorithm 1; arXiv 2302.01318): d_j, drawn from q_j with noise of its own, is kept with
+             probability min(1, p_j(d_j) / q_j(d_j)); the first that is not is replaced by a draw from max(0, p_j - q_j), normalized. Kept
+             with probability 1 - t, the best there is; tokens have the model's distribution, but are others than plain decoding draws.
+             Greedy rows are coupled. p and q are distributions after temperature, top_k, top_p and min_p.
+
+A position draws three independent numbers: the proposal, whether to keep it, and the replacement. Whether a position is proposed for, and
+how often, depends on noise of earlier positions only, so its own is fresh whenever it counts.
+
+FORCED       For benchmarks alone: a proposal is kept with a given probability, whatever the model says. What comes out is not the model's.
+
+Nothing asks the device for a value. Shapes: R rows, K tokens proposed, Q = K + 1, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, uniform
+
+Rule = Literal["coupled", "rejection"]
+PROPOSAL_STREAM, KEEP_STREAM = 0x5DEECE66D5DEECE6, 0x2545F4914F6CDD1D
+"""What seeds are combined with for the noise of a proposal, and of whether it is kept."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tokens int64 [R, Q], of which `num_accepted` + 1 come out, int64 [R]."""
+
+    tokens_RQ: Tensor
+    num_accepted_R: Tensor
+
+
+def stream(rows: SamplingRows, mask: int) -> SamplingRows:
+    """The same parameters with independent noise."""
+    return replace(rows, seeds_R=rows.seeds_R ^ mask)
+
+
+def accept_coupled(chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Kept:
+    """`chosen`: the model's own tokens, each right if the proposals before it are; `counts` of the proposals are real."""
+    return Kept(chosen_RQ, _leading(drafts_RK == chosen_RQ[:, :-1], counts_R))
+
+
+def accept_forced(chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor, first_R: Tensor, seeds_R: Tensor, rate: float) -> Kept:
+    """Keep each proposal with probability `rate`."""
+    positions_RK = first_R.unsqueeze(1) + torch.arange(drafts_RK.shape[1], device=first_R.device)
+    num_accepted_R = _leading(_uniform(seeds_R, positions_RK) < rate, counts_R)
+    return Kept(_followed(drafts_RK, num_accepted_R, chosen_RQ.gather(1, num_accepted_R.unsqueeze(1))), num_accepted_R)
+
+
+def accept_by_rejection(
+    logits_RQV: Tensor,
+    chosen_RQ: Tensor,
+    drafts_RK: Tensor,
+    counts_R: Tensor,
+    first_R: Tensor,
+    rows: SamplingRows,
+    plan: SamplingPlan,
+    probs_RKV: Tensor | None,
+) -> Kept:
+    """`first`: the position of the first proposal; `probs`: what proposals were drawn from, None where they are certain.
+
+    A row that keeps all its proposals goes on with the model's own choice.
+    """
+    (num_rows, num_drafts), vocab_size = drafts_RK.shape, logits_RQV.shape[2]
+    p_RQV = distribution(logits_RQV.flatten(0, 1), rows.repeated(num_drafts + 1), plan).view(num_rows, -1, vocab_size)
+    if probs_RKV is None:
+        probs_RKV = torch.zeros_like(p_RQV[:, :-1]).scatter_(2, drafts_RK.unsqueeze(2), 1.0)
+    likely_RK, proposed_RK = (each.gather(2, drafts_RK.unsqueeze(2)).squeeze(2) for each in (p_RQV[:, :-1], probs_RKV))
+    positions_RK = first_R.unsqueeze(1) + torch.arange(num_drafts, device=first_R.device)
+    keep_RK = _uniform(rows.seeds_R, positions_RK) * proposed_RK < likely_RK
+    drawn_R1 = rows.temperature_R.unsqueeze(1) > 0
+    num_accepted_R = _leading(torch.where(drawn_R1, keep_RK, drafts_RK == chosen_RQ[:, :-1]), counts_R)
+
+    place_R1 = num_accepted_R.unsqueeze(1)
+    own_R1 = chosen_RQ.gather(1, place_R1)
+    rejected_R1 = drawn_R1 & (place_R1 < counts_R.unsqueeze(1))
+    p_RV, q_RV = (_at(each, place_R1) for each in (p_RQV, probs_RKV))
+    noise_RV = gumbel(rows.seeds_R, first_R + num_accepted_R, vocab_size)
+    more_RV = (p_RV - q_RV).clamp(min=0)
+    more_RV = torch.where(more_RV.amax(dim=1, keepdim=True) > 0, more_RV, p_RV)  # p is q within rounding: then as good as p itself
+    instead_R1 = (more_RV.log() + noise_RV).argmax(dim=1, keepdim=True)
+    return Kept(_followed(drafts_RK, num_accepted_R, torch.where(rejected_R1, instead_R1, own_R1)), num_accepted_R)
+
+
+def _leading(keep_RK: Tensor, counts_R: Tensor) -> Tensor:
+    """int64 [R]: how many are kept before the first that is not."""
+    real_RK = torch.arange(keep_RK.shape[1], device=counts_R.device) < counts_R.unsqueeze(1)
+    return (keep_RK & real_RK).to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def _followed(drafts_RK: Tensor, num_accepted_R: Tensor, last_R1: Tensor) -> Tensor:
+    """[R, Q]: the kept ones, then the last."""
+    return torch.cat((drafts_RK, last_R1), dim=1).scatter(1, num_accepted_R.unsqueeze(1), last_R1)
+
+
+def _at(each_RJV: Tensor, place_R1: Tensor) -> Tensor:
+    """[R, V], of the last place for those behind it."""
+    place_R1 = place_R1.clamp(max=each_RJV.shape[1] - 1)
+    return each_RJV.gather(1, place_R1.unsqueeze(2).expand(-1, -1, each_RJV.shape[2])).squeeze(1)
+
+
+def _uniform(seeds_R: Tensor, positions_RK: Tensor) -> Tensor:
+    seeds_RK = (seeds_R ^ KEEP_STREAM).unsqueeze(1).expand_as(positions_RK)
+    return uniform(seeds_RK.flatten(), positions_RK.flatten(), 1).view(positions_RK.shape)

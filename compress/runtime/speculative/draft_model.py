@@ -1,0 +1,100 @@
+"""A smaller model of the same vocabulary writes k tokens, one after the other, and the model reads them at once.
+
+The draft has its own weights and its own pages, under the block numbers of the model's cache. It sees every chunk of a prompt that the
+model sees. In a step it is first fed the last two tokens of a sequence: the last is new to it, and the one before may be, if all k
+proposals of the step before were kept (otherwise its keys and values are written again as they are). Then it is fed what it chose, k - 1
+times.
+
+With the rule "coupled" it chooses with the model's own noise, and so agrees more often than chance; with "rejection" with noise of its own,
+and hands on the distributions. On CUDA all k passes are one graph.
+
+Shapes: R rows, S rows of the state, K tokens proposed, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.kernels.paged import DENSE_FORMATS
+from compress.models.weights import WeightSource
+from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
+from compress.runtime.loader import load_model
+from compress.runtime.model_runner import ModelRunner, PrefillBatch
+from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
+from compress.runtime.speculative import PROPOSERS
+from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
+from compress.runtime.speculative.graphs import Graphs
+from compress.runtime.speculative.proposer import Drafts, Pages, Setting
+from compress.runtime.speculative.state import RunningRow, SpeculativeState
+
+
+@PROPOSERS.register("draft_model")
+@dataclass(frozen=True)
+class DraftModel:
+    """Weights of the draft, any that the runtime serves."""
+
+    source: WeightSource
+
+    def build(self, setting: Setting) -> "DraftModelProposer":
+        """Raises UsageError where the vocabularies differ."""
+        draft, target = self.source.arch, setting.arch
+        if draft.vocab_size != target.vocab_size:
+            raise UsageError(
+                f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft must have the model's tokenizer."
+            )
+        return DraftModelProposer(self.source, setting)
+
+
+class DraftModelProposer:
+    """Loaded when made; its pages follow with `begin`."""
+
+    def __init__(self, source: WeightSource, setting: Setting) -> None:
+        self._arch = source.arch
+        self._setting = setting
+        self._weights = load_model(source, setting.target)
+        self._kv_format = DENSE_FORMATS[setting.target.dtype]
+        self.weight_bytes = self._weights.weight_bytes
+        self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
+
+    def begin(self, pages: Pages) -> None:
+        """Raises UsageError where the draft has fewer positions than the engine serves."""
+        if self._arch.max_position < pages.max_model_len:
+            raise UsageError(
+                f"the draft model has {self._arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
+                f"set max_model_len to {self._arch.max_position} at most, or take a draft of longer context."
+            )
+        device = self._setting.target.device
+        cache = KVCache(self._arch, num_blocks=pages.num_blocks, block_size=pages.block_size, kv_format=self._kv_format, device=device)
+        self._runner = ModelRunner(self._weights, cache, max_model_len=pages.max_model_len)
+        self._graphs: Graphs[Tensor] = Graphs(device, self._setting.target.max_batch_size)
+        self._probs_SKV: Tensor | None = None
+        if self._setting.draws:
+            shape = self._graphs.max_rows, self._setting.k, self._arch.vocab_size
+            self._probs_SKV = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
+        """Writes the draft's keys and values; no logits are wanted."""
+        self._runner.prefill(replace(batch, wanted_rows_W=batch.wanted_rows_W[:0]), short=short)
+
+    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+        """k tokens for every row, whatever its limit."""
+        size, plan = self._graphs.num_rows(len(rows)), replace(state.plan, logprobs=False)
+        tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
+        return Drafts(tokens_RK[: len(rows)], [min(row.limit, state.k) for row in rows], self._probs_SKV)
+
+    def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
+        sampling, context_lens_R = state.sampling.first(num_rows), state.context_lens_S[:num_rows]
+        if self._probs_SKV is not None:
+            sampling = stream(sampling, PROPOSAL_STREAM)
+        feed_RQ, tokens = state.last_two_S2[:num_rows], []
+        for step in range(state.k):
+            q_len = feed_RQ.shape[1]
+            logits_RV = state.logits(self._runner, feed_RQ, context_lens_R + step)[q_len - 1 :: q_len].contiguous()
+            feed_RQ = sample_rows(logits_RV, sampling, context_lens_R + step, plan).tokens_R.unsqueeze(1)
+            if self._probs_SKV is not None and plan.draws:
+                self._probs_SKV[:num_rows, step] = distribution(logits_RV, sampling, plan)
+            tokens.append(feed_RQ)
+        return torch.cat(tokens, dim=1)

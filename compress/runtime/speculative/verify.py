@@ -1,0 +1,122 @@
+"""The verification step: every running request feeds its last token and k proposed ones through the model's decode kernels.
+
+A row of it has the bits of the plain decode step at its position: linears do not see how many rows there are, attention gives each of a
+request's last rows what it has alone, and no more rows go through the model at once than decode kernels were chosen for. Keys and values
+of all rows are stored; those of rejected tokens lie behind the new end of the sequence, where nothing looks before they are overwritten.
+So to roll back is not to advance.
+
+On CUDA the step is a graph, acceptance inside; the tokens arrive in the host's memory, which waits for them before the next step.
+
+Shapes: R rows, S rows of the state, Q = k + 1, T = R Q, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.runtime.model_runner import ModelRunner
+from compress.runtime.sampler import Choice, SamplingPlan, sample_rows
+from compress.runtime.speculative.acceptance import Kept, Rule, accept_by_rejection, accept_coupled, accept_forced
+from compress.runtime.speculative.graphs import Graphs
+from compress.runtime.speculative.proposer import Drafts
+from compress.runtime.speculative.state import SpeculativeState
+
+
+@dataclass(frozen=True)
+class VerifyOutputs:
+    """Float32 logits [T, V], tokens and their number [R, 1 + Q], log probabilities [R, Q] or nothing."""
+
+    logits_TV: Tensor
+    tokens_RX: Tensor
+    logprobs_RQ: Tensor
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A step on its way. After `wait`, and until the next step, the rest may be read: of each row the tokens that come out."""
+
+    num_rows: int
+    q_len: int
+    has_logprobs: bool
+    tokens_SX: Tensor
+    logprobs_SQ: Tensor
+    logits_TV: Tensor
+    done: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row[1 : 2 + row[0]] for row in self.tokens_SX[: self.num_rows].tolist()]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        return self.logprobs_SQ[: self.num_rows].tolist() if self.has_logprobs else None
+
+    @property
+    def logits(self) -> Tensor:
+        """[R, Q, V], those of rejected tokens included."""
+        return self.logits_TV[: self.num_rows * self.q_len].unflatten(0, (-1, self.q_len))
+
+
+class VerifySteps:
+    """Verifies what `state` holds, by one rule."""
+
+    def __init__(
+        self, runner: ModelRunner, state: SpeculativeState, graphs: "Graphs[VerifyOutputs]", *, rule: Rule, forced_rate: float | None
+    ) -> None:
+        self._runner = runner
+        self._state = state
+        self._graphs = graphs
+        self._rule = rule
+        self._forced_rate = forced_rate
+        on_cuda = state.device.type == "cuda"
+        self._landed_tokens = torch.zeros(state.max_rows, 2 + state.k, dtype=torch.int64, pin_memory=on_cuda)
+        self._landed_logprobs = torch.zeros(state.max_rows, 1 + state.k, dtype=torch.float32, pin_memory=on_cuda)
+        self._done = torch.cuda.Event() if on_cuda else None
+
+    def launch(self, num_rows: int, drafts: Drafts) -> Verified:
+        """Of the loaded rows. Where nothing at all was proposed it is a plain decode step."""
+        state, plan = self._state, self._state.plan
+        k = state.k if any(drafts.counts) else 0
+        state.propose(drafts.tokens_RK, drafts.counts)
+        size = self._graphs.num_rows(num_rows)
+        outputs = self._graphs.run((size, k, plan), lambda: self._run(size, k, plan, drafts.probs_SKV))
+        self._landed_tokens[:size, : 2 + k].copy_(outputs.tokens_RX, non_blocking=True)
+        if plan.logprobs:
+            self._landed_logprobs[:size, : 1 + k].copy_(outputs.logprobs_RQ, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        return Verified(num_rows, 1 + k, plan.logprobs, self._landed_tokens, self._landed_logprobs, outputs.logits_TV, self._done)
+
+    def _run(self, num_rows: int, k: int, plan: SamplingPlan, probs_SKV: Tensor | None) -> VerifyOutputs:
+        state = self._state
+        drafts_RK, counts_R = state.drafts_SK[:num_rows, :k], state.counts_S[:num_rows]
+        first_R, rows = state.context_lens_S[:num_rows], state.sampling.first(num_rows)
+        tokens_RQ = torch.cat((state.last_two_S2[:num_rows, 1:], drafts_RK), dim=1)
+        logits_TV = state.logits(self._runner, tokens_RQ, first_R + k)
+        positions_T = (first_R.unsqueeze(1) + torch.arange(1 + k, device=state.device)).flatten()
+        choice = sample_rows(logits_TV, rows.repeated(1 + k), positions_T, plan)
+        chosen_RQ, logits_RQV = choice.tokens_R.view(num_rows, -1), logits_TV.view(num_rows, 1 + k, -1)
+        if not k:
+            kept = Kept(chosen_RQ, torch.zeros_like(first_R))
+        elif self._forced_rate is not None:
+            kept = accept_forced(chosen_RQ, drafts_RK, counts_R, first_R, rows.seeds_R, self._forced_rate)
+        elif self._rule == "rejection" and plan.draws:
+            probs_RKV = None if probs_SKV is None else probs_SKV[:num_rows]
+            kept = accept_by_rejection(logits_RQV, chosen_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV)
+        else:
+            kept = accept_coupled(chosen_RQ, drafts_RK, counts_R)
+        return VerifyOutputs(
+            logits_TV, torch.cat((kept.num_accepted_R.unsqueeze(1), kept.tokens_RQ), dim=1), _logprobs(logits_RQV, choice, kept)
+        )
+
+
+def _logprobs(logits_RQV: Tensor, choice: Choice, kept: Kept) -> Tensor:
+    """[R, Q] of the tokens that come out, as the sampler has them; empty when no row asked."""
+    if choice.logprobs_R is None:
+        return logits_RQV.new_empty(0)
+    return logits_RQV.log_softmax(dim=-1).gather(2, kept.tokens_RQ.unsqueeze(2)).squeeze(2)
