@@ -104,4 +104,5 @@ class SpeculativeState:
             *(each.split(per_call) for each in (table_RB, context_lens_R)),
             strict=True,
         )
-        return torch.cat([runner.decode(*part, q_len=q_len) for part in parts])
+        logits = [runner.decode(*part, q_len=q_len) for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)

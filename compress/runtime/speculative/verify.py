@@ -33,14 +33,26 @@ class VerifyOutputs:
 
 
 @dataclass(frozen=True)
+class _Landing:
+    """Where a step's tokens and their number [S, 1 + Q], and log probabilities [S, Q], arrive on the host."""
+
+    tokens_SX: Tensor
+    logprobs_SQ: Tensor
+
+    @staticmethod
+    def of(num_rows: int, q_len: int, *, pinned: bool) -> "_Landing":
+        tokens_SX = torch.zeros(num_rows, 1 + q_len, dtype=torch.int64, pin_memory=pinned)
+        return _Landing(tokens_SX, torch.zeros(num_rows, q_len, dtype=torch.float32, pin_memory=pinned))
+
+
+@dataclass(frozen=True)
 class Verified:
     """A step on its way. After `wait`, and until the next step, the rest may be read: of each row the tokens that come out."""
 
     num_rows: int
     q_len: int
     has_logprobs: bool
-    tokens_SX: Tensor
-    logprobs_SQ: Tensor
+    landing: _Landing
     logits_TV: Tensor
     done: torch.cuda.Event | None
 
@@ -50,11 +62,11 @@ class Verified:
 
     @property
     def tokens(self) -> list[list[int]]:
-        return [row[1 : 2 + row[0]] for row in self.tokens_SX[: self.num_rows].tolist()]
+        return [row[1 : 2 + row[0]] for row in self.landing.tokens_SX[: self.num_rows].tolist()]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        return self.logprobs_SQ[: self.num_rows].tolist() if self.has_logprobs else None
+        return self.landing.logprobs_SQ[: self.num_rows].tolist() if self.has_logprobs else None
 
     @property
     def logits(self) -> Tensor:
@@ -74,8 +86,7 @@ class VerifySteps:
         self._rule = rule
         self._forced_rate = forced_rate
         on_cuda = state.device.type == "cuda"
-        self._landed_tokens = torch.zeros(state.max_rows, 2 + state.k, dtype=torch.int64, pin_memory=on_cuda)
-        self._landed_logprobs = torch.zeros(state.max_rows, 1 + state.k, dtype=torch.float32, pin_memory=on_cuda)
+        self._landings = {k: _Landing.of(state.max_rows, 1 + k, pinned=on_cuda) for k in (0, state.k)}
         self._done = torch.cuda.Event() if on_cuda else None
 
     def launch(self, num_rows: int, drafts: Drafts) -> Verified:
@@ -85,12 +96,13 @@ class VerifySteps:
         state.propose(drafts.tokens_RK, drafts.counts)
         size = self._graphs.num_rows(num_rows)
         outputs = self._graphs.run((size, k, plan), lambda: self._run(size, k, plan, drafts.probs_SKV))
-        self._landed_tokens[:size, : 2 + k].copy_(outputs.tokens_RX, non_blocking=True)
+        landing = self._landings[k]
+        landing.tokens_SX[:size].copy_(outputs.tokens_RX, non_blocking=True)
         if plan.logprobs:
-            self._landed_logprobs[:size, : 1 + k].copy_(outputs.logprobs_RQ, non_blocking=True)
+            landing.logprobs_SQ[:size].copy_(outputs.logprobs_RQ, non_blocking=True)
         if self._done is not None:
             self._done.record()
-        return Verified(num_rows, 1 + k, plan.logprobs, self._landed_tokens, self._landed_logprobs, outputs.logits_TV, self._done)
+        return Verified(num_rows, 1 + k, plan.logprobs, landing, outputs.logits_TV, self._done)
 
     def _run(self, num_rows: int, k: int, plan: SamplingPlan, probs_SKV: Tensor | None) -> VerifyOutputs:
         state = self._state

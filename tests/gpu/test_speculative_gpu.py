@@ -1,0 +1,81 @@
+"""Speculation on a GPU, its steps in graphs: the tokens and log probabilities of plain decoding, bit for bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.random_source import RandomSource
+from compress.quant.scheme import SCHEMES
+from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.proposer import ProposerOptions
+from compress.runtime.speculative.speculation import Speculative
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+VOCAB = 4096
+TARGETS = {"BF16": None, **{name: SCHEMES[name] for name in ("W4A16_G128", "FP8_DYNAMIC")}}
+
+
+def make_source(target: str, *, num_layers: int = 4) -> RandomSource:
+    """With fewer layers the same first ones: a draft that is sometimes right."""
+    layer = LayerShape(num_heads=8, num_kv_heads=2, head_dim=128, intermediate_size=2048, rope=Rope(500000.0))
+    facts: dict[str, Any] = {"tied_head": False, "qkv_bias": False, "o_bias": False, "ffn_bias": False, "qk_norm": False, "config": {}}
+    shape: dict[str, Any] = {"family": "llama", "vocab_size": VOCAB, "hidden_size": 1024, "max_position": 4096}
+    layers = (layer, replace(layer, window=200), layer, layer)[:num_layers]
+    arch = Arch(**shape, layers=layers, norm_eps=1e-6, activation="silu", dtype="bfloat16", **facts)
+    return RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=TARGETS[target])
+
+
+def make_requests(num_requests: int) -> list[Request]:
+    """Prompts of 1 to 128 tokens, whose prefill does not depend on their company; every other request is drawn, some with filters."""
+    generator = torch.Generator().manual_seed(5)
+    requests = []
+    for idx in range(num_requests):
+        length = int(torch.randint(1, 129, (1,), generator=generator))
+        prompt = (torch.randint(VOCAB, (length,), generator=generator) % (9 if idx % 3 == 0 else VOCAB)).tolist()
+        params = SamplingParams(
+            20 + idx % 13, temperature=0.7 * (idx % 2), top_k=20 * (idx % 4 == 1), seed=idx, ignore_eos=True, logprobs=True
+        )
+        requests.append(Request(str(idx), tuple(prompt), params))
+    return requests
+
+
+@pytest.mark.parametrize(("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (48, "FP8_TOKEN_HEAD")])
+@pytest.mark.parametrize("target", TARGETS)
+def test_speculation_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
+    source, requests = make_source(target), make_requests(4 if batch_size == 1 else batch_size + batch_size // 4)
+    config = EngineConfig(max_batch_size=batch_size, max_model_len=512, kv_cache_bytes=1 << 28, kv_format=kv_format)
+    plain = [(each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=config).generate(requests)]
+    proposers: tuple[ProposerOptions, ...] = (NGram(), DraftModel(source), DraftModel(make_source(target, num_layers=2)))
+    for proposer in proposers:
+        engine = Engine(source, device=CUDA, config=replace(config, speculative=Speculative(proposer, k=4)))
+        for _ in range(2):  # with graphs captured on the way, and with all of them there
+            assert [(each.tokens, each.logprobs) for each in engine.generate(requests)] == plain
+        assert engine.acceptance is not None
+        assert sum(engine.acceptance.proposed) > 0
+
+
+def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
+    source = make_source("BF16")
+    requests = [Request(str(idx), (idx, 1, 2), SamplingParams(21, seed=idx, ignore_eos=True)) for idx in range(4)]
+    config = EngineConfig(max_batch_size=4, max_model_len=512, kv_cache_bytes=1 << 28, speculative=Speculative(DraftModel(source), k=4))
+    engine = Engine(source, device=CUDA, config=config)
+    engine.generate(requests)
+    assert engine.acceptance is not None
+    assert engine.acceptance.acceptance_length == 5
+
+
+def test_rejection_sampling_in_graphs_runs_and_keeps_most_of_a_draft_that_is_the_model() -> None:
+    source = make_source("BF16")
+    speculative = Speculative(DraftModel(source), k=4, rule="rejection")
+    config = EngineConfig(max_batch_size=4, max_model_len=512, kv_cache_bytes=1 << 28, speculative=speculative)
+    engine = Engine(source, device=CUDA, config=config)
+    engine.generate([Request(str(idx), (idx, 1, 2), SamplingParams(41, temperature=1.0, seed=idx, ignore_eos=True)) for idx in range(8)])
+    assert engine.acceptance is not None
+    assert engine.acceptance.acceptance_length > 4.9
