@@ -1,6 +1,6 @@
 """How much of a pruned model comes back, and how it compares with the same shape trained from scratch on the same tokens.
 
-    python scripts/bench_recovery.py --data TEXT_DIR --out benchmarks/pruning.json                      both experiments, one GPU
+    python scripts/bench_recovery.py --data TEXT_DIR --out benchmarks/h200/recovery.json                both experiments, one GPU
     python scripts/bench_recovery.py --data my-text.yaml --experiments prune25+recover --tokens 20e6
 
 Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN), `heads30+ffn20` (30 % of the heads, 20
@@ -195,7 +195,6 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
             for (tokens, one), (_, other) in zip(curves["recovered"], curves["scratch"], strict=True)
         ],
         "settings": {key: getattr(args, key) for key in SETTINGS},
-        "speedup": None,
     }
 
 

@@ -33,6 +33,8 @@ def build_report(
     recipe: Mapping[str, Any] | None = None,
     artifact: Mapping[str, Any] | None = None,
     layers: Sequence[Mapping[str, Any]] = (),
+    guided: bool = False,
+    tuning: Mapping[str, Any] | None = None,
     mixed: Mapping[str, Any] | None = None,
     pruning: Mapping[str, Any] | None = None,
     distillation: Mapping[str, Any] | None = None,
@@ -52,7 +54,9 @@ def build_report(
         recipe: facts to print: at least `digest`; `text` is shown as it is.
         artifact: `digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}.
         layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
-        mixed: how schemes were chosen, as `stages/mixed.py` says it.
+        guided: whether tokens counted differently in the errors of `layers`.
+        tuning: what training the scales did, as `stages/quantize/tune.py` says it.
+        mixed: how schemes were chosen, as `stages/quantize/choose.py` says it.
         pruning: what went, as `stages/prune` says it.
         distillation: how it was brought back, as `stages/distill` says it.
         kernels: the engine's `kernel_report()`.
@@ -72,6 +76,8 @@ def build_report(
         "roofline": [row.as_json() for row in roofline],
         "kernels": list(kernels),
         "layers": list(layers),
+        "guided": guided,
+        "tuning": tuning,
         "kv_cache": kv_cache,
         "mixed": mixed,
         "pruning": pruning,

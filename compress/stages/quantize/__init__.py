@@ -72,7 +72,8 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
     linears = [row for row in rows if "linear" in row]
-    facts = {"method": spec.method(), "layers": linears, **explained, **_cache_facts(spec, rows, ctx)}
+    guided = {} if spec.guide is None else {"guided": True}
+    facts = {"method": spec.method(), "layers": linears, **guided, **explained, **_cache_facts(spec, rows, ctx)}
     out.describe(role="quantized", arch=arch, layers=layers, scheme=None if scheme is None else scheme.to_json(), facts=facts)
 
 

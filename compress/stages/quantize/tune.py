@@ -87,7 +87,15 @@ def tune_scales(
         directory.mkdir(exist_ok=True)
         for idx in range(source.arch.num_layers):
             save_weights(directory / layer_name(idx), tuned_layer(student, idx, layer(idx)))
-    return {"held_out_samples": len(held_out_NS), "kl_before": kl[0], "kl_after": kl[-1], "kept": keeps, "curve": curve}
+    tokens_seen = max(row["tokens"] for row in curve)
+    return {
+        "tokens": tokens_seen,
+        "held_out_samples": len(held_out_NS),
+        "kl_before": kl[0],
+        "kl_after": kl[-1],
+        "kept": keeps,
+        "curve": curve,
+    }
 
 
 def place_of(scratch: Path, facts: Mapping[str, Any]) -> Path:

@@ -141,6 +141,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             "sizes": sizes,
         },
         layers=layer_rows(inputs, scheme),
+        guided=quantization(inputs).get("guided", False),
+        tuning=quantization(inputs).get("tuning"),
         mixed=quantization(inputs).get("mixed"),
         **made,
         accuracy=accuracy,
