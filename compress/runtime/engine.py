@@ -171,8 +171,13 @@ class Engine:
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """Of all speculative steps so far; None where nothing is proposed."""
+        """Of all speculative steps so far, or since `reset_acceptance`; None where nothing is proposed."""
         return None if self._speculation is None else self._speculation.total
+
+    def reset_acceptance(self) -> None:
+        """Count acceptance anew."""
+        if self._speculation is not None:
+            self._speculation.reset()
 
     def add(self, request: Request) -> None:
         """Queue a request.

@@ -1,6 +1,6 @@
 """Speculative decoding gives what plain decoding gives, bit for bit: whoever proposes, whatever the weights, the cache and the company."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine, EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
+from compress.runtime.speculative import draft_model, speculation
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.graphs import Graphs
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
@@ -126,6 +128,38 @@ def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
         speculated = record(Engine(source, device=CPU, config=EngineConfig(speculative=speculative)), requests)
         assert speculated.results == plain.results
         assert_same_bits(speculated.rows, plain.rows)
+
+
+class Rehearsed(Graphs[Any]):
+    """What a graph adds to a step, on the CPU: fillers up to its size, and runs of the same step before the one that counts."""
+
+    def __init__(self, device: torch.device, max_rows: int) -> None:
+        super().__init__(device, max_rows)
+        self.max_rows = self._sizes[-1]
+
+    def num_rows(self, wanted: int) -> int:
+        return next(size for size in self._sizes if size >= wanted)
+
+    def run(self, key: Any, function: Callable[[], Any]) -> Any:
+        return [function() for _ in range(3)][-1]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD"])
+def test_fillers_and_runs_of_the_same_step_change_nothing(monkeypatch: pytest.MonkeyPatch, rule: Any, kv_format: str | None) -> None:
+    source, requests = make_source(), make_requests(14)
+    config = EngineConfig(max_batch_size=6, kv_format=kv_format)
+    plain = record(Engine(source, device=CPU, config=config), requests)
+
+    def run() -> list[list[tuple[Any, ...]]]:
+        configs = [replace(config, speculative=Speculative(proposer_named(name, source, plain.finished), rule=rule)) for name in PROPOSERS]
+        return [record(Engine(source, device=CPU, config=each), requests).results for each in configs]
+
+    as_written = run()
+    monkeypatch.setattr(speculation, "Graphs", Rehearsed)
+    monkeypatch.setattr(draft_model, "Graphs", Rehearsed)
+    assert run() == as_written
+    assert (as_written[1] == plain.results) == (rule == "coupled")
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

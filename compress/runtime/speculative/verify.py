@@ -10,13 +10,13 @@ On CUDA the step is a graph, acceptance inside; the tokens arrive in the host's 
 Shapes: R rows, S rows of the state, Q = k + 1, T = R Q, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from compress.runtime.model_runner import ModelRunner
-from compress.runtime.sampler import Choice, SamplingPlan, sample_rows
+from compress.runtime.sampler import SamplingPlan, sample_rows
 from compress.runtime.speculative.acceptance import Kept, Rule, accept_by_rejection, accept_coupled, accept_forced
 from compress.runtime.speculative.graphs import Graphs
 from compress.runtime.speculative.proposer import Drafts
@@ -25,11 +25,11 @@ from compress.runtime.speculative.state import SpeculativeState
 
 @dataclass(frozen=True)
 class VerifyOutputs:
-    """Float32 logits [T, V], tokens and their number [R, 1 + Q], log probabilities [R, Q] or nothing."""
+    """Float32 logits [T, V], tokens and their number [R, 1 + Q], log probabilities [R, Q] or None."""
 
     logits_TV: Tensor
     tokens_RX: Tensor
-    logprobs_RQ: Tensor
+    logprobs_RQ: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class VerifySteps:
         outputs = self._graphs.run((size, k, plan), lambda: self._run(size, k, plan, drafts.probs_SKV))
         landing = self._landings[k]
         landing.tokens_SX[:size].copy_(outputs.tokens_RX, non_blocking=True)
-        if plan.logprobs:
+        if outputs.logprobs_RQ is not None:
             landing.logprobs_SQ[:size].copy_(outputs.logprobs_RQ, non_blocking=True)
         if self._done is not None:
             self._done.record()
@@ -111,15 +111,14 @@ class VerifySteps:
         tokens_RQ = torch.cat((state.last_two_S2[:num_rows, 1:], drafts_RK), dim=1)
         logits_TV = state.logits(self._runner, tokens_RQ, first_R + k)
         positions_T = (first_R.unsqueeze(1) + torch.arange(1 + k, device=state.device)).flatten()
-        choice = sample_rows(logits_TV, rows.repeated(1 + k), positions_T, plan)
-        chosen_RQ, logits_RQV = choice.tokens_R.view(num_rows, -1), logits_TV.view(num_rows, 1 + k, -1)
+        chosen_RQ = sample_rows(logits_TV, rows.repeated(1 + k), positions_T, replace(plan, logprobs=False)).tokens_R.view(num_rows, -1)
         if not k:
             kept = Kept(chosen_RQ, torch.zeros_like(first_R))
         elif self._forced_rate is not None:
             kept = accept_forced(chosen_RQ, drafts_RK, counts_R, first_R, rows.seeds_R, self._forced_rate)
         elif self._rule == "rejection" and plan.draws:
             probs_RKV = None if probs_SKV is None else probs_SKV[:num_rows]
-            kept = accept_by_rejection(logits_RQV, chosen_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV)
+            kept = accept_by_rejection(logits_TV.view(num_rows, 1 + k, -1), chosen_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV)
         else:
             kept = accept_coupled(chosen_RQ, drafts_RK, counts_R)
         return VerifyOutputs(
@@ -127,8 +126,6 @@ class VerifySteps:
         )
 
 
-def _logprobs(logits_RQV: Tensor, choice: Choice, kept: Kept) -> Tensor:
-    """[R, Q] of the tokens that come out, as the sampler has them; empty when no row asked."""
-    if choice.logprobs_R is None:
-        return logits_RQV.new_empty(0)
-    return logits_RQV.log_softmax(dim=-1).gather(2, kept.tokens_RQ.unsqueeze(2)).squeeze(2)
+def _logprobs(logits_TV: Tensor, tokens_RQ: Tensor) -> Tensor:
+    """[R, Q] of the tokens that come out, as the sampler has them."""
+    return logits_TV.log_softmax(dim=-1).gather(1, tokens_RQ.flatten().unsqueeze(1)).view(tokens_RQ.shape)
