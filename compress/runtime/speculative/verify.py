@@ -78,7 +78,7 @@ class VerifySteps:
     """Verifies what `state` holds, by one rule."""
 
     def __init__(
-        self, runner: ModelRunner, state: SpeculativeState, graphs: "Graphs[VerifyOutputs]", *, rule: Rule, forced_rate: float | None
+        self, runner: ModelRunner, state: SpeculativeState, graphs: Graphs[VerifyOutputs], *, rule: Rule, forced_rate: float | None
     ) -> None:
         self._runner = runner
         self._state = state
@@ -121,9 +121,8 @@ class VerifySteps:
             kept = accept_by_rejection(logits_TV.view(num_rows, 1 + k, -1), chosen_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV)
         else:
             kept = accept_coupled(chosen_RQ, drafts_RK, counts_R)
-        return VerifyOutputs(
-            logits_TV, torch.cat((kept.num_accepted_R.unsqueeze(1), kept.tokens_RQ), dim=1), _logprobs(logits_RQV, choice, kept)
-        )
+        tokens_RX = torch.cat((kept.num_accepted_R.unsqueeze(1), kept.tokens_RQ), dim=1)
+        return VerifyOutputs(logits_TV, tokens_RX, _logprobs(logits_TV, kept.tokens_RQ) if plan.logprobs else None)
 
 
 def _logprobs(logits_TV: Tensor, tokens_RQ: Tensor) -> Tensor:
