@@ -48,11 +48,12 @@ Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
 class EngineConfig:
     """Sizes of an engine.
 
-    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if that is
-    less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest sequences
-    needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on CUDA, 16
-    on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of `kernels/paged.py`.
-    `sync`: no step is launched before the last one's tokens are on the host. `speculative`: who proposes tokens, and how they are verified.
+    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
+    that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
+    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
+    CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
+    `kernels/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
+    `speculative`: who proposes tokens, and how they are verified; None decodes plainly.
 
     Raises:
         UsageError: sizes that contradict one another.
