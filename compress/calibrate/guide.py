@@ -27,7 +27,6 @@ from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.arithmetic import gram
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.stats import Stat, StatFactory
 from compress.models.decoder import DecoderLayer, LinearGroup
@@ -38,6 +37,8 @@ SEGMENT_ROWS = 2048
 """Largest segment of rows."""
 TOKENS_OF_A_WALK = 1 << 16
 """Tokens that are walked together, in whole samples: their inputs of all layers are what is held on the way."""
+TOKENS_OF_A_PRODUCT = 1 << 12
+"""Tokens whose gradients are summed by one product."""
 WEIGHTS_NAME = "guide-weights.safetensors"
 
 
@@ -119,6 +120,7 @@ class _Visitor:
     def __init__(self, weights: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
         self._weights, self._outputs_to = weights, outputs_to
         self._layer_idx, self._sums = 0, dict[str, Tensor]()
+        self._waiting: dict[str, list[Tensor]] = {}
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {}
@@ -133,11 +135,21 @@ class _Visitor:
         self._weights.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(squares_T.cpu())
         if self._outputs_to is None:
             return
-        for idx, g_TR in enumerate(g_TO.split(SEGMENT_ROWS, dim=1)):
-            name, moment_RR = f"{group.tap}/{idx:04d}", gram(g_TR, g_TR)
+        waiting = self._waiting.setdefault(group.tap, [])
+        waiting.append(g_TO)
+        if sum(map(len, waiting)) >= TOKENS_OF_A_PRODUCT:
+            self._add(group.tap)
+
+    def _add(self, tap: str) -> None:
+        """The gradients that wait for company become one product for each segment: its sums outweigh a few tokens. They are rounded to the
+        dtype of the gradients, as the whole will be."""
+        for idx, g_TR in enumerate(torch.cat(self._waiting.pop(tap)).split(SEGMENT_ROWS, dim=1)):
+            name, moment_RR = f"{tap}/{idx:04d}", (g_TR.t() @ g_TR).to(torch.float32)
             self._sums[name] = moment_RR if name not in self._sums else self._sums[name].add_(moment_RR)
 
     def write(self) -> None:
+        for tap in list(self._waiting):
+            self._add(tap)
         if self._outputs_to is not None and self._sums:
             halved = {name: _normalised(sum_RR).to(torch.bfloat16).cpu() for name, sum_RR in self._sums.items()}
             save_tensors(_outputs_file(self._outputs_to, self._layer_idx), halved)

@@ -155,38 +155,6 @@ class CrossMoment:
         return self._sum_DD / self.num_tokens
 
 
-class AbsMean:
-    """E|x| per feature, the activation magnitude of AWQ (arXiv 2306.00978)."""
-
-    of_squares = False
-
-    def __init__(self) -> None:
-        self._sum_D: Tensor | None = None
-        self.num_tokens = 0
-
-    def update(self, x_TD: Tensor) -> None:
-        total_D = torch.linalg.vector_norm(x_TD, ord=1, dim=0, dtype=torch.float32)
-        self._sum_D = total_D if self._sum_D is None else self._sum_D.add_(total_D)
-        self.num_tokens += x_TD.shape[0]
-
-    def merge(self, other: "AbsMean") -> None:
-        if other._sum_D is not None:
-            self._sum_D = other._sum_D if self._sum_D is None else self._sum_D.add_(other._sum_D)
-            self.num_tokens += other.num_tokens
-
-    def park(self) -> None:
-        """It is small."""
-
-    def rescale_(self, scale_D: Tensor) -> None:
-        assert self._sum_D is not None
-        self._sum_D = self._sum_D / scale_D
-
-    def mean(self) -> Tensor:
-        """float32 [D]."""
-        assert self._sum_D is not None
-        return self._sum_D / self.num_tokens
-
-
 class Mean:
     """E[x] per feature: what a bias can stand for when a feature goes."""
 
@@ -197,14 +165,18 @@ class Mean:
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        total_D = x_TD.sum(dim=0, dtype=torch.float32)
+        total_D = self._total(x_TD)
         self._sum_D = total_D if self._sum_D is None else self._sum_D.add_(total_D)
         self.num_tokens += x_TD.shape[0]
 
-    def merge(self, other: "Mean") -> None:
+    def merge(self, other: Self) -> None:
         if other._sum_D is not None:
             self._sum_D = other._sum_D if self._sum_D is None else self._sum_D.add_(other._sum_D)
             self.num_tokens += other.num_tokens
+
+    def _total(self, x_TD: Tensor) -> Tensor:
+        """float32 [D]."""
+        return x_TD.sum(dim=0, dtype=torch.float32)
 
     def park(self) -> None:
         """It is small."""
@@ -217,6 +189,13 @@ class Mean:
         """float32 [D]."""
         assert self._sum_D is not None
         return self._sum_D / self.num_tokens
+
+
+class AbsMean(Mean):
+    """E|x| per feature, the activation magnitude of AWQ (arXiv 2306.00978)."""
+
+    def _total(self, x_TD: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x_TD, ord=1, dim=0, dtype=torch.float32)
 
 
 class AbsMax:

@@ -88,7 +88,7 @@ class Descent(Spec):
         self._sweep_(point, h_II @ (point.values() - w_IO), h_II, pull_I, self.sweeps)
         if outputs is None or not self.coupled_rounds or weight.scheme.block_rows > 1:
             return Rounded(point.weight(weight))
-        return self._coupled(point, weight, w_IO, h_II, pull_I, [each.to(h_II) for each in outputs.segments])
+        return self._coupled(point, weight, w_IO, h_II, pull_I, [each.to(h_II, copy=True) for each in outputs.segments])
 
     def _sweep_(self, point: "Point", g_IO: Tensor, h_II: Tensor, pull_I: Tensor, sweeps: int) -> None:
         for _ in range(sweeps):

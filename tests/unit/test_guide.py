@@ -166,6 +166,7 @@ def test_coupled_rounds_lower_the_coupled_loss(scheme: Scheme) -> None:
         error_OI = refined.weight.dequantize(torch.float32).double() - w_OI.double()
         losses.append(float(((torch.block_diag(*exact) @ error_OI @ stat.mean().double()) * error_OI).sum()))
         assert refined.weight.codes_OI.to(torch.float32).abs().max() <= scheme.max_code + 1
+    assert all(torch.equal(each.double(), before) for each, before in zip(outputs.segments, exact, strict=True))  # nothing is used up
     assert losses[1] < 0.9 * losses[0]
     assert losses[2] <= losses[1]
     assert torch.equal(
