@@ -37,7 +37,8 @@ from compress.models.weights import WeightSource
 from compress.pipeline import resolve_text
 from compress.quant.kv import DENSE, FP8_STATIC
 from compress.quant.scheme import QuantizedWeight
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.stages.calibrate import read_tokens
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
 

@@ -22,7 +22,8 @@ from compress.models.arch import Arch
 from compress.models.pruning import Widths, as_mistral, resized
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import scheme_named
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 from compress.validate.latency import LatencyRow, measure_latency
 from compress.validate.roofline import measure_bandwidth

@@ -50,7 +50,8 @@ from step_profile import drain, fill, profile_steps, queue, time_rounds
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, scheme_named
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.validate.latency import LatencyRow, measure_latency
 from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_rate, roofline
 

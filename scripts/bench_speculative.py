@@ -22,7 +22,8 @@ from bench_setup import markdown, pick_device, write_results
 from compress.export import open_weights
 from compress.models.weights import WeightSource
 from compress.pipeline import resolve_text
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram

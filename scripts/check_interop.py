@@ -35,7 +35,8 @@ from tokenizers import Tokenizer
 from compress.export import open_checkpoint
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 
 CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ from compress.models.weights import WeightSource
 from compress.quant.kv import DENSE
 from compress.runtime.decode import DecodeSteps, Launched
 from compress.runtime.decode_state import DecodeRow
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from compress.runtime.loader import Target, load_model
 from compress.runtime.model_runner import ModelRunner, PrefillBatch
@@ -31,50 +32,12 @@ from compress.runtime.request import Finished, Request
 from compress.runtime.sampler import Choice, sample
 from compress.runtime.scheduler import Generation, Scheduled, Scheduler
 from compress.runtime.speculative.proposer import Pages
-from compress.runtime.speculative.speculation import Acceptance, Speculation, Speculative
+from compress.runtime.speculative.speculation import Acceptance, Speculation
 from compress.runtime.speculative.state import RunningRow
 from compress.runtime.speculative.verify import Verified
 
-CPU_CACHE_BYTES = 256 << 20
-GPU_CACHE_FRAC = 0.8
-"""Share of the GPU memory that is free after loading; the rest is for activations and logits."""
-DEFAULT_BLOCK_SIZE = {"cuda": 64, "cpu": 16}
-"""Positions. On CUDA a block is a tile of the attention kernels."""
 Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
 """Called with requests, the positions of the tokens just chosen for them, and the logits [R, V] that they were chosen from."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes of an engine.
-
-    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
-    that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
-    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
-    CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
-    `kernels/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
-    `speculative`: who proposes tokens, and how they are verified; None decodes plainly.
-
-    Raises:
-        UsageError: sizes that contradict one another.
-    """
-
-    dtype: torch.dtype | None = None
-    max_batch_size: int = 8
-    max_model_len: int | None = None
-    block_size: int | None = None
-    max_step_tokens: int = 2048
-    kv_cache_bytes: int | None = None
-    kv_format: str | None = None
-    sync: bool = False
-    speculative: Speculative | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1 or self.max_step_tokens < self.max_batch_size:
-            raise UsageError(
-                f"max_batch_size is {self.max_batch_size} and max_step_tokens {self.max_step_tokens}; a step must hold one token of each "
-                "request of a full batch: max_step_tokens >= max_batch_size >= 1."
-            )
 
 
 @dataclass
@@ -116,7 +79,7 @@ class Engine:
         self.config = config = config if config is not None else EngineConfig()
         self.device = device
         self.arch: Arch = source.arch
-        self.dtype = config.dtype if config.dtype is not None else _default_dtype(source.arch, device)
+        self.dtype = config.dtype_for(source.arch, device)
         target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
@@ -124,11 +87,9 @@ class Engine:
         stated = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
-        self._block_size = config.block_size if config.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
+        self._block_size = config.block_size_on(device)
         bytes_per_token = self.kv_bytes_per_token + (proposer.kv_bytes_per_token if proposer is not None else 0)
-        self.max_model_len, num_blocks = _size_cache(
-            self.arch, config, device, bytes_per_token=bytes_per_token, block_size=self._block_size
-        )
+        self.max_model_len, num_blocks = config.size_cache(self.arch, device, bytes_per_token=bytes_per_token)
         cache = KVCache(
             self.arch,
             num_blocks=num_blocks,
@@ -425,27 +386,3 @@ class Engine:
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _default_dtype(arch: Arch, device: torch.device) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
-    return dtype
-
-
-def _size_cache(arch: Arch, config: EngineConfig, device: torch.device, *, bytes_per_token: int, block_size: int) -> tuple[int, int]:
-    """Model length and number of blocks, the padding block included."""
-    wanted = config.max_model_len if config.max_model_len is not None else arch.max_position
-    if not 0 < wanted <= arch.max_position:
-        raise UsageError(f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}.")
-    limit_bytes = config.kv_cache_bytes
-    if limit_bytes is None:
-        limit_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC) if device.type == "cuda" else CPU_CACHE_BYTES
-    affordable = limit_bytes // (bytes_per_token * block_size) - 1
-    sequence_blocks = -(-wanted // block_size)
-    if affordable < (sequence_blocks if config.max_model_len is not None else 1):
-        raise UsageError(
-            f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * block_size} positions of {bytes_per_token} bytes, "
-            f"fewer than one sequence of {wanted} tokens. Raise kv_cache_bytes or lower max_model_len."
-        )
-    num_blocks = min(affordable, config.max_batch_size * sequence_blocks)
-    return min(wanted, num_blocks * block_size), num_blocks + 1

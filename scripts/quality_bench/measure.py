@@ -25,7 +25,8 @@ from compress.export import open_weights
 from compress.pipeline import RunOptions, StepResult, build_steps, resolve_text, run
 from compress.recipe import Recipe, SourceMap, StageEntry
 from compress.registry.model_source import ModelSource
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.stages.calibrate import TOKENS_NAME, read_tokens
 from compress.validate.accuracy import measure_accuracy
 from quality_bench.methods import METHODS, MIXED

@@ -10,7 +10,8 @@ import torch
 from compress.errors import UsageError
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.random_source import RandomSource
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.proposer import Drafts

@@ -26,7 +26,8 @@ from compress.models.overrides import linear_names, overridden
 from compress.models.weights import WeightSource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.stages.quantize.mixed import scheme_or_dense
 
 NUM_LAYERS = 2

@@ -12,7 +12,8 @@ from compress.models.decoder import Decoder
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES, Scheme
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.sampler import gumbel, sample
 

@@ -9,7 +9,8 @@ import torch
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram

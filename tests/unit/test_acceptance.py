@@ -16,7 +16,8 @@ from tiny_decoder import LLAMA, tiny_arch
 from torch import Tensor
 
 from compress.models.random_source import RandomSource
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, sample_rows
 from compress.runtime.speculative import acceptance

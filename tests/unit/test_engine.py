@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.weights import MemorySource
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
 

@@ -19,7 +19,8 @@ from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.kv import KV_CACHES, KV_SCALES
 from compress.quant.scheme import SCHEMES, QuantizedWeight
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
 

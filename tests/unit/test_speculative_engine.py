@@ -14,7 +14,8 @@ from compress.errors import UsageError
 from compress.models.random_source import RandomSource
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import SCHEMES
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative import draft_model, speculation

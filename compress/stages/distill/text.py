@@ -11,7 +11,8 @@ from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.dataset import TokenSet
 from compress.models.weights import WeightSource
 from compress.registry.model_source import ModelSource
-from compress.runtime.engine import Engine, EngineConfig
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.stages.calibrate import read_tokens
 from compress.stages.distill.spec import Distill, Sample

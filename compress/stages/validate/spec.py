@@ -7,7 +7,7 @@ from pydantic import Field
 from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.recipe import Spec, checked_by
-from compress.runtime.engine import EngineConfig
+from compress.runtime.engine_config import EngineConfig
 from compress.validate.gates import parse_gates
 
 KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
