@@ -21,12 +21,14 @@ from compress.registry.model_source import ModelSource
 
 
 class Port(StrEnum):
-    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights, at first the same."""
+    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights, at first the same;
+    DRAFT proposes tokens for the latest of all."""
 
     SOURCE = "source"
     DENSE = "dense"
     CALIB = "calibration"
     QUANTIZED = "quantized"
+    DRAFT = "draft"
     CHECKPOINT = "checkpoint"
     EVIDENCE = "evidence"
 
