@@ -60,13 +60,15 @@ def advise(row: SpeedRow, k: int) -> str:
         return f"Speculation pays at batch {row.batch_size}: {row.speedup.value:.2f} times as fast.{more}"
     verify, draft = row.verify_ms / row.tpot_ms_plain, k * row.draft_ms / row.tpot_ms_plain
     length, cost = row.acceptance_length, verify + draft
-    if verify >= length:
+    if cost >= k + 1:
+        larger = "verification" if verify >= draft else "the draft"
+        why = f"A step costs {cost:.1f} plain ones, most of it {larger}, and {k + 1} tokens come out of it at best."
+        why += " Speculate at smaller batches." if row.batch_size > 1 and verify >= draft else ""
+    elif verify >= length:
         why = (
-            f"Verification alone takes {verify:.1f} plain steps and {length:.2f} tokens come out of it, so that not even a draft without "
-            "cost would pay: speculate at smaller batches."
+            f"Verification alone costs {verify:.2f} plain steps and {length:.2f} tokens come out, so that no faster draft helps: it "
+            f"takes an acceptance length above {cost:.2f}."
         )
-    elif cost >= k + 1:
-        why = f"The draft is too slow: its {k} passes take {draft:.1f} plain steps, too many even if all of its tokens were kept."
     elif cost >= length:
         limit_ms = (length - verify) * row.tpot_ms_plain / k
         why = (

@@ -209,6 +209,11 @@ def decode_seconds(finished: Sequence[Finished]) -> Array:
     return np.array([each.token_times_s[-1] - each.token_times_s[0] for each in finished])
 
 
+def tpot_ms(finished: Sequence[Finished]) -> float:
+    """Median over requests of the time of each token after the first."""
+    return float(np.median(decode_seconds(finished) / [len(each.tokens) - 1 for each in finished])) * 1e3
+
+
 def acceptance_rows(
     name: str, temperature: float, finished: Sequence[Finished], plain: Sequence[Finished], conditions: Conditions
 ) -> list[AcceptanceRow]:

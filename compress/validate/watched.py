@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from compress.runtime.speculative.proposer import Drafts, Pages, Proposer, ProposerOptions, Setting
+from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, Setting
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
 
 
@@ -33,6 +33,8 @@ class Watched:
 
 
 class WatchedProposer:
+    """Whatever its proposer is, but for `propose`."""
+
     def __init__(self, proposer: Proposer, watch: Watch, setting: Setting) -> None:
         self._proposer = proposer
         self._watch = watch
@@ -42,9 +44,6 @@ class WatchedProposer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._proposer, name)
-
-    def begin(self, pages: Pages) -> None:
-        self._proposer.begin(pages)
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """Idle, with the last distributions: graphs that read them find what they were captured with."""

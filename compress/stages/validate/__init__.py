@@ -179,7 +179,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         kernels=candidate.kernel_report(),
         roofline=roofs,
         speculation=None if speculation is None else {**(conditions or {}), **speculation.as_json(), "draft": draft_facts(inputs)},
-        gates=_gates(spec, accuracy, rows.get("candidate", []), sizes, speculation, device),
+        gates=_gates(spec, Port.QUANTIZED in inputs.ports, accuracy, rows.get("candidate", []), sizes, speculation, device),
         calibration=calibration_facts(inputs, tokens, data_facts),
         environment=environment_facts(device),
         kv_cache=kv_cache,
@@ -217,18 +217,21 @@ def _accuracy(engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, 
 
 def _gates(
     spec: Validate,
+    quantized: bool,
     accuracy: Mapping[tuple[str, str], Accuracy],
     latency: list[LatencyRow],
     sizes: list[dict[str, Any]],
     speculation: SpeculationEvidence | None,
     device: torch.device,
 ) -> list[GateResult]:
-    """Latency gates look at the first batch size; those of the size, at the model without its draft."""
+    """Latency gates look at the first batch size, those of the size at the model without its draft. `quantized`: the recipe has quantized,
+    and what it quantized is the source unless it was measured too."""
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}
     whole = accuracy["source", "candidate"]
     metrics = whole.metrics() | {"size_ratio": stats.Estimate.exact(total["candidate"] / total["source"])}
-    by_quantization = accuracy.get(("dense", "candidate"), whole).metrics()
-    metrics |= {f"{QUANTIZE}.{name}": value for name, value in by_quantization.items()}
+    if quantized:
+        alone = accuracy.get(("dense", "candidate"), whole).metrics()
+        metrics |= {f"{QUANTIZE}.{name}": value for name, value in alone.items()}
     if latency:
         metrics |= latency[0].metrics()
     if speculation is not None:
