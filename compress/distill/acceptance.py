@@ -22,7 +22,7 @@ K = 4
 
 def steps_over(kept_NS: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(tokens that come out, steps), both float64 scalars, of steps that have k positions before them in their window; float64 [N, S]."""
-    num_starts = max(1, kept_NS.shape[1] - k)
+    num_starts = max(1, kept_NS.shape[1] - k + 1)
     ahead_NSK = torch.nn.functional.pad(kept_NS, (0, k)).unfold(1, k, 1)[:, :num_starts]
     reached_NSK = ahead_NSK.cumprod(dim=2)
     all_NSL = torch.cat((torch.ones_like(reached_NSK[..., :1]), reached_NSK), dim=2)  # P(n > i)

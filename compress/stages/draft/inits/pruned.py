@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from compress.artifact.atomic import place
@@ -24,7 +24,7 @@ from compress.distill.student import evenly
 from compress.distill.train import Training
 from compress.errors import UsageError
 from compress.export import open_weights
-from compress.methods import COMPENSATIONS, SCORERS, Compensation, Scorer
+from compress.methods import Compensation, Scorer
 from compress.methods.activation import Activation
 from compress.methods.least_squares import LeastSquares
 from compress.models.arch import Arch
@@ -40,18 +40,10 @@ from compress.stages.distill.learning import batches
 from compress.stages.draft.inits import INITS, Made, Setting
 from compress.stages.draft.quantized import quantized
 from compress.stages.prune.round import Round, prune_round
-from compress.stages.prune.spec import Ffn, Heads, Prune
+from compress.stages.prune.spec import Ffn, Heads, Prune, compensations, kinds_by_name, scorers
 from compress.stages.quantize.estimate import estimate as quantize_estimate
 
 PARTS, START, DENSE = "parts", "start", "dense"
-
-
-def _scores() -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], each) for name, each in SCORERS.items()}
-
-
-def _compensations() -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], each) for name, each in COMPENSATIONS.items()}
 
 
 def _as_tuple(value: Any) -> Any:
@@ -69,10 +61,15 @@ class Pruned(Spec):
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
     multiple: int = Field(128, ge=1, description="widths that linears read stay a multiple of this")
-    score: Annotated[Spec, ByKind(_scores)] = Activation()
-    compensate: Annotated[Spec, ByKind(_compensations)] = LeastSquares()
+    score: Annotated[Spec, ByKind(scorers)] = Field(Activation(), description="which heads and channels stay, as of `prune`")
+    compensate: Annotated[Spec, ByKind(compensations)] = Field(LeastSquares(), description="how what stays makes up for what goes")
     num_samples: int = Field(64, ge=1, description="windows of the training text that choose and make up for what goes")
     train_embeddings: bool = Field(False, description="train embedding and head too; left out, they stay the target's")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_by_name(cls, raw: Any) -> Any:
+        return kinds_by_name(raw)
 
     def kept(self, arch: Arch) -> list[int]:
         """Indices of the layers that stay.
