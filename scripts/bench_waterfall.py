@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_pruned_speed import SOURCE, variants
+from bench_pruned_speed import freest, pruned
 from bench_runtime import release_memory, transformers_rows
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
@@ -50,9 +50,9 @@ def setups(arch: Arch, args: argparse.Namespace) -> Iterator[tuple[str, Setup]]:
     yield f"{args.scheme} weights", (setup := replace(setup, scheme=scheme_named(args.scheme)))
     if not arch.tied_head:
         yield f"{args.head_scheme} head", (setup := replace(setup, head_scheme=scheme_named(args.head_scheme)))
-    pruned = next(each for name, each in variants(arch, args).items() if name != SOURCE)
-    layer = pruned.layers[0]
-    yield f"pruned to {layer.num_heads} heads, FFN {layer.intermediate_size}", (setup := replace(setup, arch=pruned))
+    smaller = pruned(freest(arch), args)
+    layer = smaller.layers[0]
+    yield f"pruned to {layer.num_heads} heads, FFN {layer.intermediate_size}", (setup := replace(setup, arch=smaller))
     yield f"KV cache {args.kv_format}", (setup := replace(setup, kv_format=args.kv_format))
     _, draft = read_arch(args.draft)
     yield f"draft {args.draft}, k = {args.k}, {args.rate:.0%} kept (forced)", replace(setup, draft=draft)
