@@ -5,7 +5,7 @@ project.
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
 
 A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx, draft, num_proposed}; `decompress`, for `transformers`
-alone, says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes the kernels of a CPU that has no AMX, `draft`
+alone, says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `draft`
 is a model that proposes `num_proposed` tokens a step, or null. An answer: {version, prompts}, and per prompt the log probability of every
 token after the first, the tokens of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
 best token, and with a draft `accepted`: [proposed, accepted, steps] of all prompts together. Each question has a process of its own, forked
