@@ -9,7 +9,7 @@ time allows, and when the run is asked to stop.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.distill.objective import HeldOut
 from compress.distill.train import TrainConfig, Training, TrainLogRow
 
 STATE_NAME = "state.safetensors"
@@ -30,17 +29,17 @@ MIN_GAIN = 0.005
 _JSON = "curve"
 
 Curve = list[dict[str, Any]]
-"""Rows {step, tokens} with {loss, grad_norm, learning_rate} where the loop logged and {kl, bits_per_byte} where it was measured."""
+"""Rows {step, tokens} with {loss, grad_norm, learning_rate} where the loop logged and {kl, ...} where it was measured."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """When held-out text is looked at, and when to give up: after `patience` looks that were no better (None: never)."""
+    """What is found on held-out text, `kl` and whatever else a row of the curve is to say; when it is looked at, and when to give up: after
+    `patience` looks whose KL was no better (None: never)."""
 
-    measure: Callable[[], HeldOut]
-    num_bytes: int
+    look: Callable[[], Mapping[str, float]]
     every: int
-    patience: int | None
+    patience: int | None = None
 
 
 def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: Context) -> Curve:
@@ -82,8 +81,7 @@ def _log_row(row: TrainLogRow) -> dict[str, Any]:
 
 
 def _measured(held_out: Measurements, step: int, num_tokens: int) -> dict[str, Any]:
-    found = held_out.measure()
-    return {"step": step, "tokens": num_tokens, "kl": found.kl_mean, "bits_per_byte": found.bits_per_byte(held_out.num_bytes)[0]}
+    return {"step": step, "tokens": num_tokens, **held_out.look()}
 
 
 def _is_over(curve: Curve, patience: int | None) -> bool:

@@ -6,6 +6,8 @@ With p the teacher's and q the student's distribution, both at temperature t (th
     forward_kl   sum p log(p/q)                           covers whatever the teacher can say   (arXiv 1503.02531)
     reverse_kl   sum q log(q/p)                           keeps to what the teacher would say   (arXiv 2306.08543)
     js           1/2 sum p log(p/m) + 1/2 sum q log(q/m)  bounded, between the two              (arXiv 2306.13649)
+    tv           1 - a,  a = sum min(p, q)                what speculative sampling rejects     (arXiv 2211.17192)
+    lk           -log a                                   the same, louder where little is kept (arXiv 2602.23881)
 
 times t^2, so that the size of gradients does not depend on t. A `hard_frac` of the loss may be the cross entropy of the text's own token.
 
@@ -13,7 +15,8 @@ A teacher whose logits were kept is known by its k likeliest tokens and the mass
 two distributions over k + 1 outcomes: never negative, zero when they agree, never above the full one (data processing inequality).
 
 Every divergence comes with its gradient by the student's logits z. With h = q dL/dq for each outcome, dL/dz = h - q sum h at t = 1, and the
-tail's h is shared out in proportion to q. So nothing is recomputed and autograd keeps no copy of [T, V] in float32.
+tail's h is shared out in proportion to q. (Of a, h is q where q < p, and zero elsewhere.) So nothing is recomputed and autograd keeps no
+copy of [T, V] in float32.
 
 Shapes: B batch, S sequence, T tokens, V vocabulary, K kept.
 """
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 
 from compress.errors import UsageError
 
-Kind = Literal["forward_kl", "reverse_kl", "js"]
+Kind = Literal["forward_kl", "reverse_kl", "js", "tv", "lk"]
 _LOG_2 = 0.6931471805599453
 
 
@@ -98,6 +101,10 @@ def _pointwise(log_p: Tensor, log_q: Tensor, kind: Kind) -> tuple[Tensor, Tensor
     if kind == "reverse_kl":
         h = q * (log_q - log_p)
         return h.sum(-1), h
+    if kind in ("tv", "lk"):
+        p = log_p.exp()
+        kept, h = torch.minimum(p, q).sum(-1, keepdim=True), torch.where(q < p, -q, 0.0)
+        return ((1 - kept).squeeze(-1), h) if kind == "tv" else (-kept.log().squeeze(-1), h / kept)
     log_m = torch.logaddexp(log_p, log_q) - _LOG_2
     h = 0.5 * q * (log_q - log_m)
     return h.sum(-1) + 0.5 * (log_p.exp() * (log_p - log_m)).sum(-1), h

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from compress.artifact.context import OneRank, Ranks
+from compress.distill.acceptance import K, steps_over
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
 from compress.models.decoder import Decoder
@@ -76,20 +77,48 @@ class Objective:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sums over held-out tokens, in nats: KL(teacher || student), and what the text's own tokens cost the two."""
+    """Sums over held-out tokens. In nats: KL(teacher || student), and what the text's own tokens cost the two. For a student that proposes
+    to its teacher: tokens that both think likeliest, probabilities that a proposal is kept, and the steps that it takes through the text
+    with the tokens that come out of them (`acceptance.py`)."""
 
     num_tokens: int
     kl: float
     student_nll: float
     teacher_nll: float
+    agreed: float
+    accepted: float
+    emitted: float
+    steps: float
 
     @property
     def kl_mean(self) -> float:
         return self.kl / self.num_tokens
 
+    @property
+    def top1(self) -> float:
+        return self.agreed / self.num_tokens
+
+    @property
+    def acceptance(self) -> float:
+        """Probability that a token drawn from the student is kept by speculative sampling for the teacher."""
+        return self.accepted / self.num_tokens
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that come out of a step of `K` proposals."""
+        return self.emitted / self.steps
+
     def bits_per_byte(self, num_bytes: int) -> tuple[float, float]:
         """(student's, teacher's)."""
         return self.student_nll / math.log(2) / num_bytes, self.teacher_nll / math.log(2) / num_bytes
+
+    def recovery(self, num_bytes: int) -> dict[str, float]:
+        """What a curve says of a student that is to take its teacher's place."""
+        return {"kl": self.kl_mean, "bits_per_byte": self.bits_per_byte(num_bytes)[0]}
+
+    def drafting(self) -> dict[str, float]:
+        """What it says of one that is to propose to its teacher."""
+        return {"kl": self.kl_mean, "top1": self.top1, "acceptance": self.acceptance, "acceptance_length": self.acceptance_length}
 
 
 @torch.no_grad()
@@ -99,7 +128,8 @@ def measure(
     """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank takes its share of the windows."""
     ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(7, dtype=torch.float64, device=device)
+    kept: list[Tensor] = []
     for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
         tokens_BS = batch_BS.to(device=device, dtype=torch.int64)
         labels_T1 = tokens_BS[:, 1:].reshape(-1, 1)
@@ -110,13 +140,17 @@ def measure(
             logits_TV: Any = targets(part)
             log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
             log_q_TV = (hidden_TD[part].to(compute_dtype) @ weight_VD.T).to(torch.float32).log_softmax(-1)
-            sums[0] += (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1).double().sum()
+            p_TV = log_p_TV.exp()
+            sums[0] += (p_TV * (log_p_TV - log_q_TV)).sum(-1).double().sum()
             sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double().sum()
             sums[2] -= log_p_TV.gather(-1, labels_T1[part]).double().sum()
+            sums[3] += (log_p_TV.argmax(-1) == log_q_TV.argmax(-1)).sum()
+            kept.append(torch.minimum(p_TV, log_q_TV.exp()).sum(-1).double())
+    if kept:
+        kept_NS = torch.cat(kept).view(-1, tokens_NS.shape[1] - 1)
+        sums[4:] = torch.stack((kept_NS.sum().cpu(), *steps_over(kept_NS.cpu(), K)))
     ranks.add_up([sums])
-    kl, student_nll, teacher_nll = sums.tolist()
-    num_tokens = tokens_NS.shape[0] * (tokens_NS.shape[1] - 1)
-    return HeldOut(num_tokens, kl, student_nll, teacher_nll)
+    return HeldOut(tokens_NS.shape[0] * (tokens_NS.shape[1] - 1), *sums.tolist())
 
 
 def checkpoint_layers_(decoder: Decoder) -> None:

@@ -41,6 +41,31 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
     return tensor if dtype is None else tensor.to(dtype)
 
 
+def without_codes(arch: Arch) -> Arch:
+    """The facts of a model whose config says nothing of codes."""
+    return arch.replace(config={key: value for key, value in arch.config.items() if key != "quantization_config"})
+
+
+class Dense:
+    """A model of codes as what they stand for, in its own dtype and with nothing said of a KV cache."""
+
+    kv_format: str | None = None
+
+    def __init__(self, source: "WeightSource") -> None:
+        self._source = source
+        self.arch = without_codes(source.arch)
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        return self._dense(self._source.outer())
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return self._dense(self._source.layer(layer_idx))
+
+    def _dense(self, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
+        dtype: torch.dtype = getattr(torch, self.arch.dtype)
+        return {name: dense(value, dtype) for name, value in weights.items() if not name.endswith(tuple(KV_SCALES.values()))}
+
+
 def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False) -> None:
     """Assign every parameter of a module built on the meta device; both sides must name the same parameters. Scales of a KV cache are
     none: a decoder attends to keys and values as its linears give them. With `narrow`, matrices of fewer bits than `dtype` stay so."""

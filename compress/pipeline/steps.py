@@ -51,6 +51,10 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise entry.where.error(
                 ("kind",), f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage."
             )
+        if stage.gives in (Port.DENSE, Port.QUANTIZED) and Port.DRAFT in given:
+            raise entry.where.error(
+                ("kind",), f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it before that stage."
+            )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
         given.add(stage.gives)

@@ -10,6 +10,7 @@ from tiny_decoder import tiny_arch, tiny_decoder
 
 from compress.artifact.context import OneRank
 from compress.artifact.tensors import load_tensors, save_tensors
+from compress.distill.acceptance import K, steps_over
 from compress.distill.kept import KeptLogits
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
@@ -26,6 +27,30 @@ def kept(place: Path, **changes: Any) -> KeptLogits:
     return KeptLogits(place, WINDOWS, **facts)
 
 
+def walked(kept_NS: torch.Tensor, k: int) -> float:
+    """Tokens of a step by a walk through every window, all ways that it may go followed one after the other."""
+    emitted = steps = 0.0
+    for kept in kept_NS.tolist():
+        waiting = [(0, 1.0)]
+        while waiting:
+            start, chance = waiting.pop()
+            if start + k > len(kept):
+                continue
+            steps += chance
+            for count in range(k + 1):
+                rejected = 1.0 if count == k else 1 - kept[start + count]
+                emitted += chance * rejected * (count + 1)
+                waiting.append((start + count + 1, chance * rejected))
+                chance *= 1.0 if count == k else kept[start + count]
+    return emitted / steps
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_where_every_token_is_kept_as_often_a_step_has_the_length_of_the_formula(rate: float) -> None:
+    emitted, steps = steps_over(torch.full((2, 400), rate, dtype=torch.float64), 4)
+    assert float(emitted / steps) == pytest.approx(sum(rate**idx for idx in range(5)), rel=1e-9)
+
+
 def test_measured_is_what_the_logits_say() -> None:
     student, teacher = tiny_decoder(ARCH, seed=1), tiny_decoder(ARCH, seed=2)
     found = measure(student, Teacher(teacher, device=CPU), WINDOWS, CPU, compute_dtype=torch.float32)
@@ -34,6 +59,10 @@ def test_measured_is_what_the_logits_say() -> None:
     kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
     nll = -log_q.gather(-1, tokens[:, 1:, None]).sum()
     assert found.kl_mean == pytest.approx(float(kl), rel=1e-4)
+    kept = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    assert found.acceptance == pytest.approx(float(kept.mean()), rel=1e-5)
+    assert found.top1 == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
+    assert found.acceptance_length == pytest.approx(walked(kept, K), rel=1e-5)
     assert found.bits_per_byte(1000)[0] == pytest.approx(float(nll) / math.log(2) / 1000, rel=1e-5)
     objective = Objective(Divergence(), Teacher(teacher, device=CPU))
     assert float(objective(student, tokens)) == pytest.approx(float(kl), rel=1e-4)

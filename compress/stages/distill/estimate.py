@@ -6,6 +6,8 @@ memory       student: float32 master, gradient and two moments, 16 bytes a weigh
 disk         the result, the training tokens, and while it runs the state: 12 bytes a trained weight
 """
 
+from dataclasses import replace
+
 from compress.calibrate.card import check_at_hand, load_card
 from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
@@ -13,6 +15,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import fits
+from compress.stages.distill.learning import Learning
 from compress.stages.distill.spec import SOURCE, Distill, check_dense
 
 KEPT_BYTES = 6
@@ -33,11 +36,20 @@ def forward_flops(arch: Arch, seq_len: int) -> float:
 def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     """Of one rank; `facts.source_arch` is the teacher's shape where the teacher is the source."""
     spec.refuse_nothing_to_learn(facts.specs)
-    _check_text(spec, facts)
+    check_text(spec, facts, "distill")
     check_dense(facts.arch)
     teacher, student = facts.source_arch or facts.arch, reshape(spec, facts.arch)
     fits(spec.seq_len, "distill: seq_len", student)
     fits(spec.seq_len, "distill: seq_len", teacher)
+    num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
+    width = 4 if facts.device == "cpu" else 2
+    frozen = 0 if spec.lora is None else width * student.num_params
+    found = training_estimate(spec, student, teacher, facts, num_trained=num_trained, frozen_bytes=frozen)
+    return replace(found, notes=tuple(_notes(spec, student, teacher)))
+
+
+def training_estimate(spec: Learning, student: Arch, teacher: Arch, facts: PlanFacts, *, num_trained: int, frozen_bytes: int) -> Estimate:
+    """Of one rank, for any training: so many weights of the student learn, the others take so many bytes."""
     num_looks = 1 + spec.num_steps // spec.steps_between_measurements
     looked = num_looks * spec.eval_samples * spec.seq_len
     trained = spec.num_steps * spec.batch_size * spec.seq_len
@@ -47,16 +59,15 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     written = 0 if spec.sample is None else spec.num_windows * spec.seq_len
     flops += written * teacher_flops
     width = 4 if facts.device == "cpu" else 2
-    num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
-    frozen = 0 if spec.lora is None else width * student.num_params
-    peak = 16 * num_trained + frozen + width * teacher.num_params + _activations(spec, student, width)
+    peak = 16 * num_trained + frozen_bytes + width * teacher.num_params + _activations(spec, student, width)
     peak += 5 * 4 * SLICE_VALUES["cpu" if facts.device == "cpu" else "cuda"]
     kept = 0 if spec.loss.top_k is None else spec.num_windows * spec.seq_len * (KEPT_BYTES * spec.loss.top_k + 4)
     disk = 2 * student.num_params + 4 * spec.num_windows * (spec.seq_len + 1) + 12 * num_trained + kept
-    return Estimate(peak, disk, flops / facts.num_ranks, notes=tuple(_notes(spec, student, teacher, trained)))
+    return Estimate(peak, disk, flops / facts.num_ranks)
 
 
-def _notes(spec: Distill, student: Arch, teacher: Arch, trained: int) -> list[str]:
+def _notes(spec: Distill, student: Arch, teacher: Arch) -> list[str]:
+    trained = spec.num_steps * spec.batch_size * spec.seq_len
     what = "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}"
     of = f"{teacher.num_params / 1e6:,.1f} M" if spec.teacher == SOURCE else f"{spec.teacher}, taken to be of the source's size"
     return [
@@ -66,7 +77,7 @@ def _notes(spec: Distill, student: Arch, teacher: Arch, trained: int) -> list[st
     ]
 
 
-def _check_text(spec: Distill, facts: PlanFacts) -> None:
+def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
     """Raises UsageError: the text that is to judge the result would be trained on."""
     card, judge = load_card(spec.data), getattr(facts.specs.get("validate"), "data", None)
     check_at_hand(card)
@@ -74,12 +85,12 @@ def _check_text(spec: Distill, facts: PlanFacts) -> None:
         other = load_card(judge)
         if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
             raise UsageError(
-                f"distill trains on {spec.data} and validate judges on the same text, which would then prove nothing. Give one of them "
+                f"{stage} trains on {spec.data} and validate judges on the same text, which would then prove nothing. Give one of them "
                 "another data card, or another `part` of it."
             )
 
 
-def _activations(spec: Distill, arch: Arch, width: int) -> int:
+def _activations(spec: Learning, arch: Arch, width: int) -> int:
     """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and layer, or one hidden vector."""
     tokens = spec.micro_batch * spec.seq_len
     of_layers = [10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size for layer in arch.layers]

@@ -15,7 +15,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.stages.calibrate import read_tokens
-from compress.stages.distill.spec import Distill, Sample
+from compress.stages.distill.learning import Learning, Sample
 
 SAMPLES_NAME = "sampled-{:05d}.safetensors"
 SAMPLED_AT_ONCE = 64
@@ -29,12 +29,17 @@ class Text:
     held_out_NS: Tensor
     num_bytes: int
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        card = self.training.source
+        return {"title": card["title"], "license": card["license"], "digest": self.training.digest()}
+
     def with_training(self, tokens_NS: Tensor) -> "Text":
         """The same with other windows to train on, which go by the facts of the text that they were made from."""
         return replace(self, training=replace(self.training, tokens_NS=tokens_NS))
 
 
-def read_text(spec: Distill, source: ModelSource, ctx: Context) -> Text:
+def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
     """Both from one draw: a larger sample begins with the smaller one, so the held-out windows are the first and keep their byte count."""
 
     def draw(num_samples: int) -> TokenSet:
@@ -44,6 +49,13 @@ def read_text(spec: Distill, source: ModelSource, ctx: Context) -> Text:
     held_out, everything = draw(spec.eval_samples), draw(spec.eval_samples + spec.num_windows)
     rest_NS = everything.tokens_NS[spec.eval_samples :]
     return Text(TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes)
+
+
+def prepared_text(spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device) -> Text:
+    """The windows that are trained on, written by the teacher if that is asked for, and those held out."""
+    ctx.boundary(0, spec.num_steps, f"reading {spec.data}")
+    text = read_text(spec, source, ctx)
+    return text if spec.sample is None else text.with_training(sampled(spec.sample, text.training.tokens_NS, teacher, ctx, device=device))
 
 
 def sampled(sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device) -> Tensor:

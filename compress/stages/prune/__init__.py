@@ -6,14 +6,13 @@ round.py    one round of it              search.py   `target`: how much goes of 
 costs.py    of what is left              estimate.py   for `compress plan`
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from compress.artifact.atomic import place
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
@@ -79,7 +78,7 @@ def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> Non
     spec.check_model(before)
     directory, after, found = prune_rounds(spec, inputs, ctx)
     for name in (OUTER_NAME, *map(layer_name, range(after.num_layers))):
-        _place(directory / name, out.path / name)
+        place(directory / name, out.path / name)
     arch, layers = after.to_json()
     facts = {
         "score": spec.score.model_dump(mode="json"),
@@ -100,11 +99,3 @@ def _size(arch: Arch) -> dict[str, int]:
     widths, dtype = Widths.of(arch), getattr(torch, arch.dtype)
     named = {"heads": widths.num_heads, "kv_heads": widths.num_kv_heads, "ffn": widths.intermediate_size, "layers": widths.num_layers}
     return {**named, "params": arch.num_params, "size_bytes": dtype.itemsize * arch.num_params}
-
-
-def _place(stored: Path, place: Path) -> None:
-    """A finished layer becomes part of the artifact without a copy, where the file system knows hard links."""
-    try:
-        os.link(stored, place)
-    except OSError:
-        shutil.copyfile(stored, place)

@@ -102,6 +102,21 @@ def _specs(methods: Any) -> Mapping[str, type[Spec]]:
     return {name: cast(type[Spec], method) for name, method in methods.items()}
 
 
+def kinds_by_name(raw: Any) -> Any:
+    """`score: obs` is `score: {kind: obs}`."""
+    if not isinstance(raw, Mapping):
+        return raw
+    return {key: {"kind": value} if key in ("score", "compensate") and isinstance(value, str) else value for key, value in raw.items()}
+
+
+def scorers() -> Mapping[str, type[Spec]]:
+    return _specs(SCORERS)
+
+
+def compensations() -> Mapping[str, type[Spec]]:
+    return _specs(COMPENSATIONS)
+
+
 class Prune(Spec):
     """What goes, how it is chosen, and what is done about it."""
 
@@ -117,17 +132,14 @@ class Prune(Spec):
         description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama whose heads do not divide its "
         "hidden size",
     )
-    score: Annotated[Spec, ByKind(lambda: _specs(SCORERS))] = Obs()
-    compensate: Annotated[Spec, ByKind(lambda: _specs(COMPENSATIONS))] = LeastSquares()
+    score: Annotated[Spec, ByKind(scorers)] = Obs()
+    compensate: Annotated[Spec, ByKind(compensations)] = LeastSquares()
     rounds: int = Field(1, ge=1, le=32, description="in how many steps: after each, everything is observed anew")
 
     @model_validator(mode="before")
     @classmethod
     def _kinds_by_name(cls, raw: Any) -> Any:
-        """`score: obs` is `score: {kind: obs}`."""
-        if not isinstance(raw, Mapping):
-            return raw
-        return {key: {"kind": value} if key in ("score", "compensate") and isinstance(value, str) else value for key, value in raw.items()}
+        return kinds_by_name(raw)
 
     @model_validator(mode="after")
     def _something_goes(self) -> Self:

@@ -7,14 +7,13 @@ tune.py      scales, trained end to end
 sizes.py     bytes on disk                   estimate.py   for `compress plan`
 """
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compress.artifact.atomic import place
 from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
@@ -65,9 +64,9 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
-        _place(place_of(ctx.scratch, explained) / name, out.path / name)
+        place(place_of(ctx.scratch, explained) / name, out.path / name)
     if scheme is None or scheme.head is None:
-        _place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
+        place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
@@ -75,14 +74,6 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     guided = {} if spec.guide is None else {"guided": True}
     facts = {"method": spec.method(), "layers": linears, **guided, **explained, **_cache_facts(spec, rows, ctx)}
     out.describe(role="quantized", arch=arch, layers=layers, scheme=None if scheme is None else scheme.to_json(), facts=facts)
-
-
-def _place(stored: Path, place: Path) -> None:
-    """A finished layer becomes part of the artifact without a copy, where the file system knows hard links."""
-    try:
-        os.link(stored, place)
-    except OSError:
-        shutil.copyfile(stored, place)
 
 
 def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.device) -> None:

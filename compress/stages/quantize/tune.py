@@ -14,7 +14,7 @@ from compress.artifact.context import Context
 from compress.calibrate.dataset import TokenSet
 from compress.distill.learn import Measurements, learn
 from compress.distill.losses import Divergence
-from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
+from compress.distill.objective import Objective, Teacher, checkpoint_layers_, measure
 from compress.distill.scales import in_tuning, tuned_layer
 from compress.distill.train import TrainConfig, Training, Windows
 from compress.errors import UsageError
@@ -76,11 +76,12 @@ def tune_scales(
     batches = Windows(training_NS, batch_size=spec.batch_size, seed=ctx.seed)
     training = Training(student, objective, batches.batch, config, device=device, ranks=ctx.ranks)
 
-    def look() -> HeldOut:
-        return measure(student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks)
-
     num_bytes = max(1, tokens.num_bytes * len(held_out_NS) // len(tokens.tokens_NS))
-    curve = learn(training, config, Measurements(look, num_bytes, steps_of_epoch, None), ctx)
+
+    def look() -> dict[str, float]:
+        return measure(student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks).recovery(num_bytes)
+
+    curve = learn(training, config, Measurements(look, steps_of_epoch), ctx)
     kl = [row["kl"] for row in curve if "kl" in row]
     keeps = kl[-1] < kl[0]
     if keeps and ctx.ranks.rank == 0:

@@ -1,0 +1,173 @@
+"""What every training against a teacher has in common, of a student that takes its place and of a draft that proposes to it: what a recipe
+says of text, loss and steps, and what the training loop makes of it."""
+
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from compress.artifact.context import Context
+from compress.calibrate.arithmetic import has_bfloat16_tiles
+from compress.calibrate.dataset import TokenSet
+from compress.distill.kept import KeptLogits
+from compress.distill.learn import Curve
+from compress.distill.losses import Divergence, Kind
+from compress.distill.objective import Teacher
+from compress.distill.train import Batch, TrainConfig, Windows
+from compress.recipe import Spec
+
+LOG_ROWS = 200
+"""Rows of the loss curve, about."""
+
+
+class Loss(Spec):
+    """What the student lowers."""
+
+    kind: Kind = Field(
+        "forward_kl",
+        description="forward_kl covers what the teacher may say, reverse_kl keeps to it, js lies between; tv is what speculative sampling "
+        "rejects of the student's proposals, lk its -log(1 - tv)",
+    )
+    temperature: float = Field(1.0, gt=0, description="logits of both are divided by it")
+    hard_frac: float = Field(0.0, ge=0, le=1, description="share of the loss that is the cross entropy of the text's own next token")
+    top_k: int | None = Field(
+        None, ge=1, description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs beside the student"
+    )
+
+    def divergence(self) -> Divergence:
+        return Divergence(self.kind, self.temperature, self.hard_frac)
+
+
+class Sample(Spec):
+    """Text that the teacher writes: each window begins with tokens of the data and goes on as the teacher samples."""
+
+    prompt_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
+
+
+class Learning(Spec):
+    """Text, loss and steps."""
+
+    data: str = Field("builtin://python", description="training text: a data card or builtin://python")
+    sample: Sample | None = Field(None, description="train on text that the teacher writes from beginnings of the data")
+    tokens: int = Field(1_000_000, ge=1, description="to train on, all passes together")
+    passes: int = Field(1, ge=1, description="how often each window of text is seen")
+    seq_len: int = Field(512, ge=8, description="documents are joined and cut into windows of so many tokens")
+    batch_size: int = Field(16, ge=1, description="windows a step")
+    micro_batch_size: int | None = Field(None, ge=1, description="windows computed at once; left out, as many as fill 8,192 tokens")
+    lr: float = Field(2e-4, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_frac: float = Field(0.05, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    loss: Loss = Loss()
+    eval_samples: int = Field(16, ge=1, description="windows of the data that are not trained on and measure what is learnt")
+    eval_every: int | None = Field(None, ge=1, description="steps between two measurements; left out, a twentieth of all steps")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU and on a CPU with AMX (twice as fast there), else float32"
+    )
+    recompute: bool = Field(False, description="keep only the input of each layer for the backward pass: less memory, a third more work")
+    compile: bool = Field(False, description="compile the models; worth its minute on a GPU")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.sample is not None and self.sample.prompt_tokens >= self.seq_len:
+            raise ValueError(f"sample: prompt_tokens {self.sample.prompt_tokens} leaves nothing to write of seq_len {self.seq_len}.")
+        if self.batch_size % self.micro_batch:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch}.")
+        if self.num_windows < self.batch_size:
+            raise ValueError(
+                f"{self.tokens} tokens in {self.passes} pass(es) are {self.num_windows} windows of {self.seq_len}, fewer than a batch of "
+                f"{self.batch_size}. Give more tokens, or a smaller batch_size."
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        fitting = [each for each in range(1, self.batch_size + 1) if self.batch_size % each == 0 and each * self.seq_len <= 8192]
+        return max(fitting, default=1)
+
+    @property
+    def num_windows(self) -> int:
+        """Different ones, to train on."""
+        return self.tokens // self.seq_len // self.passes
+
+    @property
+    def num_steps(self) -> int:
+        return self.passes * (self.num_windows // self.batch_size)
+
+    @property
+    def steps_between_measurements(self) -> int:
+        return self.eval_every if self.eval_every is not None else max(1, self.num_steps // 20)
+
+    def computes_in(self, device: torch.device) -> torch.dtype:
+        if self.compute_dtype != "auto":
+            dtype: torch.dtype = getattr(torch, self.compute_dtype)
+            return dtype
+        return torch.bfloat16 if device.type == "cuda" or has_bfloat16_tiles() else torch.float32
+
+    def train_config(self, dtype: torch.dtype) -> TrainConfig:
+        """Log rows fall on every measurement."""
+        every = self.steps_between_measurements
+        return TrainConfig(
+            num_steps=self.num_steps,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch,
+            peak_lr=self.lr,
+            optimizer=self.optimizer,
+            warmup_frac=self.warmup_frac,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+            compute_dtype=dtype,
+            log_every=next(each for each in range(max(1, self.num_steps // LOG_ROWS), every + 1) if every % each == 0),
+        )
+
+
+def batches(
+    spec: Learning, training: TokenSet, teacher: Teacher, ctx: Context, *, digest: str, device: torch.device
+) -> Callable[[int], Batch]:
+    """What a step trains on: tokens, and with `top_k` what was kept of the teacher of that digest."""
+    tokens_NS: Tensor = training.tokens_NS
+    windows = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed)
+    if spec.loss.top_k is None:
+        return windows.batch
+    kept = KeptLogits(
+        ctx.scratch if ctx.kept is None else ctx.kept,
+        tokens_NS,
+        teacher=digest,
+        tokens=training.digest(),
+        num_kept=spec.loss.top_k,
+        temperature=spec.loss.temperature,
+    )
+    kept.fill(
+        teacher,
+        ctx.ranks,
+        lambda shards: ctx.boundary(shards, kept.num_shards, "asking the teacher, shards of its logits on disk"),
+        device=device,
+        at_once=spec.micro_batch,
+    )
+
+    def batch_of(step: int) -> Batch:
+        return (windows.batch(step), *kept.rows(windows.chosen(step)))
+
+    return batch_of
+
+
+def learning_facts(spec: Learning, dtype: torch.dtype, curve: Curve) -> dict[str, Any]:
+    """What a manifest says of any training; the text is for the caller to name."""
+    keys = ("passes", "seq_len", "batch_size", "lr", "optimizer", "weight_decay", "warmup_frac")
+    last = [row for row in curve if "kl" in row][-1]
+    return {
+        "loss": spec.loss.model_dump(mode="json"),
+        "sampled": spec.sample is not None,
+        "settings": {key: getattr(spec, key) for key in keys},
+        "compute_dtype": str(dtype).removeprefix("torch."),
+        "held_out_windows": spec.eval_samples,
+        "tokens": last["tokens"],
+        "num_steps": last["step"],
+        "curve": curve,
+    }

@@ -1,0 +1,202 @@
+"""A draft that is its target made small: a few of its layers, with fewer heads and FFN channels, between its own embedding and head.
+
+What goes is chosen, and made up for, by the pruning code, on a few windows of the training text and on the inputs that the small model
+itself sees. Embedding and head stay the target's: so they are not trained, unless asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal, cast
+
+import torch
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
+
+from compress.artifact.atomic import place
+from compress.artifact.context import Context
+from compress.artifact.manifest import Artifact
+from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.calibrate.dataset import TokenSet
+from compress.distill.learn import Measurements, learn
+from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
+from compress.distill.student import evenly
+from compress.distill.train import Training
+from compress.errors import UsageError
+from compress.export import open_weights
+from compress.methods import Compensation, Scorer
+from compress.methods.activation import Activation
+from compress.methods.least_squares import LeastSquares
+from compress.models.arch import Arch
+from compress.models.canonical import OUTER_NAME, layer_name, save_weights
+from compress.models.decoder import Decoder
+from compress.models.pruning import LayerSubset, Widths, resized, with_layers
+from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
+from compress.recipe import ByKind, Spec
+from compress.stages import Estimate, PlanFacts
+from compress.stages.calibrate import Calibrate
+from compress.stages.distill.estimate import training_estimate
+from compress.stages.distill.learning import batches
+from compress.stages.draft.inits import INITS, Made, Setting
+from compress.stages.draft.quantized import quantized
+from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.spec import Ffn, Heads, Prune, compensations, kinds_by_name, scorers
+from compress.stages.quantize.estimate import estimate as quantize_estimate
+
+PARTS, START, DENSE = "parts", "start", "dense"
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@INITS.register("pruned")
+class Pruned(Spec):
+    """Layers, heads and FFN channels of the target."""
+
+    kind: Literal["pruned"] = "pruned"
+    keep_layers: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
+        2, description="how many layers, evenly spaced with the first and the last among them; or their indices, `[0, 15, 31]`"
+    )
+    heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
+    ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
+    multiple: int = Field(128, ge=1, description="widths that linears read stay a multiple of this")
+    score: Annotated[Spec, ByKind(scorers)] = Field(Activation(), description="which heads and channels stay, as of `prune`")
+    compensate: Annotated[Spec, ByKind(compensations)] = Field(LeastSquares(), description="how what stays makes up for what goes")
+    num_samples: int = Field(64, ge=1, description="windows of the training text that choose and make up for what goes")
+    train_embeddings: bool = Field(False, description="train embedding and head too; left out, they stay the target's")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_by_name(cls, raw: Any) -> Any:
+        return kinds_by_name(raw)
+
+    def kept(self, arch: Arch) -> list[int]:
+        """Indices of the layers that stay.
+
+        Raises:
+            UsageError: there are no such layers.
+        """
+        if isinstance(self.keep_layers, int):
+            if self.keep_layers > arch.num_layers:
+                raise UsageError(f"draft: {self.keep_layers} layers are to stay and the model has {arch.num_layers}.")
+            return evenly(self.keep_layers, arch.num_layers)
+        chosen = sorted(set(self.keep_layers))
+        if len(chosen) < len(self.keep_layers) or not 0 <= chosen[0] <= chosen[-1] < arch.num_layers:
+            raise UsageError(
+                f"draft: keep_layers {list(self.keep_layers)} must name different layers of 0..{arch.num_layers - 1}, or say how many stay."
+            )
+        return chosen
+
+    def shape(self, target: Arch) -> Arch:
+        """The draft's.
+
+        Raises:
+            UsageError, UnsupportedFormat: it would be the target itself, or what is to stay cannot.
+        """
+        subset = with_layers(without_codes(target), self.kept(target))
+        if (pruning := self._pruning()) is None:
+            if subset.num_layers == target.num_layers:
+                raise UsageError(
+                    "draft: all layers, heads and channels stay: it would be the model itself, and as slow. Keep fewer layers."
+                )
+            return subset
+        pruning.check_model(subset)
+        return resized(subset, replace(pruning.by_hand(subset), num_layers=subset.num_layers))
+
+    def _pruning(self) -> Prune | None:
+        if self.heads is None and self.ffn is None:
+            return None
+        return Prune(heads=self.heads, ffn=self.ffn, multiple=self.multiple, score=self.score, compensate=self.compensate)
+
+    def estimate(self, spec: Any, facts: PlanFacts) -> Estimate:
+        arch = self.shape(facts.arch)
+        outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
+        frozen = 0 if self.train_embeddings else outer
+        found = training_estimate(spec, arch, facts.arch, facts, num_trained=arch.num_params - frozen, frozen_bytes=4 * frozen)
+        notes = [
+            f"{arch.num_layers} of {facts.arch.num_layers} layers ({', '.join(map(str, self.kept(facts.arch)))}): "
+            f"{(arch.num_params - outer) / 1e6:,.1f} M parameters between the model's embedding and head, {outer / 1e6:,.1f} M",
+            f"{spec.loss.kind}, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in {spec.num_steps:,} steps of {spec.data}",
+        ]
+        if spec.quantize is None:
+            return replace(found, notes=tuple(notes))
+        calib = Calibrate(data=spec.data, num_samples=min(self.num_samples, spec.num_windows), seq_len=spec.seq_len)
+        codes = quantize_estimate(spec.quantize, replace(facts, arch=arch, specs={"calibrate": calib}))
+        return Estimate(
+            max(found.peak_bytes, codes.peak_bytes),
+            found.disk_bytes + codes.disk_bytes,
+            found.flops + codes.flops,
+            found.num_launches + codes.num_launches,
+            notes=(*notes, *codes.notes),
+        )
+
+    def make(self, setting: Setting, ctx: Context) -> Made:
+        spec, text, device = setting.spec, setting.text, setting.device
+        calibration = replace(text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous())
+        start, pruning = self._start(setting, calibration.tokens_NS, ctx)
+        student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
+        for outer in (student.embed, student.head):
+            outer.requires_grad_(self.train_embeddings)
+        if spec.recompute:
+            checkpoint_layers_(student)
+        teacher = Teacher(setting.decoder, device=device, compile=spec.compile)
+        config = spec.train_config(setting.dtype)
+        objective = Objective(spec.loss.divergence(), teacher, compute_dtype=setting.dtype, compile=spec.compile)
+        batch_of = batches(spec, text.training, teacher, ctx, digest=setting.target.digest, device=device)
+        training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
+        look = partial(_look, teacher, setting, ctx)
+        curve = learn(training, config, Measurements(lambda: look(student).drafting(), spec.steps_between_measurements), ctx)
+        stored = self._stored(student, calibration, setting, ctx)
+        final = look(build_decoder(open_weights(stored.path), dtype=torch.float32, device=device)).drafting()
+        facts = {
+            "kind": "model",
+            "params": student.arch.num_params,
+            "start": {**self.model_dump(mode="json", serialize_as_any=True), "layers": self.kept(setting.target.weights.arch), **pruning},
+            "quantized": None if spec.quantize is None else spec.quantize.method(),
+            "before": {key: curve[0][key] for key in final},
+            "after": final,
+        }
+        return Made(curve, facts, partial(_write, stored))
+
+    def _start(self, setting: Setting, tokens_NS: Tensor, ctx: Context) -> tuple[WeightSource, dict[str, Any]]:
+        """The draft before it is trained, and what pruning says of it."""
+        weights = Dense(setting.target.weights)
+        subset, pruning = LayerSubset(weights, self.kept(weights.arch)), self._pruning()
+        if pruning is None:
+            return subset, {}
+        how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
+        return prune_round(how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx)
+
+    def _stored(self, student: Decoder, calibration: TokenSet, setting: Setting, ctx: Context) -> Artifact:
+        """The trained draft as it is to be served, on disk in its own dtype or in codes."""
+        parts = Workspace(ctx.scratch / PARTS)
+        if ctx.ranks.rank == 0:
+            parts.commit(DENSE, "draft", {}, partial(_write_dense, student))
+        ctx.ranks.broadcast(None)  # nobody reads it before it is there
+        dense = parts.get(DENSE)
+        assert dense is not None, "rank 0 has just made it"
+        if setting.spec.quantize is None:
+            return dense
+        return quantized(setting.spec.quantize, dense, calibration, parts, setting.source, ctx)
+
+
+def _look(teacher: Teacher, setting: Setting, ctx: Context, student: Decoder) -> HeldOut:
+    return measure(student, teacher, setting.text.held_out_NS, setting.device, compute_dtype=setting.dtype, ranks=ctx.ranks)
+
+
+def _write_dense(student: Decoder, out: ArtifactWriter) -> None:
+    arch = student.arch
+    weights = MemorySource(student, dtype=getattr(torch, arch.dtype))
+    save_weights(out.path / OUTER_NAME, weights.outer())
+    for idx in range(arch.num_layers):
+        save_weights(out.path / layer_name(idx), weights.layer(idx))
+    described, layers = arch.to_json()
+    out.describe(role="dense", arch=described, layers=layers)
+
+
+def _write(stored: Artifact, out: ArtifactWriter) -> Mapping[str, Any]:
+    for record in stored.manifest.files:
+        place(stored.path / record.path, out.path / record.path)
+    manifest = stored.manifest
+    return {"arch": manifest.arch, "layers": manifest.layers, "scheme": manifest.scheme}

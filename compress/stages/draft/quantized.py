@@ -1,0 +1,42 @@
+"""A trained draft in codes: the stage `quantize` as it is, over the draft's weights and the text that it was trained on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from compress.artifact.context import Context
+from compress.artifact.manifest import Artifact
+from compress.artifact.workspace import Workspace
+from compress.calibrate.dataset import TokenSet, save_token_set
+from compress.registry.model_source import ModelSource
+from compress.stages import Input, Inputs, Port
+from compress.stages.calibrate import TOKENS_NAME
+from compress.stages.quantize import quantize
+from compress.stages.quantize.layers import quantize_layers
+from compress.stages.quantize.spec import Quantize
+
+KEY, CALIBRATION = "quantized", "calibration"
+
+
+def quantized(spec: Quantize, dense: Artifact, tokens: TokenSet, parts: Workspace, source: ModelSource, ctx: Context) -> Artifact:
+    """The draft's weights in codes, as an artifact in `parts`, on all ranks together; resumable.
+
+    Raises:
+        UnsupportedFormat: the draft cannot be quantized so.
+        Interrupted: asked to stop.
+    """
+    leads, calibration = ctx.ranks.rank == 0, parts.root / CALIBRATION
+    if leads:
+        calibration.mkdir(exist_ok=True)
+        save_token_set(tokens, calibration / TOKENS_NAME)
+    inside = replace(ctx, scratch=parts.scratch(KEY))
+    inputs = Inputs(source, {Port.DENSE: Input(dense.path, dense.digest), Port.CALIB: Input(Path(calibration), "")})
+    there = ctx.ranks.broadcast(parts.get(KEY) is not None)
+    if leads:
+        parents = {Port.DENSE.value: dense.digest}
+        parts.commit(KEY, "quantize", parents, lambda out: quantize(spec, inputs, out, inside))
+    elif not there:
+        quantize_layers(spec, inputs, inside)
+    ctx.ranks.broadcast(None)  # nobody reads it before it is there
+    found = parts.get(KEY)
+    assert found is not None, "rank 0 has just made it"
+    return found
