@@ -1,5 +1,6 @@
 """An EAGLE-3 head in the engine: it changes no bit, and proposes what its module says without cache, rings, chunks and batches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 from scripted_proposer import acceptance_of
 from test_speculative_engine import TARGETS, VOCAB, Rehearsed, assert_same_bits, make_requests, make_source, record
-from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
@@ -31,34 +31,33 @@ def make_head(arch: Arch, **options: Any) -> Eagle3Head:
     return random_eagle3(arch, device=CPU, dtype=torch.float32, **facts)
 
 
-def features_of(source: WeightSource, tokens_S: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Hidden states [1, S, E] after so many layers, and embeddings [1, S, D]."""
-    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
-    states = [decoder.embed(tokens_S.unsqueeze(0))]
-    for layer in decoder.layers:
-        states.append(layer(states[-1], torch.arange(len(tokens_S)), FullAttention()))
-    return torch.cat([states[idx] for idx in layer_ids], dim=-1), states[0]
+class Oracle:
+    """The head's likeliest tokens, each from the whole sequence anew: the target's decoder layer by layer, then the head's module."""
 
+    def __init__(self, source: WeightSource, head: Eagle3Head) -> None:
+        self._target = build_decoder(source, dtype=torch.float32, device=CPU)
+        self._module = head.decoder(dtype=torch.float32, device=CPU)
+        self._head = head
 
-def continuation(source: WeightSource, head: Eagle3Head, tokens: list[int], k: int) -> list[int]:
-    """The head's likeliest k tokens, each step over the whole sequence anew."""
-    module, tokens, chosen = head.decoder(dtype=torch.float32, device=CPU), list(tokens), []
-    embed = build_decoder(source, dtype=torch.float32, device=CPU).embed
-    features_1SE, _ = features_of(source, torch.tensor(tokens[:-1]), head.facts.layer_ids)
-    hidden_1SD = module.fuse(features_1SE)
-    for _ in range(k):
-        embedded = embed(torch.tensor(tokens[1:]).unsqueeze(0))
-        out = module(embedded, hidden_1SD, torch.arange(len(tokens) - 1), FullAttention())[:, -1:]
-        chosen.append(int(head.vocabulary_W[module.head(module.norm(out)).argmax()]))
-        tokens.append(chosen[-1])
-        hidden_1SD = torch.cat((hidden_1SD, out), dim=1)
-    return chosen
+    def continuation(self, tokens: Sequence[int], k: int) -> list[int]:
+        tokens, attention, chosen = list(tokens), FullAttention(), []
+        states = [self._target.embed(torch.tensor([tokens]))]
+        for layer in self._target.layers:
+            states.append(layer(states[-1], torch.arange(len(tokens)), attention))
+        hidden_1SD = self._module.fuse(torch.cat([states[idx] for idx in self._head.facts.layer_ids], dim=-1))[:, :-1]
+        for _ in range(k):
+            embedded_1SD, positions = self._target.embed(torch.tensor([tokens[1:]])), torch.arange(len(tokens) - 1)
+            out_11D = self._module(embedded_1SD, hidden_1SD, positions, attention)[:, -1:]
+            chosen.append(int(self._head.vocabulary_W[self._module.head(self._module.norm(out_11D)).argmax()]))
+            tokens.append(chosen[-1])
+            hidden_1SD = torch.cat((hidden_1SD, out_11D), dim=1)
+        return chosen
 
 
 def checked_steps(engine: Engine, source: WeightSource, head: Eagle3Head, requests: list[Request], k: int) -> int:
     """Rows whose proposals were those of the module; the engine has served the requests then."""
     assert engine._speculation is not None
-    proposer, num_checked = engine._speculation._proposer, 0
+    proposer, oracle, num_checked = engine._speculation._proposer, Oracle(source, head), 0
     propose = proposer.propose
 
     def checked(rows: Any, state: Any) -> Any:
@@ -66,7 +65,7 @@ def checked_steps(engine: Engine, source: WeightSource, head: Eagle3Head, reques
         drafts = propose(rows, state)
         for row, proposed in zip(rows, drafts.tokens_RK.tolist(), strict=True):
             num_checked += 1
-            assert proposed == continuation(source, head, row.tokens, k), (row.params.seed, len(row.tokens))
+            assert proposed == oracle.continuation(row.tokens, k), (row.params.seed, len(row.tokens))
         return drafts
 
     proposer.propose = checked  # type: ignore[method-assign]
