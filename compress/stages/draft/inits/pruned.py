@@ -134,7 +134,7 @@ class Pruned(Spec):
     def make(self, setting: Setting, ctx: Context) -> Made:
         spec, text, device = setting.spec, setting.text, setting.device
         calibration = replace(text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous())
-        start, pruning = self._start(setting, calibration.tokens_NS, ctx)
+        start, pruned = self._start(setting, calibration.tokens_NS, ctx)
         student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
         for outer in (student.embed, student.head):
             outer.requires_grad_(self.train_embeddings)
@@ -152,21 +152,23 @@ class Pruned(Spec):
         facts = {
             "kind": "model",
             "params": student.arch.num_params,
-            "start": {**self.model_dump(mode="json", serialize_as_any=True), "layers": self.kept(setting.target.weights.arch), **pruning},
+            "start": {**self.model_dump(mode="json", serialize_as_any=True), "layers": self.kept(setting.target.weights.arch)},
+            "pruned": pruned,
             "quantized": None if spec.quantize is None else spec.quantize.method(),
             "before": {key: curve[0][key] for key in final},
             "after": final,
         }
         return Made(curve, facts, partial(_write, stored))
 
-    def _start(self, setting: Setting, tokens_NS: Tensor, ctx: Context) -> tuple[WeightSource, dict[str, Any]]:
-        """The draft before it is trained, and what pruning says of it."""
+    def _start(self, setting: Setting, tokens_NS: Tensor, ctx: Context) -> tuple[WeightSource, list[dict[str, Any]]]:
+        """The draft before it is trained, and a row for each linear of it that was pruned."""
         weights = Dense(setting.target.weights)
         subset, pruning = LayerSubset(weights, self.kept(weights.arch)), self._pruning()
         if pruning is None:
-            return subset, {}
+            return subset, []
         how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
-        return prune_round(how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx)
+        start, facts = prune_round(how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx)
+        return start, facts["layers"]
 
     def _stored(self, student: Decoder, calibration: TokenSet, setting: Setting, ctx: Context) -> Artifact:
         """The trained draft as it is to be served, on disk in its own dtype or in codes."""
