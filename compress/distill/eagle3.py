@@ -27,7 +27,7 @@ from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.attention import FullAttention
-from compress.models.decoder import Decoder
+from compress.models.decoder import Decoder, Tap, no_tap
 from compress.models.eagle3 import Eagle3Decoder
 
 STEP_WEIGHT = 0.8
@@ -90,13 +90,13 @@ def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
     return states
 
 
-def unrolled(head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int) -> Iterator[Tensor]:
+def unrolled(head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap) -> Iterator[Tensor]:
     """Normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the target does at token t + 1 + s."""
     hidden, attention = head.fuse(features_BSE[:, :-1]), UnrolledAttention()
     for step in range(num_steps):
         num_rows = hidden.shape[1] - (step > 0)
         positions = step + torch.arange(num_rows, device=hidden.device)
-        hidden = head(embedded_BSD[:, 1 + step :], hidden[:, :num_rows], positions, attention)
+        hidden = head(embedded_BSD[:, 1 + step :], hidden[:, :num_rows], positions, attention, tap)
         yield head.norm(hidden)
 
 

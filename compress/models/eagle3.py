@@ -26,16 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.artifact.manifest import Artifact
 from compress.artifact.tensors import save_tensors
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
-from compress.models.decoder import Attention, Ffn, Linear, RMSNorm, no_tap
+from compress.models.decoder import Attention, Ffn, Linear, RMSNorm, Tap, no_tap
 from compress.models.initialise import INIT_STD
 from compress.models.random_source import random_weight
 from compress.models.weights import Weights, WeightSource, dense, fill_
-from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, Schemes
 
 EAGLE3_NAME = "eagle3.safetensors"
 _VOCABULARY = ("d2t", "t2d")
@@ -124,12 +125,12 @@ class Eagle3Layer(nn.Module):
         self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.ffn = Ffn(arch, shape)
 
-    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
+    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         normed_BSD = self.hidden_norm(hidden_BSD)
         pair = torch.cat((self.embed_norm(embedded_BSD), normed_BSD), dim=-1)
         residual_BSD = normed_BSD if self.norm_before_residual else hidden_BSD
-        x_BSD = residual_BSD + self.attn(pair, positions, attention, 0, no_tap)
-        return x_BSD + self.ffn(self.ffn_norm(x_BSD), no_tap)
+        x_BSD = residual_BSD + self.attn(pair, positions, attention, 0, tap)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
 
 
 class Eagle3Decoder(nn.Module):
@@ -149,9 +150,9 @@ class Eagle3Decoder(nn.Module):
         fused: Tensor = self.fc(features_BSE)
         return fused
 
-    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn) -> Tensor:
+    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         """g [B, S, D] of embedded next tokens, and of f or of g where there is none yet."""
-        out: Tensor = self.layers[0](embedded_BSD, hidden_BSD, positions, attention)
+        out: Tensor = self.layers[0](embedded_BSD, hidden_BSD, positions, attention, tap)
         return out
 
 
@@ -201,6 +202,13 @@ def load_eagle3(directory: Path, facts: Eagle3Facts, schemes: Schemes | None = N
     """Inverse of `save_eagle3`. Raises UnsupportedFormat where tensors are missing or others are there."""
     weights = load_weights(directory / EAGLE3_NAME, schemes)
     return checked_head(facts, weights, where=str(directory / EAGLE3_NAME))
+
+
+def draft_head(artifact: Artifact) -> Eagle3Head:
+    """Of an artifact whose draft is one: facts["draft"]["kind"] is "eagle3"."""
+    scheme = artifact.manifest.scheme
+    facts = Eagle3Facts.from_json(artifact.manifest.facts["draft"]["head"])
+    return load_eagle3(artifact.path, facts, None if scheme is None else ModelScheme.from_json(scheme))
 
 
 def checked_head(facts: Eagle3Facts, tensors: Weights, *, where: str) -> Eagle3Head:

@@ -8,10 +8,13 @@ from torch import Tensor
 from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3, unrolled
 from compress.distill.losses import Divergence
 from compress.distill.train import TrainConfig, Training
+from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
 from compress.models.decoder import Decoder
 from compress.models.eagle3 import Eagle3Decoder, eagle3_facts, fresh_eagle3
+from compress.stages.draft.quantized_head import head_scheme
+from compress.stages.quantize.spec import Quantize
 
 CPU = torch.device("cpu")
 VOCAB, WORDS = 61, 50
@@ -123,3 +126,8 @@ def test_words_are_the_most_frequent_tokens() -> None:
     assert frequent_tokens(tokens, 3, vocab_size=10).tolist() == [2, 5, 9]
     assert frequent_tokens(tokens, 5, vocab_size=10).tolist() == [0, 1, 2, 5, 9]  # of equals the lower
     assert frequent_tokens(tokens, 10, vocab_size=10).tolist() == list(range(10))
+
+
+def test_a_head_whose_columns_are_no_whole_groups_is_refused() -> None:
+    with pytest.raises(UnsupportedFormat, match="fc has 96 columns, no multiple of 128"):
+        head_scheme(Quantize(scheme="W4A16_G128"), eagle3_facts(make_arch(), draft_vocab_size=9))
