@@ -1,6 +1,7 @@
 """GPTQ and coordinate descent on a GPU, where a block of columns is one launch, against the loops in torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bo
     levels_BO -= 0 if zero_O is None else zero_O
     w_BO = (levels_BO + scheme.max_code / 8 * torch.randn(size, num_outputs, generator=generator)) * scale_O
     state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
-    refit = {"slope_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16} if refitted else {}
+    refit: dict[str, Any] = {"slope_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16} if refitted else {}
     expected = columns.descend_block(*state, scheme, scale_O, zero_O, **refit)
     on_device = [each.cuda() for each in (*state, scale_O)]
     on_device_refit = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in refit.items()}

@@ -1,5 +1,7 @@
 """The loops over columns as one launch, against the torch loops that define them, in triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from triton_interpreter import INTERPRETED, assert_passes_interpreted
@@ -54,7 +56,7 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype:
     levels_BO = codes_BO if zero_O is None else codes_BO - zero_O
     w_BO = (levels_BO + scheme.max_code / 4 * randn(size, num_outputs, seed=8)) * scale_O * 1.1
     state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
-    refit = {} if scale_dtype is None else {"slope_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
+    refit: dict[str, Any] = {} if scale_dtype is None else {"slope_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
     expected_levels, expected_scale, expected_moves = columns.descend_block(*state, scheme, scale_O, zero_O, **refit)
     levels, scale, moves = columns.launch_descend(*state, scheme, scale_O, zero_O, **refit)
     assert torch.equal(levels, expected_levels)
