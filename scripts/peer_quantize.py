@@ -28,27 +28,31 @@ Steps = tuple[Callable[[], Any], Callable[[str], Any]]
 
 def llmcompressor(*methods: str) -> Callable[[str, Tensor], Steps]:
     def prepare(model_path: str, tokens_NS: Tensor) -> Steps:
-        from datasets import Dataset
-        from llmcompressor import oneshot
-        from llmcompressor.modifiers.gptq import GPTQModifier
-        from llmcompressor.modifiers.quantization import QuantizationModifier
-        from llmcompressor.modifiers.transform.awq import AWQModifier
-        from llmcompressor.pipelines.cache import IntermediatesCache
         from transformers import AutoModelForCausalLM
 
-        IntermediatesCache.pin_memory = lambda *args, **kwargs: None  # pinning needs a GPU, and this release does not ask for one
-        modifiers = {"awq": lambda **_: AWQModifier(), "gptq": GPTQModifier, "rtn": QuantizationModifier}
-        recipe = [modifiers[each](scheme="W4A16", targets="Linear", ignore=["lm_head"]) for each in methods]
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
-        rows = {"input_ids": tokens_NS.tolist(), "attention_mask": torch.ones_like(tokens_NS).tolist()}
-        sizes = {"num_calibration_samples": tokens_NS.shape[0], "max_seq_length": tokens_NS.shape[1]}
-        dataset = Dataset.from_dict(rows)
-        return (
-            lambda: oneshot(model=model, dataset=dataset, recipe=recipe, shuffle_calibration_samples=False, **sizes),
-            lambda out: model.save_pretrained(out, save_compressed=True),
-        )
+        return oneshot_of(model, tokens_NS, methods), lambda out: model.save_pretrained(out, save_compressed=True)
 
     return prepare
+
+
+def oneshot_of(model: Any, tokens_NS: Tensor, methods: tuple[str, ...], **options: Any) -> Callable[[], Any]:
+    """llm-compressor's one call, with steps by name: `awq`, `gptq`, `rtn`."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if model.device.type == "cpu":
+        IntermediatesCache.pin_memory = lambda *args, **kwargs: None  # pinning needs a GPU, and this release does not ask for one
+    modifiers = {"awq": lambda **_: AWQModifier(), "gptq": GPTQModifier, "rtn": QuantizationModifier}
+    recipe = [modifiers[each](scheme="W4A16", targets="Linear", ignore=["lm_head"]) for each in methods]
+    rows = {"input_ids": tokens_NS.tolist(), "attention_mask": torch.ones_like(tokens_NS).tolist()}
+    sizes = {"num_calibration_samples": tokens_NS.shape[0], "max_seq_length": tokens_NS.shape[1]}
+    dataset = Dataset.from_dict(rows)
+    return lambda: oneshot(model=model, dataset=dataset, recipe=recipe, shuffle_calibration_samples=False, **sizes, **options)
 
 
 def auto_round(model_path: str, tokens_NS: Tensor) -> Steps:

@@ -4,8 +4,9 @@
     labels     drawn from the model's own predictions: the mean of g g^T over them is the Fisher matrix of the model's distribution
     backward   layer by layer from the last: run again from x_l with a graph, g at its output gives g at its linears and at x_l
 
-The loss of a sample is the sum of -log p(label) over its positions. What is kept of the samples between layers lies in host memory; weights
-are read twice, a layer at a time, as the sequential runner reads them. Parameters get no gradients.
+The loss of a sample is the sum of -log p(label) over its positions. The inputs of the layers lie in host memory between the two directions,
+pinned beside a GPU; what goes from layer to layer stays on the device. Weights are read twice, a layer at a time and the next one ahead,
+as the sequential runner reads them. Parameters get no gradients.
 
 Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary, I in, O out.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from compress.artifact.context import Context
 from compress.calibrate.observe import observe
 from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.streaming import Ahead
 from compress.errors import UsageError
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, LinearGroup, RMSNorm
@@ -55,41 +57,54 @@ def visit_gradients(
     dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype  # gradients leave the range of float16
     outer = source.outer()
     embed = dense(outer["embed.weight"])
-    x_NSD = torch.stack([embed[sample].to(dtype) for sample in tokens_NS.to(torch.int64)])
-    inputs, total = [x_NSD], 2 * arch.num_layers
-    for idx in range(arch.num_layers):
-        ctx.boundary(idx, total, f"sensitivities: forward, layer {idx} of {arch.num_layers}")
-        inputs.append(_forward(build_layer(arch, idx, source.layer(idx), dtype=dtype, device=device), inputs[-1], device))
-    head = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=dtype)
-    norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-    fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
-    gradient_NSD = _at_the_end(inputs.pop(), norm.requires_grad_(False), head, draws_NS, device)
-    del head
-    for idx in reversed(range(arch.num_layers)):
-        ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
-        layer, x_NSD = build_layer(arch, idx, source.layer(idx), dtype=dtype, device=device), inputs.pop()
-        asked = visitor.stats()
-        visitor.enter(layer, observe(layer, x_NSD.to(device), asked) if asked else {})
-        for sample in range(x_NSD.shape[0]):
-            x_1SD = x_NSD[sample : sample + 1].to(device)
-            gradient_NSD[sample] = _backward(layer, x_1SD, gradient_NSD[sample : sample + 1].to(device), visitor)[0].to("cpu")
+    x_NSD = torch.stack([embed[sample].to(dtype) for sample in tokens_NS.to(torch.int64)]).to(device)
+    inputs, last, total = list[Tensor](), arch.num_layers - 1, 2 * arch.num_layers
+    with Ahead(source.layer, device) as layers:
+        for idx in range(arch.num_layers):
+            ctx.boundary(idx, total, f"sensitivities: forward, layer {idx} of {arch.num_layers}")
+            layer = build_layer(arch, idx, layers.take(idx), dtype=dtype, device=device)
+            if last:
+                layers.start(idx + 1 if idx < last else last - 1)
+            inputs.append(_kept(x_NSD))
+            _forward_(layer, x_NSD)
+        head = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=dtype)
+        norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
+        gradient_NSD = x_NSD
+        _at_the_end_(gradient_NSD, norm.requires_grad_(False), head, draws_NS)
+        del head, x_NSD
+        for idx in reversed(range(arch.num_layers)):
+            ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
+            if idx < last:
+                layer = build_layer(arch, idx, layers.take(idx), dtype=dtype, device=device)
+            if idx:
+                layers.start(idx - 1)
+            x_NSD, asked = inputs.pop().to(device, non_blocking=True), visitor.stats()
+            visitor.enter(layer, observe(layer, x_NSD, asked) if asked else {})
+            for sample in range(len(x_NSD)):
+                one = slice(sample, sample + 1)
+                gradient_NSD[one] = _backward(layer, x_NSD[one], gradient_NSD[one], visitor)
+
+
+def _kept(x_NSD: Tensor) -> Tensor:
+    """The same numbers in host memory, when the device comes to it."""
+    return torch.empty(x_NSD.shape, dtype=x_NSD.dtype, pin_memory=x_NSD.is_cuda).copy_(x_NSD, non_blocking=True)
 
 
 @torch.no_grad()
-def _forward(layer: DecoderLayer, x_NSD: Tensor, device: torch.device) -> Tensor:
-    positions = torch.arange(x_NSD.shape[1], device=device)
-    return torch.cat([layer(x_1SD.to(device), positions, FullAttention()).to("cpu") for x_1SD in x_NSD.split(1)])
+def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
+    positions = torch.arange(x_NSD.shape[1], device=x_NSD.device)
+    for x_1SD in x_NSD.split(1):
+        x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
 
 
-def _at_the_end(x_NSD: Tensor, norm: nn.Module, head_VD: Tensor, draws_NS: Tensor, device: torch.device) -> Tensor:
-    """Gradients at the output of the last layer, of labels that lie at `draws_NS` of the cumulative predictions."""
-    gradients = []
-    for x_SD, draws_S in zip(x_NSD, draws_NS, strict=True):
-        x_SD = x_SD.to(device).requires_grad_(True)
+def _at_the_end_(x_NSD: Tensor, norm: nn.Module, head_VD: Tensor, draws_NS: Tensor) -> None:
+    """Outputs of the last layer become gradients there, of labels that lie at `draws_NS` of the cumulative predictions."""
+    for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
+        x_SD = kept_SD.clone().requires_grad_(True)
         logits_SV = F.linear(norm(x_SD), head_VD)
-        (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _of_labels(logits_SV.detach(), draws_S.to(device)))
-        gradients.append(gradient_SD.to("cpu"))
-    return torch.stack(gradients)
+        (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _of_labels(logits_SV.detach(), draws_S))
+        kept_SD.copy_(gradient_SD)
 
 
 @torch.no_grad()

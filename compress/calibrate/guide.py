@@ -96,7 +96,7 @@ def make_guide(spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Contex
         visitor = _Visitor(weights, outputs_to=ctx.scratch if begin == 0 else None)
         visit_gradients(source, tokens_NS[walk], visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS[walk])
         visitor.write()
-    shared = {name: _weights(torch.stack(rows), spec.share) for name, rows in weights.items()}
+    shared = {name: _weights(torch.stack(rows).cpu(), spec.share) for name, rows in weights.items()}
     save_tensors(ctx.scratch / WEIGHTS_NAME, shared)  # last: where it is, the rest is too
 
 
@@ -132,7 +132,7 @@ class _Visitor:
     def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
         g_TO = torch.cat([gradients[name] for name in group.linears], dim=1)
         squares_T = torch.linalg.vector_norm(g_TO, dim=1, dtype=torch.float32).square()
-        self._weights.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(squares_T.cpu())
+        self._weights.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(squares_T)
         if self._outputs_to is None:
             return
         waiting = self._waiting.setdefault(group.tap, [])

@@ -1,11 +1,12 @@
 """Columns of a block, one after the other: the inner loops of GPTQ and of coordinate descent, in torch and as one launch.
 
     round      w_i -= sum_{j < i} U_ji e_j;   c_i = nearest(w_i);   e_i = (w_i - value(c_i)) / U_ii
-    descend    g_i += sum_{j < i} H_ji m_j;   l_i = nearest(l_i s - g_i pull_i);   m_i = (new l_i - old l_i) s
+    refit      s' = stored(s - (g . l) / (l . H l));   g += (H l) (s' - s)
+    descend    g_i += sum_{j < i} H_ji m_j;   l'_i = nearest(l_i s' - g_i pull_i);   m_i = (l'_i - l_i) s'
 
 `methods/gptq.py` and `methods/descent.py` say what they mean. A column waits for those before it, and outputs do not know one another: a
 program holds what the columns so far have left behind for a few outputs, and a block is one launch where torch needs ten for each column.
-It sums over j anew for each column, by a tree; torch adds to all later columns at once, so last bits differ.
+It sums over j in another order than torch, so last bits differ.
 
 Shapes: B columns of a block, O outputs. Everything is float32, and contiguous but for H and U, which may have any strides (a factor comes
 transposed from some libraries).
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 
 from compress.kernels.launch import jit, tl, triton
-from compress.quant.numerics import nearest_codes
+from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import Scheme
 
 OUTPUTS, WARPS = 64, 4
 """Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
+DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
+"""Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
 
 
 def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -39,11 +42,42 @@ def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tenso
 
 
 def descend_block(
+    levels_BO: Tensor,
+    g_BO: Tensor,
+    h_BB: Tensor,
+    pull_B: Tensor,
+    scheme: Scheme,
+    scale_O: Tensor,
+    zero_O: Tensor | None,
+    *,
+    slope_BO: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New levels, which are codes less their zero points [B, O], new scales [O], and what they move the values by [B, O]; H is symmetric.
+
+    `slope_BO` is H l, of a block that is a whole group: its scales, stored in `scale_dtype`, become the best for its old codes first.
+    """
+    state = levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O
+    if levels_BO.is_cuda and triton is not None:
+        return launch_descend(*state, slope_BO=slope_BO, scale_dtype=scale_dtype)
+    if slope_BO is None:
+        new_BO, moves_BO = _descend(*state)
+        return new_BO, scale_O, moves_BO
+    best_O = best_scale(scale_O, (g_BO * levels_BO).sum(dim=0), (slope_BO * levels_BO).sum(dim=0), scheme, scale_dtype)
+    turn_O = best_O - scale_O
+    new_BO, moves_BO = _descend(levels_BO, torch.addcmul(g_BO, slope_BO, turn_O), h_BB, pull_B, scheme, best_O, zero_O)
+    return new_BO, best_O, moves_BO.addcmul_(levels_BO, turn_O)
+
+
+def best_scale(scale_O: Tensor, fall_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
+    """The stored value nearest to the bottom of a parabola; a scale of zeros only, or whose best is not positive, stays as it is."""
+    best_O = storable(scale_O - fall_O / curvature_O, scheme, scale_dtype).to(torch.float32)
+    return torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
+
+
+def _descend(
     levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """New levels, which are codes less their zero points, and moves m [B, O]; H is symmetric."""
-    if levels_BO.is_cuda and triton is not None:
-        return launch_descend(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
     if scheme.type == "int":
         return _descend_integers(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
     g_BO, new_BO, moves_BO = g_BO.clone(), torch.empty_like(levels_BO), torch.empty_like(levels_BO)
@@ -66,38 +100,55 @@ def _descend_integers(
         torch.sub(levels_BO[i], g_BO[i], alpha=pull, out=new_BO[i]).round_().clamp_(lowest, highest)
         torch.sub(new_BO[i], levels_BO[i], out=steps_BO[i])
         g_BO[i + 1 :].addr_(h_BB[i, i + 1 :], steps_BO[i])
-    return new_BO, steps_BO * scale_O
+    return new_BO, steps_BO.mul_(scale_O)
 
 
 def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
     """`round_block` in one launch."""
-    return _launched(_round, scheme, w_BO, factor_BB, scale_BO, zero_BO)
+    size, num_outputs = w_BO.shape
+    codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
+    _round[(triton.cdiv(num_outputs, OUTPUTS),)](
+        *(w_BO, factor_BB, scale_BO, zero_BO, codes_BO, errors_BO, *factor_BB.stride(), size, num_outputs),
+        BLOCK=triton.next_power_of_2(size),
+        OUTPUTS=OUTPUTS,
+        num_warps=WARPS,
+        **_numbers(scheme),
+    )
+    return codes_BO, errors_BO
 
 
 def launch_descend(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    levels_BO: Tensor,
+    g_BO: Tensor,
+    h_BB: Tensor,
+    pull_B: Tensor,
+    scheme: Scheme,
+    scale_O: Tensor,
+    zero_O: Tensor | None,
+    *,
+    slope_BO: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`descend_block` in one launch."""
-    return _launched(_descend, scheme, levels_BO, h_BB, scale_O, zero_O, g_BO, pull_B)
-
-
-def _launched(
-    kernel: Any, scheme: Scheme, block_BO: Tensor, matrix_BB: Tensor, scale: Tensor, zero: Tensor | None, *beside: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The two results [B, O] of a kernel of this file; parameters of both stand in one order, with what one alone has behind the inputs."""
-    size, num_outputs = block_BO.shape
-    results = torch.empty_like(block_BO), torch.empty_like(block_BO)
-    kernel[(triton.cdiv(num_outputs, OUTPUTS),)](
-        *(block_BO, matrix_BB, scale, zero, *beside, *results, *matrix_BB.stride(), size, num_outputs),
-        BLOCK=triton.next_power_of_2(size),
-        OUTPUTS=OUTPUTS,
-        LOWEST=scheme.min_code,
-        HIGHEST=scheme.max_code,
-        FLOAT=scheme.type == "float",
-        num_warps=WARPS,
-        enable_fp_fusion=False,  # values are products rounded to float32, as the reference has them
+    size, num_outputs = levels_BO.shape
+    new_BO, moves_BO, best_O = torch.empty_like(levels_BO), torch.empty_like(levels_BO), torch.empty_like(scale_O)
+    _descend_group[(triton.cdiv(num_outputs, DESCENT_OUTPUTS),)](
+        *(levels_BO, g_BO, slope_BO, h_BB, pull_B, scale_O, zero_O, new_BO, moves_BO, best_O, *h_BB.stride(), size, num_outputs),
+        COLUMNS=DESCENT_COLUMNS,
+        OUTPUTS=DESCENT_OUTPUTS,
+        STORED=_STORED[scale_dtype],
+        num_warps=1,
+        **_numbers(scheme),
     )
-    return results
+    return new_BO, best_O, moves_BO
+
+
+_STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def _numbers(scheme: Scheme) -> dict[str, Any]:
+    """The numbers that codes are, and products rounded to float32, as the reference has them."""
+    return {"LOWEST": scheme.min_code, "HIGHEST": scheme.max_code, "FLOAT": scheme.type == "float", "enable_fp_fusion": False}
 
 
 @jit()
@@ -147,38 +198,94 @@ def _round(
 
 
 @jit()
-def _descend(
+def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.tensor:
+    """`quant.numerics.storable` of what `_STORED` numbers."""
+    if STORED == 0:
+        return scale
+    if STORED == 1:
+        return scale.to(tl.float16).to(tl.float32)
+    bits = scale.to(tl.int32, bitcast=True)  # to bfloat16, half to even
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    stored = bits.to(tl.float32, bitcast=True)
+    if FLOAT:
+        return stored
+    both = stored.to(tl.float16).to(tl.float32)
+    least = tl.where(stored > 0, 2.0**-24, -(2.0**-24))
+    both = tl.where((both == 0) & (stored != 0), least, both)
+    return tl.where(tl.abs(stored) < 2.0**-17, both, stored)
+
+
+@jit()
+def _descend_group(
     levels_ptr: tl.tensor,
+    g_ptr: tl.tensor,
+    slope_ptr: tl.tensor,
     h_ptr: tl.tensor,
+    pull_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,
-    g_ptr: tl.tensor,
-    pull_ptr: tl.tensor,
     new_ptr: tl.tensor,
     moves_ptr: tl.tensor,
+    best_ptr: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
     size: tl.tensor,
     num_outputs: tl.tensor,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    STORED: tl.constexpr,
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
     FLOAT: tl.constexpr,
 ) -> None:
+    """A few columns at a time stand in registers; what they owe to those before comes in one go, since nothing is stored meanwhile that a
+    load would have to wait for."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    mask, before = outputs < num_outputs, tl.arange(0, BLOCK)
-    scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
-    zero = tl.zeros_like(scale) if zero_ptr is None else tl.load(zero_ptr + outputs, mask=mask, other=0.0)
-    moves = tl.zeros((BLOCK, OUTPUTS), tl.float32)
-    for i in range(size):
-        at = i * num_outputs + outputs
-        h = tl.load(h_ptr + i * row_stride + before * column_stride, mask=before < i, other=0.0)
-        g = tl.load(g_ptr + at, mask=mask, other=0.0) + tl.sum(h[:, None] * moves, axis=0)
-        old = tl.load(levels_ptr + at, mask=mask, other=0.0)
-        wanted = old * scale - g * tl.load(pull_ptr + i)
-        level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
-        move = (level - old) * scale
-        tl.store(new_ptr + at, level, mask=mask)
-        tl.store(moves_ptr + at, move, mask=mask)
-        moves = tl.where((before == i)[:, None], move[None, :], moves)
+    mask, columns = outputs < num_outputs, tl.arange(0, COLUMNS)
+    old_scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
+    zero = tl.zeros_like(old_scale) if zero_ptr is None else tl.load(zero_ptr + outputs, mask=mask, other=0.0)
+    scale = old_scale
+    if slope_ptr is not None:
+        fall, curvature = tl.zeros_like(scale), tl.zeros_like(scale)
+        for begin in range(0, size, COLUMNS):
+            at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
+            inside = (begin + columns < size)[:, None] & mask[None, :]
+            level = tl.load(levels_ptr + at, mask=inside, other=0.0)
+            fall += tl.sum(level * tl.load(g_ptr + at, mask=inside, other=0.0), axis=0)
+            curvature += tl.sum(level * tl.load(slope_ptr + at, mask=inside, other=0.0), axis=0)
+        best = _stored(old_scale - tl.div_rn(fall, curvature), STORED, FLOAT)
+        scale = tl.where((curvature > 0) & (best > 0) & (best < float("inf")), best, old_scale)
+    turn = scale - old_scale
+    tl.store(best_ptr + outputs, scale, mask=mask)
+    for begin in range(0, size, COLUMNS):
+        here = begin + columns
+        at, inside = here[:, None] * num_outputs + outputs[None, :], (here < size)[:, None] & mask[None, :]
+        g = tl.load(g_ptr + at, mask=inside, other=0.0)
+        if slope_ptr is not None:
+            g += tl.load(slope_ptr + at, mask=inside, other=0.0) * turn[None, :]
+        for past in range(0, begin, COLUMNS):
+            for k in tl.static_range(COLUMNS):
+                move = tl.load(moves_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
+                h = tl.load(h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0)
+                g += h[:, None] * move[None, :]
+        levels, moves = tl.zeros_like(g), tl.zeros_like(g)
+        for i in tl.static_range(COLUMNS):
+            is_column = (columns == i)[:, None]
+            there = mask & (begin + i < size)
+            old = tl.load(levels_ptr + (begin + i) * num_outputs + outputs, mask=there, other=0.0)
+            pull = tl.load(pull_ptr + begin + i, mask=begin + i < size, other=0.0)
+            wanted = old * scale - tl.sum(tl.where(is_column, g, 0.0), axis=0) * pull
+            level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
+            move = (level - old) * scale
+            h = tl.load(h_ptr + (begin + i) * row_stride + here * column_stride, mask=(here < size) & (begin + i < size), other=0.0)
+            g += h[:, None] * move[None, :]
+            levels, moves = tl.where(is_column, level[None, :], levels), tl.where(is_column, move[None, :], moves)
+        tl.store(new_ptr + at, levels, mask=inside)
+        tl.store(moves_ptr + at, moves, mask=inside)
+        tl.debug_barrier()  # what comes after reads what other lanes have stored
+    if slope_ptr is not None:
+        for begin in range(0, size, COLUMNS):
+            at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
+            inside = (begin + columns < size)[:, None] & mask[None, :]
+            move = tl.load(moves_ptr + at, mask=inside, other=0.0) + tl.load(levels_ptr + at, mask=inside, other=0.0) * turn[None, :]
+            tl.store(moves_ptr + at, move, mask=inside)

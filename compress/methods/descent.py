@@ -32,21 +32,22 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
-from compress.kernels.columns import descend_block
+from compress.kernels.columns import best_scale, descend_block
 from compress.methods import REFINERS, Rounded
-from compress.quant.numerics import storable, whole_blocks
+from compress.quant.numerics import diagonal_blocks, whole_blocks
 from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.recipe import Spec
 
 BLOCK_SIZE = 128
-"""Columns between two updates of the whole gradient: changes speed, not what is computed."""
+"""Columns of a group between two updates of its gradient: changes speed, not what is computed."""
 PHASES = 16
 """Parts of the rows that are descended one after the other when rows are coupled: row r is of part r mod PHASES."""
 ROW_DAMPING = 0.1
@@ -91,11 +92,15 @@ class Descent(Spec):
         return self._coupled(point, weight, w_IO, h_II, pull_I, [each.to(h_II, copy=True) for each in outputs.segments])
 
     def _sweep_(self, point: "Point", g_IO: Tensor, h_II: Tensor, pull_I: Tensor, sweeps: int) -> None:
-        for _ in range(sweeps):
+        """Uses up the gradient: behind the last sweep it holds for no column."""
+        for sweep in range(sweeps):
+            slope_IO = slopes(point, h_II) if self.refit else None
             for group in range(point.scale_GO.shape[0]):
-                if self.refit:
-                    refit_scale_(point, group, g_IO, h_II)
-                descend_codes_(point, group, g_IO, h_II, pull_I)
+                columns = point.columns(group)
+                slope_NO = None if slope_IO is None else slope_IO[columns]
+                moves_NO = visit_(point, group, g_IO[columns], h_II[columns, columns], pull_I[columns], slope_NO)
+                to_come = slice(columns.stop if sweep + 1 == sweeps else 0, None)
+                g_IO[to_come].addmm_(h_II[to_come, columns], moves_NO)
 
     def _coupled(
         self, point: "Point", weight: QuantizedWeight, w_IO: Tensor, h_II: Tensor, pull_I: Tensor, segments: list[Tensor]
@@ -103,6 +108,7 @@ class Descent(Spec):
         """The best of the points that the rounds reach, and the coupled loss of it and of the first."""
         for segment_RR in segments:
             segment_RR.diagonal().add_(ROW_DAMPING * max(float(segment_RR.diagonal().mean()), torch.finfo(torch.float32).tiny))
+        pulls = newton_pulls(segments)
         error_IO = point.values() - w_IO
         first = loss = coupled_loss(error_IO, h_II, segments)
         for _ in range(self.coupled_rounds):
@@ -110,7 +116,7 @@ class Descent(Spec):
             for phase in range(PHASES):
                 rows = slice(phase, None, PHASES)
                 some = found.rows(rows)
-                step_IR = newton_step(error_IO, segments, phase)
+                step_IR = newton_step(error_IO, pulls[phase])
                 self._sweep_(some, h_II @ step_IR, h_II, pull_I, 1)
                 found.put_(rows, some)
                 error_IO[:, rows] = some.values() - w_IO[:, rows]
@@ -126,18 +132,27 @@ def coupled_loss(error_IO: Tensor, h_II: Tensor, segments: list[Tensor]) -> floa
     return float((product(h_II, error_IO) * _times_segments(error_IO, segments)).sum(dtype=torch.float64))
 
 
-def newton_step(error_IO: Tensor, segments: list[Tensor], phase: int) -> Tensor:
-    """[I, rows of the phase]: how far these rows are from their coupled bottom, G_RR^-1 (G E)_R, taken within each segment."""
-    steps, first = [], 0
+def newton_pulls(segments: list[Tensor]) -> list[list[Tensor]]:
+    """By phase and segment: G_RR^-1 G_R of the phase's rows of the segment, [R, rows of the segment]."""
+    pulls, first = [list[Tensor]() for _ in range(PHASES)], 0
     for segment_RR in segments:
-        own = slice((phase - first) % PHASES, None, PHASES)
-        some = segment_RR[own]
-        if len(some):
-            pulled = some @ error_IO[:, first : first + len(segment_RR)].t()
-            lower = torch.linalg.cholesky(some[:, own])
-            steps.append(torch.cholesky_solve(pulled, lower).t())
-        first += len(segment_RR)
-    return torch.cat(steps, dim=1)
+        rows = len(segment_RR)
+        missing = -rows % PHASES
+        whole = F.pad(segment_RR, (0, missing, 0, missing))
+        whole.diagonal()[rows:] = 1  # rows that make all phases equally long, and touch no other
+        by_phase = whole.view(-1, PHASES, len(whole) // PHASES, PHASES)
+        lower = torch.linalg.cholesky(by_phase.diagonal(dim1=1, dim2=3).permute(2, 0, 1))
+        found = torch.cholesky_solve(by_phase.flatten(2).transpose(0, 1), lower)[..., :rows]
+        for part, pull in enumerate(found):
+            pulls[(first + part) % PHASES].append(pull[: len(range(part, rows, PHASES))])
+        first += rows
+    return pulls
+
+
+def newton_step(error_IO: Tensor, pulls: list[Tensor]) -> Tensor:
+    """[I, rows of the phase]: how far these rows are from their coupled bottom, G_RR^-1 (G E)_R, taken within each segment."""
+    parts = error_IO.split([pull.shape[1] for pull in pulls], dim=1)
+    return torch.cat([part @ pull.t() for part, pull in zip(parts, pulls, strict=True)], dim=1)
 
 
 def _times_segments(error_IO: Tensor, segments: list[Tensor]) -> Tensor:
@@ -195,17 +210,36 @@ class Point:
         return replace(before, codes_OI=codes_OI, scale_OG=scale_OG.to(self.scale_dtype))
 
 
-def refit_scale_(point: Point, group: int, g_IO: Tensor, h_II: Tensor) -> None:
-    """The scales of one group go to their best stored values; one of zeros only, or whose best is not positive, stays as it is."""
-    columns, scale_O = point.columns(group), point.scale_GO[group]
-    levels_NO = point.levels_IO[columns]
-    slope_IO = h_II[:, columns] @ levels_NO
-    curvature_O = _shared((slope_IO[columns] * levels_NO).sum(dim=0), point.scheme)
-    best_O = scale_O - _shared((g_IO[columns] * levels_NO).sum(dim=0), point.scheme) / curvature_O
-    best_O = storable(best_O, point.scheme, point.scale_dtype).to(torch.float32)
-    best_O = torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
-    g_IO += slope_IO * (best_O - scale_O)
-    point.scale_GO[group] = best_O
+def slopes(point: Point, h_II: Tensor) -> Tensor:
+    """What the levels of each group make of its own block of H, [I, O]."""
+    num_groups, num_outputs = point.scale_GO.shape
+    return (diagonal_blocks(h_II, point.scheme) @ point.levels_IO.view(num_groups, -1, num_outputs)).view(-1, num_outputs)
+
+
+def visit_(point: Point, group: int, g_NO: Tensor, h_NN: Tensor, pull_N: Tensor, slope_NO: Tensor | None) -> Tensor:
+    """The scales of one group, where there are slopes, and then its codes column by column go to their best stored values; what that moves
+    the dequantized weights by, [N, O]. The pull is 1 / H_ii, and 0 where a code is to stay."""
+    columns, old_O, zero_O = point.columns(group), point.scale_GO[group], None if point.zero_GO is None else point.zero_GO[group]
+    levels_NO, scheme = point.levels_IO[columns], point.scheme
+    if len(g_NO) <= BLOCK_SIZE and scheme.block_rows == 1:
+        state = levels_NO, g_NO, h_NN, pull_N, scheme, old_O, zero_O
+        found = descend_block(*state, slope_BO=slope_NO, scale_dtype=point.scale_dtype)
+        point.levels_IO[columns], point.scale_GO[group], moves_NO = found
+        return moves_NO
+    scale_O, g_NO = old_O, g_NO.clone()
+    if slope_NO is not None:
+        parabola = _shared((g_NO * levels_NO).sum(dim=0), scheme), _shared((slope_NO * levels_NO).sum(dim=0), scheme)
+        scale_O = best_scale(old_O, *parabola, scheme, point.scale_dtype)
+        g_NO.addcmul_(slope_NO, scale_O - old_O)
+    moves_NO = levels_NO * (scale_O - old_O)
+    for begin in range(0, len(g_NO), BLOCK_SIZE):
+        inside = slice(begin, begin + BLOCK_SIZE)
+        state = levels_NO[inside], g_NO[inside], h_NN[inside, inside], pull_N[inside], scheme, scale_O, zero_O
+        levels_NO[inside], _, moves_BO = descend_block(*state)
+        moves_NO[inside] += moves_BO
+        g_NO[begin + BLOCK_SIZE :].addmm_(h_NN[begin + BLOCK_SIZE :, inside], moves_BO)
+    point.scale_GO[group] = scale_O
+    return moves_NO
 
 
 def _shared(sum_O: Tensor, scheme: Scheme) -> Tensor:
@@ -214,17 +248,3 @@ def _shared(sum_O: Tensor, scheme: Scheme) -> Tensor:
         return sum_O
     blocks = whole_blocks(sum_O.unsqueeze(1), scheme).view(-1, scheme.block_rows)
     return scheme.by_row(blocks.sum(dim=1), len(sum_O))
-
-
-def descend_codes_(point: Point, group: int, g_IO: Tensor, h_II: Tensor, pull_I: Tensor) -> None:
-    """Every code of one group, column by column, goes to its best value; the gradient outside a block follows once per block.
-
-    `pull_I` is 1 / H_ii, and 0 where a code is to stay.
-    """
-    columns, scale_O, zero_O = point.columns(group), point.scale_GO[group], None if point.zero_GO is None else point.zero_GO[group]
-    for begin in range(columns.start, columns.stop, BLOCK_SIZE):
-        end = min(begin + BLOCK_SIZE, columns.stop)
-        inside = slice(begin, end)
-        state = point.levels_IO[inside], g_IO[inside], h_II[inside, inside], pull_I[inside]
-        point.levels_IO[inside], moves_BO = descend_block(*state, point.scheme, scale_O, zero_O)
-        g_IO.addmm_(h_II[:, inside], moves_BO)

@@ -87,8 +87,7 @@ def search_scale(w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_G
 def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
     """[I, I] -> [G, N, N], the blocks of H that belong to one group each."""
     num_groups = scheme.num_groups(h_II.shape[0])
-    blocks = h_II.view(num_groups, h_II.shape[0] // num_groups, num_groups, -1)
-    return torch.stack([blocks[group, :, group] for group in range(num_groups)])
+    return h_II.reshape(num_groups, len(h_II) // num_groups, num_groups, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 ScaleChoice = Literal["min_max", "mse", "hessian"]

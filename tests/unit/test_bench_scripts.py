@@ -21,6 +21,21 @@ CPU = torch.device("cpu")
 SHAPE = {**QWEN3, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 512}
 CONFIG = {**SHAPE, "attention_bias": False, "tie_word_embeddings": False}
 
+PEER = """#!{python}
+import json, shutil, sys
+from pathlib import Path
+from safetensors import safe_open
+question = json.load(open(sys.argv[2]))
+shutil.copy(sys.argv[2], "{seen}")
+assert (Path(question["model"]) / "tokenizer.json").exists() and (Path(question["model"]) / "config.json").exists()
+with safe_open(question["tokens"], "pt") as tokens:
+    assert tokens.get_tensor("tokens").shape == (2, 16)
+starts = [3, 0, 0]  # the first call of a process
+runs = [{{"seconds": start + 2 * layers, "peak_device_bytes": None}} for start, layers in zip(starts, question["layers"])]
+answer = {{"runs": runs, "package": "llmcompressor", "method": "gptq", "versions": {{"llmcompressor": "9.9"}}}}
+json.dump(answer, open(sys.argv[3], "w"))
+"""
+
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -31,7 +46,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     known = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - known:
-        if name.partition(".")[0] in {"bench_kernels", "bench_runtime", "bench_setup", "kernel_bench", "result_file", "step_profile"}:
+        if (SCRIPTS / f"{name.partition('.')[0]}.py").exists() or name.partition(".")[0] == "kernel_bench":
             del sys.modules[name]
 
 
@@ -213,3 +228,26 @@ def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> Non
     assert row["after_import_bytes"] < row["peak_bytes"]
     assert math.isclose(row["disk_bytes"], row["disk_planned_bytes"], rel_tol=0.3)
     assert f"{row['bound_bytes'] / 1e6:.0f} MB" in done.stdout
+
+
+def test_other_tools_quantize_the_same_checkpoint_and_tokens(scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that takes three seconds to start and two a layer, as it says itself."""
+    python, seen = tmp_path / "bin" / "python", tmp_path / "seen.json"
+    python.parent.mkdir()
+    python.write_text(PEER.format(python=sys.executable, seen=str(seen)))
+    python.chmod(0o755)
+    config, out = tmp_path / "config.json", tmp_path / "quantize.json"
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 7}))
+    bench, sizes = scripts("bench_quantize"), ["--num-samples", "2", "--seq-len", "16", "--scratch", str(tmp_path), "--out", str(out)]
+    tool = ["--tools", "llmcompressor-gptq", "--peers", str(tmp_path)]
+    for few, runs in (([], [7]), (["--peer-layers", "3"], [1, 1, 3])):
+        monkeypatch.setattr(sys, "argv", ["bench_quantize.py", "--model", str(config), "--methods", "fp8-static", *tool, *sizes, *few])
+        bench.main()
+        ours, theirs = json.loads(out.read_text())["rows"]
+        assert (ours["tool"], theirs["tool"], theirs["method"]) == ("compress", "llmcompressor 9.9", "gptq")
+        assert [each["layers"] for each in theirs["measured"]] == json.loads(seen.read_text())["layers"] == runs
+        assert (theirs["seconds"], theirs["num_layers"]) == (3 + 2 * 7, 7)
+        assert ours["artifact_bytes"] > 0
+    assert "(from 3 layers)" in bench.table([ours, theirs])
+    with pytest.raises(RuntimeError, match="peer_speed"):  # the environment of the tests lacks the tool
+        bench.quantize_elsewhere(tmp_path, "llmcompressor-gptq", Path(sys.executable), CPU, tiny_arch(CONFIG), None)

@@ -1,5 +1,7 @@
 """The loops over columns as one launch, against the torch loops that define them, in triton's interpreter."""
 
+from typing import Any
+
 import pytest
 import torch
 from triton_interpreter import INTERPRETED, assert_passes_interpreted
@@ -40,21 +42,29 @@ def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), (24, 70)])
-def test_descending_a_block(name: str, size: int, num_outputs: int) -> None:
+@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), (40, 70)])
+@pytest.mark.parametrize("scale_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
+def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype: torch.dtype | None) -> None:
+    """With scales that stay, and with scales that are refitted and stored; some of them are too small for float16."""
     scheme = scheme_named(name)
     x = randn(3 * size, size, seed=4)
     h_BB = x.t() @ x / (3 * size)
     scale_O = (0.5 + torch.rand(num_outputs, generator=torch.Generator().manual_seed(5))) / scheme.max_code
+    scale_O[::5] *= 2.0**-22
     zero_O = None if scheme.symmetric else torch.randint(-8, 8, (num_outputs,), generator=torch.Generator().manual_seed(6)).float()
     codes_BO = randn(size, num_outputs, seed=7).mul(scheme.max_code / 2).to(scheme.code_dtype).float()
     levels_BO = codes_BO if zero_O is None else codes_BO - zero_O
-    state = levels_BO, h_BB @ (levels_BO * scale_O - randn(size, num_outputs, seed=8)), h_BB, 1 / h_BB.diagonal()
-    expected_levels, expected_moves = columns.descend_block(*state, scheme, scale_O, zero_O)
-    levels, moves = columns.launch_descend(*state, scheme, scale_O, zero_O)
+    w_BO = (levels_BO + scheme.max_code / 4 * randn(size, num_outputs, seed=8)) * scale_O * 1.1
+    state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
+    refit: dict[str, Any] = {} if scale_dtype is None else {"slope_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
+    expected_levels, expected_scale, expected_moves = columns.descend_block(*state, scheme, scale_O, zero_O, **refit)
+    levels, scale, moves = columns.launch_descend(*state, scheme, scale_O, zero_O, **refit)
     assert torch.equal(levels, expected_levels)
     assert (levels != levels_BO).float().mean() > 0.3
-    torch.testing.assert_close(moves, expected_moves, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-5 if scale_dtype == torch.float32 else 0, atol=0)
+    assert (scale != scale_O).float().mean() > 0.5 or not refit
+    torch.testing.assert_close(moves / scale_O, expected_moves / scale_O, rtol=1e-5, atol=1e-4 * scheme.max_code)
+    assert torch.equal(moves != 0, expected_moves != 0)
 
 
 @inside

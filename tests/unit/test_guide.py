@@ -17,7 +17,7 @@ from compress.calibrate.observe import Shards, observe_shards, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import AbsMax, CrossMoment, SecondMoment
 from compress.errors import RecipeError
-from compress.methods.descent import PHASES, Descent, coupled_loss, newton_step
+from compress.methods.descent import PHASES, Descent, coupled_loss, newton_pulls, newton_step
 from compress.methods.rtn import Rtn
 from compress.models.weights import build_decoder, build_layer
 from compress.quant.scheme import Scheme
@@ -149,7 +149,7 @@ def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
     for phase in range(PHASES):
         rows = slice(phase, None, PHASES)
         moved = error_IO.clone()
-        moved[:, rows] -= newton_step(error_IO, segments, phase)
+        moved[:, rows] -= newton_step(error_IO, newton_pulls(segments)[phase])
         pulled_OI = torch.block_diag(*segments) @ moved.t()
         assert float(pulled_OI[rows].abs().max()) < 1e-5 * float(error_IO.abs().max())
         assert coupled_loss(moved, stat.mean(), segments) < coupled_loss(error_IO, stat.mean(), segments)
