@@ -26,18 +26,26 @@ import torch
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from step_profile import drain, fill, queue
 
+from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import scheme_named
+from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.model_runner import PrefillBatch
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import Drafts, Pages, Proposer, ProposerOptions, Setting
 from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
 
 DENSE = "dense"
+
+
+def schemes_of(said: str) -> tuple[Scheme | None, Scheme | None]:
+    """Of the linears and of the head."""
+    linears, _, head = said.partition("+")
+    return None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
 
 
 class Free:
@@ -105,14 +113,21 @@ class Bench:
 
     def _source(self, model: str, scheme: str) -> tuple[str, RandomSource]:
         name, arch = read_arch(model)
-        linears, _, head = scheme.partition("+")
-        body, outer = None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
+        body, outer = schemes_of(scheme)
         return name, RandomSource(arch, device=self.device, dtype=model_dtype(self.device), scheme=body, head_scheme=outer)
 
     def proposers(self) -> dict[str, tuple[str, ProposerOptions]]:
         """Name -> what it is made of, its options."""
-        shape, draft = self._source(self.args.draft, self.args.draft_scheme)
-        return {"draft_model": (f"{shape} {self.args.draft_scheme}", DraftModel(draft))}
+        args, found = self.args, dict[str, tuple[str, ProposerOptions]]()
+        if "draft_model" in args.proposers:
+            shape, draft = self._source(args.draft, args.draft_scheme)
+            found["draft_model"] = f"{shape} {args.draft_scheme}", DraftModel(draft)
+        if "eagle3" in args.proposers:
+            body, outer = schemes_of(args.eagle3_scheme)
+            dtype, vocab = model_dtype(self.device), min(args.eagle3_vocab, self.target.arch.vocab_size)
+            head = random_eagle3(self.target.arch, device=self.device, dtype=dtype, draft_vocab_size=vocab, scheme=body, head_scheme=outer)
+            found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", Eagle3(head)
+        return found
 
     def engine(self, proposer: ProposerOptions | None, rate: float | None = None) -> Engine:
         args = self.args
@@ -202,6 +217,9 @@ def main() -> None:
     parser.add_argument("--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B")
     parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
     parser.add_argument("--draft-scheme", default="W4A16_G128")
+    parser.add_argument("--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"])
+    parser.add_argument("--eagle3-scheme", default="W4A16_G128+FP8_DYNAMIC", help="of the head's layer and of its own output head")
+    parser.add_argument("--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.7, 0.8, 0.9])
     parser.add_argument("--batch-size", type=int, default=1)
