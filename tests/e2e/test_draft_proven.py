@@ -125,6 +125,7 @@ def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Comma
         (stages(speculative={"prompt_tokens": 100, "output_tokens": 64}), "speculative prompt and output together is 164 tokens"),
         (stages(speculative={"k": 9}), "k"),
         (stages(speculative={"data": {"prompts": "mine.yaml"}}), "mine.yaml"),
+        (stages(speculative={"data": {"prompts": "builtin://python"}}), "judges on the same text"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(

@@ -95,6 +95,11 @@ class Validate(Spec):
             {each: f"{EMBEDDED}/{each}" for each in ("code", "prose")} if self.data == EMBEDDED else {"evaluation": self.data}
         )
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Data cards that judge; none may have been trained on."""
+        return (self.data, *self.prompt_data.values())
+
     def engine_config(self, *, speculates: bool) -> EngineConfig:
         """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""
         latency, own = self.latency, self.speculative if speculates else None

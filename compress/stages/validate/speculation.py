@@ -1,9 +1,12 @@
 """The candidate served with its draft, beside prompt lookup: who proposes, on which prompts."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from compress.artifact.context import Context
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
@@ -91,6 +94,9 @@ def speculate(
     conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
 
     def engine_for(speculative: Speculative) -> Engine:
+        gc.collect()  # the engine before this one
+        if plain.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is cached is not free for a KV cache
         return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
 
     evidence = measure_speculation(plain, engine_for, proposers, conditions, ctx.progress.say)
