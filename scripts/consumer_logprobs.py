@@ -4,12 +4,12 @@ project.
     consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
 
-A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx, speculative}; `decompress`, for `transformers` alone, says
-whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is its
-speculative config or null. An answer: {version, prompts}, and per prompt the log probability of every
-token after the first, the tokens of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
-best token, and with speculation `accepted`: [proposed, accepted, steps] of all prompts together. Each question has a process of its own, forked
-when the imports are done, so that one which fails, or dies, spoils no other: its answer is then {error}.
+A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx, speculative}; `decompress`, for `transformers` alone,
+says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is
+its speculative config or null. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
+of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second best token, and with speculation
+`accepted`: [proposed, accepted, steps] of all prompts together. Each question has a process of its own, forked when the imports are done, so
+that one which fails, or dies, spoils no other: its answer is then {error}.
 """
 
 import json
