@@ -30,11 +30,13 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from compress.export import DRAFT_FOLDER, open_checkpoint
+from compress.export import DRAFT_FOLDER, PROPOSED, open_checkpoint
+from compress.export.speculators import is_eagle3
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from compress.runtime.engine import Engine
@@ -122,8 +124,7 @@ class Question:
     prompts: list[tuple[int, ...]]
     decompress: bool = False
     without_amx: bool = False
-    draft: str | None = None
-    num_proposed: int = 4
+    speculative: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,15 +168,19 @@ def report(rows: list[Row], dtype: str) -> bool:
     return all(row.verdict(*LIMITS[dtype]) is None for row in rows)
 
 
+def speculative_config(draft: Path) -> dict[str, Any]:
+    return {"model": str(draft.resolve()), "num_speculative_tokens": PROPOSED, "method": "eagle3" if is_eagle3(draft) else "draft_model"}
+
+
 def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False) -> bool:
     checkpoint = open_checkpoint(path)
     dtype = "float16" if checkpoint.schemes else "float32"
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
-    draft = str((path / DRAFT_FOLDER).resolve()) if speculates else None
+    speculative = speculative_config(path / DRAFT_FOLDER) if speculates else None
     print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}{', with its draft' if speculates else ''}", flush=True)
     prompts = encode(path)
     ours = ask_runtime(path, prompts, max_tokens)
-    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts, draft=draft)])
+    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts, speculative=speculative)])
     if theirs.error is not None:
         sys.exit(f"vLLM failed on {path}: {theirs.error}")
     agrees = report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
