@@ -5,8 +5,9 @@
 
 A prompt is the beginning of a window of the evaluation text. Rows are a proposer, a temperature and a batch size: acceptance length (tokens
 that come out of a request's step), for each position how many of its proposals were kept (those behind a rejected one were not), TPOT with
-and without, and `identical`: requests whose tokens are those of plain decoding. `repeated 4-grams` is the share of generated 4-grams that
-the same continuation had before: a model that repeats itself is easy to guess. A request that differs ends in exit code 1.
+and without (medians over requests), and `identical`: requests whose tokens are those of plain decoding. `repeated 4-grams` is the share of
+generated 4-grams that the same continuation had before: a model that repeats itself is easy to guess. A request that differs ends in exit
+code 1.
 """
 
 import argparse
@@ -30,30 +31,22 @@ from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.stages.calibrate import read_tokens
-
-
-def repeated_4grams(tokens: tuple[int, ...]) -> float:
-    grams = [tokens[start : start + 4] for start in range(len(tokens) - 3)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def tpot_ms(finished: list[Finished]) -> float:
-    """Median over requests of the time from the first token to the last, for each token after the first."""
-    return float(np.median([(each.token_times_s[-1] - each.token_times_s[0]) / (len(each.tokens) - 1) for each in finished])) * 1e3
+from compress.validate.speculation import repeated_4grams, tpot_ms
 
 
 def compared(engine: Engine, plain: list[Finished], requests: list[Request]) -> dict[str, Any]:
     finished, acceptance = engine.generate(requests), engine.acceptance
     assert acceptance is not None
     alike = sum(ours.tokens == theirs.tokens for ours, theirs in zip(finished, plain, strict=True))
+    before_ms, after_ms = tpot_ms(plain), tpot_ms(finished)
     return {
         "acceptance_length": acceptance.acceptance_length,
         "acceptance_rates": list(acceptance.rates),
         "proposed": list(acceptance.proposed),
         "accepted": list(acceptance.accepted),
-        "tpot_ms_plain": tpot_ms(plain),
-        "tpot_ms": tpot_ms(finished),
-        "speedup": tpot_ms(plain) / tpot_ms(finished),
+        "tpot_ms_plain": before_ms,
+        "tpot_ms": after_ms,
+        "speedup": before_ms / after_ms,
         "identical": f"{alike} of {len(plain)}",
         "num_different": len(plain) - alike,
         "repeated_4grams": float(np.mean([repeated_4grams(each.tokens) for each in plain])),
@@ -72,7 +65,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
         proposers["draft_model"] = DraftModel(draft)
     rows = []
     for batch_size in args.batch_sizes:
-        config = EngineConfig(max_batch_size=batch_size, max_model_len=args.prompt_tokens + args.output_tokens, kv_format=args.kv_format)
+        config = EngineConfig(
+            dtype=None if args.dtype is None else getattr(torch, args.dtype),
+            max_batch_size=batch_size,
+            max_model_len=args.prompt_tokens + args.output_tokens,
+            kv_format=args.kv_format,
+        )
         engines = {
             name: Engine(weights, device=device, config=replace(config, speculative=Speculative(each, k=args.k)))
             for name, each in proposers.items()
@@ -87,6 +85,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
             plain = plainly.generate(requests)
             for name, engine in engines.items():
                 facts = {"proposer": name, "k": args.k, "temperature": temperature, "batch_size": batch_size, "kv_format": engine.kv_format}
+                facts |= {"dtype": str(engine.dtype).removeprefix("torch.")}
                 rows.append(facts | compared(engine, plain, requests))
                 engine.reset_acceptance()
     return rows
@@ -130,6 +129,9 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--kv-format", default=None)
+    parser.add_argument(
+        "--dtype", default=None, choices=["float32", "bfloat16", "float16"], help="by default float32 on a CPU, else the model's"
+    )
     parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
     args = parser.parse_args()

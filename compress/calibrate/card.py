@@ -5,7 +5,7 @@
     {kind: huggingface, dataset: org/name, config: ..., split: ..., revision: <commit or tag>}
 
 Every card also has title, license and source, and may have a digest that the text must match. `builtin://python` and
-`builtin://python-eval` are references to the embedded text without a file.
+`builtin://python-eval` are references to the embedded text without a file, and with `/code` or `/prose` behind them to one kind of it.
 
 A local row and a Hub row hold their text in `text_field`: a text, or a list of chat turns `{role, content}`, which become `Role: content`
 paragraphs. Nothing downloaded is ever executed: dataset scripts and `trust_remote_code` are not supported.
@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from pydantic import Field, field_validator
 
-from compress.calibrate.corpus import Document, Packing, Part, TextHasher, belongs_to, python_documents
+from compress.calibrate.corpus import Category, Document, Packing, Part, TextHasher, belongs_to, is_of, python_documents
 from compress.digest import digest_file, digest_json
 from compress.errors import RecipeError, StorageError, UsageError, did_you_mean
 from compress.recipe import Spec, parse_spec, read_yaml
@@ -58,6 +58,7 @@ class BuiltinCard(CardSpec):
     kind: Literal["builtin"]
     name: Literal["python"]
     part: Part = "calibration"
+    category: Category = Field("all", description="sources, pages of the language reference, or both")
 
 
 class LocalCard(CardSpec):
@@ -119,7 +120,8 @@ class Card:
 
 
 def load_card(ref: str) -> Card:
-    """Read the card at a path, or `builtin://python` (calibration part) or `builtin://python-eval` (evaluation part). No network.
+    """Read the card at a path, or `builtin://python` (calibration part) or `builtin://python-eval` (evaluation part), or the `/code` or
+    `/prose` of one. No network.
 
     Raises:
         RecipeError: the file cannot be read or is not a valid card.
@@ -223,13 +225,17 @@ def text_digest(stream: Iterable[Document]) -> str:
 
 def _builtin(ref: str) -> Card:
     parts: dict[str, Part] = {"builtin://python": "calibration", "builtin://python-eval": "evaluation"}
-    if ref not in parts:
-        raise UsageError(f"unknown embedded text '{ref}'.{did_you_mean(ref, parts)}")
+    categories: dict[str, Category] = {"": "all", "/code": "code", "/prose": "prose"}
+    known = {name + suffix: (part, category) for name, part in parts.items() for suffix, category in categories.items()}
+    if ref not in known:
+        raise UsageError(f"unknown embedded text '{ref}'.{did_you_mean(ref, known)}")
+    part, category = known[ref]
     facts = {
         "kind": "builtin",
         "name": "python",
-        "part": parts[ref],
-        "title": f"Python standard library and language reference, {parts[ref]} part",
+        "part": part,
+        "category": category,
+        "title": f"Python standard library and language reference, {part} part{'' if category == 'all' else f', {category}'}",
         "license": "PSF-2.0",
         "source": "module sources and pydoc topics of the running CPython, https://www.python.org",
     }
@@ -238,8 +244,8 @@ def _builtin(ref: str) -> Card:
 
 def _read(card: Card) -> Iterator[Document]:
     match card.spec:
-        case BuiltinCard(part=part):
-            return python_documents(part)
+        case BuiltinCard(part=part, category=category):
+            return (document for document in python_documents(part) if is_of(document.id, category))
         case LocalCard() as spec:
             return _local_documents(spec, card)
         case HuggingFaceCard():

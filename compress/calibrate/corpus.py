@@ -25,6 +25,7 @@ from typing import Literal
 from compress.errors import EnvironmentUnfit
 
 Part = Literal["calibration", "evaluation", "all"]
+Category = Literal["all", "code", "prose"]
 Packing = Literal["concatenate", "first_tokens"]  # how documents become windows, see `dataset`
 
 _EVALUATION_ONE_IN = 16
@@ -81,6 +82,11 @@ def is_evaluation(doc_id: str) -> bool:
 
 def belongs_to(doc_id: str, part: Part) -> bool:
     return part == "all" or is_evaluation(doc_id) == (part == "evaluation")
+
+
+def is_of(doc_id: str, category: Category) -> bool:
+    """Whether a document of the embedded text is a source (code) or a page (prose)."""
+    return category in ("all", "prose" if doc_id.startswith(_TOPIC_PREFIX) else "code")
 
 
 def python_documents(part: Part) -> Iterator[Document]:

@@ -25,6 +25,9 @@ def validate(
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),
     latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")] = True,
+    speculative: Annotated[
+        bool, typer.Option("--speculative/--no-speculative", help="Also serve the artifact with the draft that lies in it, if one does.")
+    ] = True,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
@@ -37,18 +40,23 @@ def validate(
     from compress.stages import Input, Inputs, Port
     from compress.stages.validate import REPORT_HTML
     from compress.stages.validate import validate as prove
-    from compress.stages.validate.spec import Latency, Validate, kv_format_named
-    from compress.validate.gates import parse_gates
+    from compress.stages.validate.spec import Latency, Speculation, Validate, kv_format_named, read_gates
 
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
     chosen = pick_device(device)
     source = resolve_text(against, offline=offline)
     limits = _gates(gate or [])
-    parse_gates(limits)
+    read_gates(limits)
     served = kv_format_named(kv_format)
     spec = Validate(
-        data=data, num_samples=num_samples, seq_len=seq_len, kv_format=served, latency=Latency() if latency else None, gates=limits
+        data=data,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        kv_format=served,
+        latency=Latency() if latency else None,
+        speculative=Speculation() if speculative else None,
+        gates=limits,
     )
     candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
     if candidate is None:

@@ -3,6 +3,7 @@
 The same file reads the format back, so that somebody else's checkpoint and our own artifact come in through one door (`open_checkpoint`).
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,8 @@ VLLM_KV_FLAGS = {
 }
 """What vLLM is told where no checkpoint format can."""
 FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
+DRAFT_FOLDER = "draft"
+"""Of a checkpoint, where its draft lies: a checkpoint of its own."""
 
 
 def codecs() -> Mapping[str, ForeignCodec]:
@@ -168,6 +171,15 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
         said = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
         config = {**said, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
+
+
+def serve_command(kv_format: str | None, *, k: int | None) -> str:
+    """How vLLM serves a checkpoint; with `k` tokens proposed a step by the draft that lies in it."""
+    words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
+    if k is not None:
+        said = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": "draft_model"}
+        words.append(f"--speculative-config '{json.dumps(said)}'")
+    return " ".join(word for word in words if word)
 
 
 def kv_note(kv_format: str) -> str:

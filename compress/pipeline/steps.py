@@ -55,6 +55,10 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise entry.where.error(
                 ("kind",), f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it before that stage."
             )
+        if stage.gives == Port.DRAFT and Port.CHECKPOINT in given:
+            raise entry.where.error(
+                ("kind",), f"'{entry.kind}' stands behind export, whose checkpoint would lack it. Put it before that stage."
+            )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
         given.add(stage.gives)

@@ -1,15 +1,21 @@
-"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it."""
+"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it.
+
+A draft goes into a folder of the checkpoint, as one that stands alone: whatever the format of the model, dense or compressed-tensors.
+"""
 
 import shutil
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from compress.artifact.context import Context
-from compress.artifact.manifest import open_artifact
+from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.errors import UsageError
-from compress.export import FORMATS, check_rules, kv_note, write_format
+from compress.export import DRAFT_FOLDER, FORMATS, check_rules, kv_note, write_format
+from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.recipe import Spec, checked_by
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
@@ -24,6 +30,9 @@ def _one_known_format(names: tuple[str, ...]) -> None:
         raise UsageError(
             f"one format is written by one recipe, not {len(names)}; a second recipe with another format finds everything before it cached."
         )
+
+
+DRAFT_FORMAT = "compressed-tensors"
 
 
 class Export(Spec):
@@ -48,16 +57,41 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
 
 
-@STAGES.stage("export", version=1, takes=((Port.QUANTIZED, Port.DENSE),), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate)
+@STAGES.stage(
+    "export", version=1, takes=((Port.QUANTIZED, Port.DENSE),), uses=(Port.DRAFT,), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate
+)
 def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
     scheme, name = store.scheme, spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
-    for file in inputs.source.text_files():
+    text_files = inputs.source.text_files()
+    for file in text_files:
         shutil.copyfile(file, out.path / file.name)
     manifest = artifact.manifest
-    kv_cache = {key: value for key, value in manifest.facts.items() if key == "kv_cache"}
-    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts={"format": name, **kv_cache})
+    facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
+    if Port.DRAFT in inputs.ports:
+        facts |= _write_draft(open_artifact(inputs[Port.DRAFT].path), store.arch, out.path / DRAFT_FOLDER, text_files)
+    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts=facts)
     ctx.progress.update(1, 1, name)
+
+
+def _write_draft(artifact: Artifact, target: Arch, directory: Path, text_files: Sequence[Path]) -> dict[str, Any]:
+    """The facts of the draft, without its curve, which the draft's own artifact and the report have.
+
+    Raises:
+        UsageError: a draft of other tokens than the model's.
+    """
+    store = CanonicalStore(artifact)
+    if store.arch.vocab_size != target.vocab_size:
+        raise UsageError(
+            f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program could speculate with it. "
+            "Make the draft of this model."
+        )
+    directory.mkdir()
+    write_format(DRAFT_FORMAT, directory, store, store.scheme)
+    for file in text_files:
+        shutil.copyfile(file, directory / file.name)
+    draft = {key: value for key, value in artifact.manifest.facts["draft"].items() if key != "curve"}
+    return {"draft": {**draft, "scheme": None if store.scheme is None else store.scheme.name}}

@@ -17,7 +17,7 @@ Shapes: N windows, B windows in a batch, S tokens of a window, T = S - 1 scored 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from compress.validate.stats import Array, Estimate, mean_estimate, minimum_dete
 
 Logits = Callable[[Tensor], Tensor]  # tokens_BS (int64) -> logits_BSV (any float dtype)
 
+ACCURACY_METRICS = ("ppl_ratio", "bits_per_byte", "kl_mean", "kl_p99", "kl_p999", "kl_max", "top1")
+"""Those that gates may name."""
 CONVENTION = "A: mean NLL over non-overlapping windows, positions 1..S-1, tail dropped"
 _ROWS_AT_ONCE = 128  # x 128,256 words x 4 bytes = 66 MB for each fp32 temporary
 _KL_EDGES = np.logspace(-8, 2, 81)  # eight bins a decade; what lies outside is counted in the end bins
@@ -61,9 +63,7 @@ class Accuracy:
     kl_bin_counts: tuple[int, ...]
 
     def metrics(self) -> dict[str, Estimate]:
-        """The numbers that gates may name."""
-        names = ("ppl_ratio", "bits_per_byte", "kl_mean", "kl_p99", "kl_p999", "top1")
-        return {name: getattr(self, name) for name in names} | {"kl_max": Estimate.exact(self.kl_max)}
+        return {name: Estimate.exact(self.kl_max) if name == "kl_max" else getattr(self, name) for name in ACCURACY_METRICS}
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,10 +82,25 @@ class WindowScores:
 def measure_accuracy(
     source: Logits, candidate: Logits, tokens_NS: Tensor, *, num_bytes: int, batch_size: int = 4, confidence: float = 0.95
 ) -> Accuracy:
-    """Score both models on the same windows.
+    """Score both models on the same windows; see `measure_pairs`."""
+    models, pairs = (source, candidate), ((0, 1),)
+    return measure_pairs(models, pairs, tokens_NS, num_bytes=num_bytes, batch_size=batch_size, confidence=confidence)[0]
+
+
+def measure_pairs(
+    models: Sequence[Logits],
+    pairs: Sequence[tuple[int, int]],
+    tokens_NS: Tensor,
+    *,
+    num_bytes: int,
+    batch_size: int = 4,
+    confidence: float = 0.95,
+) -> list[Accuracy]:
+    """Score every model once on the same windows, and compare some with others.
 
     Args:
-        tokens_NS: token ids, one window a row, on the device that both callables expect.
+        pairs: of indices, source and candidate.
+        tokens_NS: token ids, one window a row, on the device that all callables expect.
         num_bytes: UTF-8 bytes of the text that the scored tokens (all but the first of each window) stand for.
 
     Raises:
@@ -98,20 +113,22 @@ def measure_accuracy(
             f"validation needs at least two windows of at least two tokens, and their bytes; here: {num_windows} windows of "
             f"{window_size} tokens, {num_bytes} bytes. Give more evaluation text or a smaller seq_len."
         )
-    scores: list[WindowScores] = []
+    scores: list[list[WindowScores]] = [[] for _ in pairs]
     with torch.inference_mode():
         for start in range(0, num_windows, batch_size):
             tokens_BS = tokens_NS[start : start + batch_size]
-            source_BSV, candidate_BSV = source(tokens_BS), candidate(tokens_BS)
-            if source_BSV.shape != candidate_BSV.shape or source_BSV.shape[:2] != tokens_BS.shape:
-                raise UsageError(
-                    f"source logits {tuple(source_BSV.shape)} and candidate logits {tuple(candidate_BSV.shape)} for tokens "
-                    f"{tuple(tokens_BS.shape)} cannot be compared: both models must share one vocabulary and score every position."
-                )
-            for row in range(tokens_BS.shape[0]):
-                scores.append(score_window(source_BSV[row], candidate_BSV[row], tokens_BS[row]))
-                _refuse_not_finite(scores[-1], window=start + row)
-    return _summarize(scores, window_size=window_size, num_bytes=num_bytes, confidence=confidence)
+            logits = [model(tokens_BS) for model in models]
+            for found, (source_idx, candidate_idx) in zip(scores, pairs, strict=True):
+                source_BSV, candidate_BSV = logits[source_idx], logits[candidate_idx]
+                if source_BSV.shape != candidate_BSV.shape or source_BSV.shape[:2] != tokens_BS.shape:
+                    raise UsageError(
+                        f"source logits {tuple(source_BSV.shape)} and candidate logits {tuple(candidate_BSV.shape)} for tokens "
+                        f"{tuple(tokens_BS.shape)} cannot be compared: both models must share one vocabulary and score every position."
+                    )
+                for row in range(tokens_BS.shape[0]):
+                    found.append(score_window(source_BSV[row], candidate_BSV[row], tokens_BS[row]))
+                    _refuse_not_finite(found[-1], window=start + row)
+    return [_summarize(each, window_size=window_size, num_bytes=num_bytes, confidence=confidence) for each in scores]
 
 
 def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> WindowScores:

@@ -27,6 +27,7 @@ def render_markdown_card(
         *(f"> **Warning.** {warning}" for warning in report.get("warnings", [])),
         *_recovery(report),
         *_latency(report),
+        *_speculation(report),
         *_calibration(report),
         f"## Use\n\nServe:\n\n```sh\n{serve_command}\n```\n\nMeasure again:\n\n```sh\n{eval_command}\n```",
     ]
@@ -107,6 +108,28 @@ def _recovery(report: Json) -> list[str]:
         f"perplexity convention {accuracy['convention']}; intervals at {percent(accuracy['confidence'], 0)}, over windows."
     )
     return ["## Recovery", _table(["", "source", "this model", "change or interval"], rows), note]
+
+
+def _speculation(report: Json) -> list[str]:
+    """One row a proposer, at the first temperature and batch size; the acceptance length is over all prompts."""
+    speculation = report.get("speculation")
+    if speculation is None:
+        return []
+    first = speculation["speed"][0]
+    lengths = {(row["proposer"], row["temperature"]): row for row in reversed(speculation["acceptance"])}
+    rows = []
+    for speed in speculation["speed"]:
+        if (speed["temperature"], speed["batch_size"]) == (first["temperature"], first["batch_size"]):
+            found = lengths[speed["proposer"], speed["temperature"]]
+            interval = f"[{number(found['acceptance_length_lower'])}, {number(found['acceptance_length_upper'])}]"
+            kept = " ".join(percent(rate, 0) for rate in found["acceptance_rates"])
+            rows.append([speed["proposer"], f"{number(found['acceptance_length'])} {interval}", kept, f"× {number(speed['speedup'])}"])
+    note = (
+        f"{speculation['k']} tokens proposed a step, temperature {first['temperature']:g}, batch {first['batch_size']}, prompts from "
+        f"{', '.join(speculation['data'])}. {speculation['num_equal']} of {speculation['num_compared']} continuations that must be "
+        "those of plain decoding are."
+    )
+    return ["## Speculation", _table(["proposer", "tokens a step", "kept, by position", "speed-up"], rows), note]
 
 
 def _latency(report: Json) -> list[str]:

@@ -43,6 +43,8 @@ METRICS: Mapping[str, Metric] = {
     "itl_ms_p99": Metric("<=", per_device=True),
     "output_tokens_per_s": Metric(">=", per_device=True),
     "floor_frac": Metric(">=", per_device=True),
+    "acceptance_length": Metric(">="),
+    "speedup": Metric(">=", per_device=True),
 }
 _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 

@@ -20,6 +20,7 @@ from compress.validate.plots import kl_plot, latency_plot, layer_error_plot, mix
 from compress.validate.pruning_plots import pruning_plots, rows_of_source
 from compress.validate.recovery_plot import recovery_plot
 from compress.validate.roofline import RooflineRow
+from compress.validate.speculation_plots import speculation_plots
 
 Json = dict[str, Any]
 
@@ -43,6 +44,8 @@ def build_report(
     latency_candidate: Sequence[LatencyRow] = (),
     kernels: Sequence[Mapping[str, Any]] = (),
     roofline: Sequence[RooflineRow] = (),
+    stages: Sequence[Mapping[str, Any]] = (),
+    speculation: Mapping[str, Any] | None = None,
     gates: Sequence[GateResult] = (),
     calibration: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
@@ -60,6 +63,8 @@ def build_report(
         pruning: what went, as `stages/prune` says it.
         distillation: how it was brought back, as `stages/distill` says it.
         kernels: the engine's `kernel_report()`.
+        stages: rows {stage, size_bytes} and, where known, kl_source, kl_before (to the row above), top1, ppl, batch_size, tpot_ms, note.
+        speculation: conditions, rows of `validate/speculation.py`, and `draft`: how the draft was made, or None.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
         environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
         kv_cache: `format`, and where scales were calibrated `layers`, rows {layer, cache, amax, scale, saturated_frac, flushed_frac,
@@ -67,13 +72,15 @@ def build_report(
     """
     latency = {"source": [row.as_json() for row in latency_source], "candidate": [row.as_json() for row in latency_candidate]}
     parts: Json = {
-        "warnings": [kv_cache["warning"]] if kv_cache is not None and kv_cache.get("warning") else [],
+        "warnings": _warnings(kv_cache, speculation),
         "recipe": recipe,
         "artifact": artifact,
         "gates": [asdict(gate) for gate in gates],
         "accuracy": accuracy.as_json() if accuracy else None,
         "latency": {side: rows for side, rows in latency.items() if rows},
         "roofline": [row.as_json() for row in roofline],
+        "stages": list(stages),
+        "speculation": speculation,
         "kernels": list(kernels),
         "layers": list(layers),
         "guided": guided,
@@ -87,6 +94,14 @@ def build_report(
     }
     document = {"schema": SCHEMA, "title": title, "verdict": verdict(gates)} | {name: part for name, part in parts.items() if part}
     return json.loads(json.dumps(document, allow_nan=False))
+
+
+def _warnings(kv_cache: Mapping[str, Any] | None, speculation: Mapping[str, Any] | None) -> list[str]:
+    warnings = [kv_cache["warning"]] if kv_cache is not None and kv_cache.get("warning") else []
+    if speculation is not None and speculation["num_equal"] < speculation["num_compared"]:
+        differ = speculation["num_compared"] - speculation["num_equal"]
+        warnings.append(f"Speculation changed {differ} of {speculation['num_compared']} continuations that it must not change.")
+    return warnings
 
 
 def verdict(gates: Sequence[GateResult]) -> Json:
@@ -167,14 +182,16 @@ _LABELS = {
     "itl_ms_p99": "Gap between tokens, p99 (ms)",
     "output_tokens_per_s": "Output tokens per second",
     "floor_frac": "Share of the floor",
+    "acceptance_length": "Acceptance length",
+    "speedup": "Speed-up by speculation",
 }
 
 
 def label(name: str) -> str:
-    """Words for a metric's or a fact's name; `<stage>.<metric>` says the stage."""
+    """Words for a metric's or a fact's name; `<stage>.<metric>` is of what that stage alone did."""
     stage, _, metric = name.rpartition(".")
     words = _LABELS.get(metric, metric.replace("_", " ").capitalize())
-    return f"{words} after {stage}" if stage else words
+    return f"{words}, {stage} alone" if stage else words
 
 
 def _reason(gate: GateResult) -> str:
@@ -200,6 +217,8 @@ def _plots(report: Json) -> dict[str, Markup]:
         plots |= pruning_plots(report["pruning"])
     if "distillation" in report:
         plots["recovery"] = recovery_plot(report["distillation"])
+    if "speculation" in report:
+        plots |= speculation_plots(report["speculation"])
     if report.get("artifact", {}).get("sizes"):
         plots["size"] = size_plot(report["artifact"]["sizes"])
     return {name: Markup(svg) for name, svg in plots.items()}

@@ -46,12 +46,13 @@ def test_every_preset_is_a_recipe_that_can_run(path: Path) -> None:
     assert build_steps(parse_recipe(path.read_text(), file=path.name))
 
 
-def test_the_quickstart_preset_is_the_quickstart_recipe() -> None:
+@pytest.mark.parametrize("name", ["quickstart", "full"])
+def test_a_preset_of_a_recipes_name_is_that_recipe(name: str) -> None:
     def meaning(path: Path) -> object:
         recipe = load_recipe(path)
         return recipe.model, recipe.seed, [(step.stage.kind, step.spec) for step in build_steps(recipe)], recipe.push
 
-    assert meaning(ROOT / "compress" / "cli" / "presets" / "quickstart.yaml") == meaning(ROOT / "recipes" / "quickstart.yaml")
+    assert meaning(ROOT / "compress" / "cli" / "presets" / f"{name}.yaml") == meaning(ROOT / "recipes" / f"{name}.yaml")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from compress.errors import UsageError
 from compress.validate.accuracy import Accuracy
 from compress.validate.gates import METRICS, Gate, evaluate, parse_gates
 from compress.validate.latency import LatencyRow
+from compress.validate.payoff import SpeedRow
 from compress.validate.stats import Estimate
 
 
@@ -74,8 +75,7 @@ def test_a_gate_that_cannot_be_understood_is_refused_before_anything_runs(raw: d
 
 
 def test_every_metric_but_the_size_is_measured_by_a_part_of_validation() -> None:
-    measured = {field.name for part in (Accuracy, LatencyRow) for field in dataclasses.fields(part)}
+    measured = {field.name for part in (Accuracy, LatencyRow, SpeedRow) for field in dataclasses.fields(part)}
     assert set(METRICS) - measured == {"size_ratio"}
-    assert {name for name, metric in METRICS.items() if metric.per_device} == set(METRICS) & {
-        f.name for f in dataclasses.fields(LatencyRow)
-    }
+    timed = {field.name for field in dataclasses.fields(LatencyRow)} | {"speedup"}
+    assert {name for name, metric in METRICS.items() if metric.per_device} == set(METRICS) & timed

@@ -196,7 +196,7 @@ def test_numbers_read_well() -> None:
     assert number(0.0000123) == "1.23 × 10⁻⁵"
     assert [byte_size(value) for value in (532, 532_480, 16_060_000_000)] == ["532 B", "532 kB", "16.1 GB"]
     assert [percent(value) for value in (0.5, 0.9999, 1.0, 1.42)] == ["50.0 %", "> 99.9 %", "100.0 %", "142.0 %"]
-    assert label("quantize.kl_mean") == "Mean KL after quantize"
+    assert label("quantize.kl_mean") == "Mean KL, quantize alone"
 
 
 def test_the_model_card_has_front_matter_the_hub_reads_and_the_numbers_of_the_report() -> None:

@@ -20,11 +20,11 @@ class Draft(Learning):
     """A small model that proposes tokens to the compressed one, and how it learns to be believed."""
 
     init: Annotated[Spec, ByKind(_inits)] = Field(Pruned(), description="what the draft is before it is trained")
-    loss: Loss = Loss()
+    loss: Loss = Loss(kind="lk")
     tokens: int = Field(300_000, ge=1, description="to train on, all passes together")
     batch_size: int = Field(4, ge=1, description="windows a step")
     optimizer: Literal["adamw", "muon"] = "muon"
-    lr: float = Field(1e-3, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
+    lr: float = Field(3e-3, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
     quantize: Quantize | None = Field(
         None, description="as the stage of that name, calibrated on the training text; left out, the draft stays dense"
     )

@@ -1,30 +1,52 @@
 """What validation will need, from shapes alone, for `compress plan`."""
 
 from compress.calibrate.card import check_at_hand, load_card
+from compress.errors import UsageError
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import fits
 from compress.stages.validate.spec import Validate
 from compress.validate.roofline import READ_BYTES
 
+SPECULATIVE = ("acceptance_length", "speedup")
+
 
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
-    """Two models side by side, 2 FLOPs a weight and token, and the float32 logits of both with what is computed from them."""
-    arch = facts.arch
+    """The models side by side, 2 FLOPs a weight and token, and the float32 logits of all with what is computed from them.
+
+    Raises:
+        UsageError: sequences that the model is too short for, or gates on a draft that nothing makes.
+    """
+    arch, source_arch = facts.arch, facts.source_arch or facts.arch
+    own = spec.speculative
+    speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram")
     fits(spec.seq_len, "validate: seq_len", arch)
     check_at_hand(load_card(spec.data))
     if spec.latency is not None:
         fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
-    num_params = arch.num_params + (facts.source_arch or arch).num_params
+    if speculates and own is not None:
+        fits(own.prompt_tokens + own.output_tokens, "validate: speculative prompt and output together", arch)
+        for card in spec.prompt_data.values():
+            check_at_hand(load_card(card))
+    elif named := [name for name in spec.gates if name in SPECULATIVE]:
+        raise UsageError(
+            f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} before export, or speculative: "
+            "{kind: ngram}."
+        )
+    num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))
+    num_models = 2 + num_between
+    num_params = arch.num_params * (1 + num_between) + source_arch.num_params
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
-    logits = 4 * 4 * spec.windows_at_once(arch) * spec.seq_len * arch.vocab_size
+    logits = 2 * num_models * 4 * spec.windows_at_once(arch) * spec.seq_len * arch.vocab_size
     reading = READ_BYTES[facts.device] if spec.latency is not None else 0  # the buffer that measures the bandwidth
-    config = spec.engine_config()
+    config = spec.engine_config(speculates=speculates)
     assert config.max_model_len is not None
     kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width
-    caches = 2 * config.max_batch_size * config.max_model_len * kv_bytes_per_token
+    caches = num_models * config.max_batch_size * config.max_model_len * kv_bytes_per_token
     peak = num_params * width + caches + max(logits, reading)
     notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}"]
+    if speculates:
+        notes.append(f"speculation on {', '.join(spec.prompt_data)}")
     if not spec.gates:
         notes.append("no gates: nothing can fail")
     return Estimate(peak, 1_000_000, 2.0 * num_params * num_tokens, notes=tuple(notes))

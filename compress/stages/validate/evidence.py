@@ -66,6 +66,11 @@ def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
     return [{"kind": kind, "source_bytes": before.get(kind, 0), "candidate_bytes": after.get(kind, 0)} for kind in kinds]
 
 
+def size_of(path: Path) -> int:
+    """Bytes on disk of all tensors of a model, its draft aside."""
+    return sum(_bytes_by_kind(path).values())
+
+
 def _bytes_by_kind(path: Path) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for file in (each for each in sorted(path.glob("*.safetensors")) if each.name != TOKENS_NAME):

@@ -1,6 +1,7 @@
 """What a recipe says of validation: evaluation text, what is timed, and the gates that decide."""
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -8,9 +9,29 @@ from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.recipe import Spec, checked_by
 from compress.runtime.engine_config import EngineConfig
-from compress.validate.gates import parse_gates
+from compress.runtime.speculative.acceptance import Rule
+from compress.runtime.speculative.speculation import MAX_K
+from compress.validate.accuracy import ACCURACY_METRICS
+from compress.validate.gates import Gate, parse_gates
 
 KVFormat = Literal["DENSE", "FP8_STATIC", "FP8_TOKEN_HEAD", "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"]
+
+
+QUANTIZE = "quantize"
+
+
+def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
+    """Gates that this stage can decide: on the artifact, and as `quantize.<metric>` on what quantization alone did to the dense model.
+
+    Raises:
+        UsageError: as `parse_gates`, or of quantization alone something else than accuracy.
+    """
+    gates = parse_gates(raw, stages=(QUANTIZE,))
+    for gate in gates:
+        stage, _, metric = gate.name.rpartition(".")
+        if stage and metric not in ACCURACY_METRICS:
+            raise UsageError(f"gate '{gate.name}': of {stage} alone accuracy is measured: {', '.join(ACCURACY_METRICS)}.")
+    return gates
 
 
 class Latency(Spec):
@@ -22,28 +43,63 @@ class Latency(Spec):
     repeats: int = Field(5, ge=2)
     warmups: int = Field(1, ge=0)
 
+    def of(self, side: str) -> "Latency":
+        """What is timed of a model: of one between source and candidate, the first batch size."""
+        return self.model_copy(update={"batch_sizes": self.batch_sizes[:1]}) if side == "dense" else self
+
+
+EMBEDDED = "builtin://python-eval"
+
+
+class Speculation(Spec):
+    """How the artifact is served with the draft that lies in it, or by prompt lookup."""
+
+    kind: Literal["draft", "ngram"] = Field("draft", description="who proposes; lookup is measured beside a draft in any case")
+    k: int = Field(4, ge=1, le=MAX_K, description="tokens proposed a step")
+    rule: Rule = Field(
+        "rejection", description="how drawn tokens are kept: rejection, as other engines do, or coupled: those of plain decoding"
+    )
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field((1.0, 0.0), min_length=1, description="0 is greedy")
+    data: dict[str, str] = Field(
+        default_factory=dict,
+        description="category -> data card of prompts; by default the evaluation text, the embedded one as code and prose",
+    )
+    num_prompts: int = Field(8, ge=2, description="of each category")
+    prompt_tokens: int = Field(64, ge=2)
+    output_tokens: int = Field(64, ge=16)
+
 
 class Validate(Spec):
     """Evaluation text, latency conditions, and the gates that decide."""
 
     against: Literal["source"] = "source"
-    data: str = Field("builtin://python-eval", description="evaluation text: a data card or builtin://python-eval")
+    data: str = Field(EMBEDDED, description="evaluation text: a data card or builtin://python-eval")
     num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
     kv_format: KVFormat | None = Field(
         None, description="of the candidate's KV cache; by default what the artifact states, the model's dtype where it states nothing"
     )
     latency: Latency | None = Latency()
-    gates: Annotated[dict[str, float | dict[str, float]], checked_by(parse_gates)] = Field(
+    speculative: Speculation | None = Field(Speculation(), description="measured where the artifact has a draft; null: not at all")
+    gates: Annotated[dict[str, float | dict[str, float]], checked_by(read_gates)] = Field(
         default_factory=dict, description="metric -> limit, latency per device"
     )
 
-    def engine_config(self) -> EngineConfig:
-        """Room for what is measured and no more: two engines share the device, and a cache for the model's full length would fill it."""
-        if self.latency is None:
-            return EngineConfig(max_batch_size=1, max_model_len=self.seq_len)
-        length = max(self.seq_len, self.latency.prompt_tokens + self.latency.output_tokens)
-        return EngineConfig(max_batch_size=max(self.latency.batch_sizes), max_model_len=length)
+    @property
+    def prompt_data(self) -> dict[str, str]:
+        """Category -> data card, of the prompts that are continued by speculation."""
+        stated = {} if self.speculative is None else self.speculative.data
+        return stated or (
+            {each: f"{EMBEDDED}/{each}" for each in ("code", "prose")} if self.data == EMBEDDED else {"evaluation": self.data}
+        )
+
+    def engine_config(self, *, speculates: bool) -> EngineConfig:
+        """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""
+        latency, own = self.latency, self.speculative if speculates else None
+        batch_sizes = (1, *(latency.batch_sizes if latency else ()), *(own.batch_sizes if own else ()))
+        lengths = [self.seq_len, *(each.prompt_tokens + each.output_tokens for each in (latency, own) if each is not None)]
+        return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))
 
     def windows_at_once(self, arch: Arch) -> int:
         """Windows whose float32 logits stay near half a gigabyte a side."""

@@ -168,6 +168,7 @@ class Pruned(Spec):
             return subset, []
         how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
         start, facts = prune_round(how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx)
+        ctx.ranks.broadcast(None)  # nobody reads its last layer before rank 0 has written it
         return start, facts["layers"]
 
     def _stored(self, student: Decoder, calibration: TokenSet, setting: Setting, ctx: Context) -> Artifact:

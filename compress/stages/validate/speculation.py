@@ -1,0 +1,75 @@
+"""The candidate served with its draft, beside prompt lookup: who proposes, on which prompts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from compress.artifact.context import Context
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+from compress.export import DRAFT_FOLDER, open_weights
+from compress.models.weights import WeightSource
+from compress.runtime.engine import Engine
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.proposer import ProposerOptions
+from compress.runtime.speculative.speculation import Speculative
+from compress.stages import Inputs, Port
+from compress.stages.calibrate import read_tokens
+from compress.stages.validate.spec import Speculation, Validate
+from compress.validate.speculation import Conditions, SpeculationEvidence, measure_speculation
+
+LOOKUP = "ngram"
+
+
+def draft_path(inputs: Inputs) -> Path | None:
+    """Where the candidate's draft lies: in its checkpoint, or, where nothing was exported, in the draft stage's own artifact."""
+    if Port.CHECKPOINT in inputs.ports:
+        path = inputs[Port.CHECKPOINT].path / DRAFT_FOLDER
+        return path if path.is_dir() else None
+    return inputs[Port.DRAFT].path if Port.DRAFT in inputs.ports else None
+
+
+def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
+    """How the draft was made, with its curve where the recipe made it."""
+    port = inputs.ports.get(Port.DRAFT, inputs.ports.get(Port.CHECKPOINT))
+    facts = open_artifact(port.path).manifest.facts if port is not None and (port.path / MANIFEST_NAME).exists() else {}
+    return facts.get("draft")
+
+
+def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
+    """By name, the one that gates look at first; none where nothing is to be measured."""
+    path = draft_path(inputs)
+    if spec is None or (path is None and spec.kind == "draft"):
+        return {}
+    lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
+    if path is None:
+        return lookup
+    draft: dict[str, ProposerOptions] = {"draft": DraftModel(open_weights(path))}
+    return draft | lookup if spec.kind == "draft" else lookup | draft
+
+
+def speculate(
+    spec: Validate,
+    inputs: Inputs,
+    weights: WeightSource,
+    plain: Engine,
+    proposers: Mapping[str, ProposerOptions],
+    ctx: Context,
+) -> tuple[SpeculationEvidence, dict[str, Any]]:
+    """The measurement, and its conditions for the report; `plain` serves `weights` without proposals."""
+    own = spec.speculative
+    assert own is not None
+    prompts, titles = {}, {}
+    for category, card in spec.prompt_data.items():
+        sizes = {"num_samples": own.num_prompts, "seq_len": own.prompt_tokens}
+        tokens, facts = read_tokens(inputs.source, card, **sizes, seed=ctx.seed, offline=ctx.offline)
+        prompts[category], titles[category] = [tuple(row) for row in tokens.tokens_NS.tolist()], facts["title"]
+    conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
+
+    def engine_for(speculative: Speculative) -> Engine:
+        return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
+
+    evidence = measure_speculation(plain, engine_for, proposers, conditions, ctx.progress.say)
+    shown = {name: getattr(own, name) for name in ("k", "rule", "num_prompts", "prompt_tokens", "output_tokens")}
+    return evidence, {**shown, "data": titles}
