@@ -19,19 +19,19 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from step_profile import drain, fill, queue
+from torch import Tensor
 
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
@@ -52,15 +52,19 @@ class Free:
     """Proposes token 0, k times, for nothing."""
 
     weight_bytes = kv_bytes_per_token = 0
+    feature_layers: tuple[int, ...] = ()
 
     def build(self, setting: Setting) -> Proposer:
         self._k = setting.k
         return self
 
-    def begin(self, pages: Pages) -> None:
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Nothing is kept."""
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
+        """Nothing is kept."""
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
         """Nothing is kept."""
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
@@ -68,24 +72,26 @@ class Free:
         return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
 
 
-@dataclass
 class Clocked:
     """Another proposer, with the milliseconds that each of its proposals took on the device."""
 
-    options: ProposerOptions
-    times_ms: list[float] = field(default_factory=list)
+    def __init__(self, options: ProposerOptions) -> None:
+        self._options = options
+        self.times_ms: list[float] = []
 
     def build(self, setting: Setting) -> Proposer:
-        self._proposer, self._device = self.options.build(setting), setting.target.device
-        self.weight_bytes, self.kv_bytes_per_token = self._proposer.weight_bytes, self._proposer.kv_bytes_per_token
-        self.begin, self.prefill = self._proposer.begin, self._proposer.prefill
-        return self  # type: ignore[return-value]  # `begin` and `prefill` are the other's
+        """The other's own proposer, whose `propose` is clocked."""
+        proposer, device = self._options.build(setting), setting.target.device
+        propose = proposer.propose
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        clock = _clock(self._device)
-        drafts = self._proposer.propose(rows, state)
-        self.times_ms.append(clock())
-        return drafts
+        def clocked(rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+            clock = _clock(device)
+            drafts = propose(rows, state)
+            self.times_ms.append(clock())
+            return drafts
+
+        proposer.propose = clocked  # type: ignore[method-assign]
+        return proposer
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
