@@ -8,7 +8,7 @@ A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_a
 says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is
 its speculative config or null. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
 of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second best token, and with speculation
-`accepted`: [proposed, accepted, steps] of all prompts together. Each question has a process of its own, forked when the imports are done, so
+`accepted`: [proposed, accepted, steps] of all prompts. Each question has a process of its own, forked when the imports are done, so
 that one which fails, or dies, spoils no other: its answer is then {error}.
 """
 
