@@ -221,6 +221,7 @@ def row_of(engine: Engine, requests: Sequence[Request], plain: Sequence[Finished
         "acceptance_length": found.acceptance_length,
         "acceptance_rate": acceptance_rate(found),
         "acceptance_rates": list(found.rates),
+        "accepted": list(found.accepted),
         "num_steps": found.num_rows,
         "tpot_ms_plain": tpot_ms(list(plain)),
         "tpot_ms": tpot_ms(finished),
