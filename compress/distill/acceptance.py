@@ -23,11 +23,16 @@ K = 4
 def steps_over(kept_NS: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(tokens that come out, steps), both float64 scalars, of steps that have k positions before them in their window; float64 [N, S]."""
     num_starts = max(1, kept_NS.shape[1] - k + 1)
-    ahead_NSK = torch.nn.functional.pad(kept_NS, (0, k)).unfold(1, k, 1)[:, :num_starts]
+    return steps_through(torch.nn.functional.pad(kept_NS, (0, k)).unfold(1, k, 1)[:, :num_starts])
+
+
+def steps_through(ahead_NSK: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where proposals depend on the start of their step: the probabilities that each is kept if those before it were."""
+    num_starts, k = ahead_NSK.shape[1:]
     reached_NSK = ahead_NSK.cumprod(dim=2)
     all_NSL = torch.cat((torch.ones_like(reached_NSK[..., :1]), reached_NSK), dim=2)  # P(n > i)
     exactly_NSL = torch.cat((all_NSL[..., :-1] - all_NSL[..., 1:], all_NSL[..., -1:]), dim=2)
-    begins_NS = kept_NS.new_zeros(len(kept_NS), num_starts + k + 1)
+    begins_NS = ahead_NSK.new_zeros(len(ahead_NSK), num_starts + k + 1)
     begins_NS[:, 0] = 1
     for position in range(num_starts):
         begins_NS[:, position + 1 : position + k + 2] += begins_NS[:, position : position + 1] * exactly_NSL[:, position]

@@ -83,7 +83,8 @@ class Engine:
         target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
-        proposer = config.speculative.build(source.arch, target) if config.speculative is not None else None
+        speculative = config.speculative
+        proposer = None if speculative is None else speculative.build(source.arch, target, block_size=config.block_size_on(device))
         stated = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
@@ -107,9 +108,9 @@ class Engine:
             device=device,
         )
         self._speculation: Speculation | None = None
-        if config.speculative is not None and proposer is not None:
+        if speculative is not None and proposer is not None:
             pages = Pages(num_blocks, self._block_size, self.max_model_len)
-            self._speculation = Speculation(config.speculative, proposer, self.runner, pages, target)
+            self._speculation = Speculation(speculative, proposer, self.runner, pages, target)
         self._run: _Run | None = None
         self._eos = frozenset(self.arch.eos_token_ids)
         self.wait_s = 0.0
@@ -267,9 +268,8 @@ class Engine:
         logits: list[torch.Tensor] = []
         for group, short in self._prefill_groups(prefills):
             batch = self._prefill_batch(group)
-            logits.append(self.runner.prefill(batch, short=short))
-            if self._speculation is not None:
-                self._speculation.prefill(batch, short=short)
+            runner = self.runner if self._speculation is None else self._speculation
+            logits.append(runner.prefill(batch, short=short))
             sampling += [each.generation for each in group if each.samples]
         for each in prefills:
             each.generation.num_computed += each.num_tokens

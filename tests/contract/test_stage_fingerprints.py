@@ -52,6 +52,8 @@ MODULES = {
         "methods/prune_pass.py",
         "models/attention.py",
         "models/decoder.py",
+        "models/eagle3.py",
+        "models/initialise.py",
         "models/pruning.py",
         "models/rope.py",
         "stages/distill/learning.py",

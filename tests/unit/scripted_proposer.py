@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from compress.runtime.engine import Engine
-from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative.proposer import Drafts, Pages, Setting
 from compress.runtime.speculative.speculation import Acceptance
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
@@ -25,15 +26,18 @@ class Scripted:
 
 class ScriptedProposer:
     weight_bytes = kv_bytes_per_token = 0
+    feature_layers = ()
 
     def __init__(self, options: Scripted, k: int, vocab_size: int) -> None:
         self._options = options
         self._k = k
         self._vocab_size = vocab_size
 
-    def begin(self, pages: Pages) -> None: ...
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None: ...
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None: ...
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None: ...
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None: ...
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)

@@ -22,7 +22,7 @@ from compress.kernels.paged import DENSE_FORMATS
 from compress.models.weights import WeightSource
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
-from compress.runtime.model_runner import ModelRunner, PrefillBatch
+from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
@@ -51,6 +51,8 @@ class DraftModel:
 class DraftModelProposer:
     """Loaded when made; its pages follow with `begin`."""
 
+    feature_layers = ()
+
     def __init__(self, source: WeightSource, setting: Setting) -> None:
         self._arch = source.arch
         self._setting = setting
@@ -59,7 +61,7 @@ class DraftModelProposer:
         self.weight_bytes = self._weights.weight_bytes
         self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
 
-    def begin(self, pages: Pages) -> None:
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Raises UsageError where the draft has fewer positions than the engine serves."""
         if self._arch.max_position < pages.max_model_len:
             raise UsageError(
@@ -75,9 +77,12 @@ class DraftModelProposer:
             shape = self._graphs.max_rows, self._setting.k, self._arch.vocab_size
             self._probs_SKV = torch.zeros(shape, dtype=torch.float64, device=device)
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Writes the draft's keys and values; no logits are wanted."""
         self._runner.prefill(replace(batch, wanted_rows_W=batch.wanted_rows_W[:0]), short=short)
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
+        """It reads tokens alone."""
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """k tokens for every row, whatever its limit."""
@@ -89,7 +94,7 @@ class DraftModelProposer:
         sampling, context_lens_R = state.sampling.first(num_rows), state.context_lens_S[:num_rows]
         if self._probs_SKV is not None:
             sampling = stream(sampling, PROPOSAL_STREAM)
-        feed_RQ, tokens = state.last_two_S2[:num_rows], []
+        feed_RQ, tokens = state.last_SN[:num_rows, -2:], []
         for step in range(state.k):
             q_len = feed_RQ.shape[1]
             logits_RV = state.logits(self._runner, feed_RQ, context_lens_R + step)[q_len - 1 :: q_len].contiguous()

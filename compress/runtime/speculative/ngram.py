@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from compress.errors import UsageError
-from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.proposer import Drafts, Pages, Setting
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
@@ -41,15 +42,19 @@ class NGram:
 
 class NGramProposer:
     weight_bytes = kv_bytes_per_token = 0
+    feature_layers = ()
 
     def __init__(self, options: NGram, k: int) -> None:
         self._options = options
         self._k = k
 
-    def begin(self, pages: Pages) -> None:
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Nothing is kept."""
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
+        """Nothing is kept."""
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
         """Nothing is kept."""
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:

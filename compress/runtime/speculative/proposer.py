@@ -4,7 +4,7 @@ A proposer may keep what it likes for each position in pages of its own: they ar
 for, so that admission, preemption and the end of a request are the scheduler's business alone. What it holds of rejected tokens is
 overwritten when their positions come again.
 
-Shapes: R requests, S rows of the state (R or more), K tokens proposed, V vocabulary, B blocks of the longest sequence.
+Shapes: R requests, S rows of the state (R or more), K tokens proposed, V vocabulary, D hidden.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,20 @@ from torch import Tensor
 
 from compress.models.arch import Arch
 from compress.runtime.loader import Target
-from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a proposer is built for. `draws`: proposals are drawn with noise of their own, and their probabilities are wanted."""
+    """What a proposer is built for; `block_size` is that of the model's cache. `draws`: proposals are drawn with noise of their own, and
+    their probabilities are wanted."""
 
     arch: Arch
     target: Target
     k: int
     draws: bool
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,27 @@ class Drafts:
 
 
 class Proposer(Protocol):
-    """Proposes for the requests of one engine. `weight_bytes` a step of it reads, `kv_bytes_per_token` of its pages."""
+    """Proposes for the requests of one engine. `weight_bytes` a step of it reads, `kv_bytes_per_token` of its pages; `feature_layers`:
+    after how many of the model's layers it wants to see the hidden states, none at all where it is empty."""
 
-    weight_bytes: int
-    kv_bytes_per_token: int
+    @property
+    def weight_bytes(self) -> int: ...
 
-    def begin(self, pages: Pages) -> None:
-        """Called once, when the model's cache has its size."""
+    @property
+    def kv_bytes_per_token(self) -> int: ...
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
-        """The model computed these chunks of prompts."""
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
+        """Called once, when the model's cache has its size, with the model's embedding."""
+
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
+        """The model computed these chunks of prompts, with these hidden states if any are wanted."""
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
+        """The model fed the last token of each row of `state` and `q_len` - 1 proposed ones behind it, with these hidden states: those of
+        rejected tokens among them. Called only where hidden states are wanted, within the step that is captured as a graph."""
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """How each sequence goes on; `state` holds the same rows on the device."""

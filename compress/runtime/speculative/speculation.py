@@ -6,10 +6,12 @@ Each step is for itself: the host knows the tokens of the last one before it loa
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.runtime.loader import Target
-from compress.runtime.model_runner import ModelRunner, PrefillBatch
+from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
 from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.graphs import Graphs
 from compress.runtime.speculative.proposer import Pages, Proposer, ProposerOptions, Setting
@@ -43,8 +45,8 @@ class Speculative:
         if self.forced_rate is not None and not 0 <= self.forced_rate <= 1:
             raise UsageError(f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for benchmarks only.")
 
-    def build(self, arch: Arch, target: Target) -> Proposer:
-        return self.proposer.build(Setting(arch, target, self.k, draws=self.rule == "rejection"))
+    def build(self, arch: Arch, target: Target, *, block_size: int) -> Proposer:
+        return self.proposer.build(Setting(arch, target, self.k, draws=self.rule == "rejection", block_size=block_size))
 
 
 @dataclass(frozen=True)
@@ -78,20 +80,25 @@ class Speculation:
     """One engine's proposer, verification and counts."""
 
     def __init__(self, config: Speculative, proposer: Proposer, runner: ModelRunner, pages: Pages, target: Target) -> None:
-        self._proposer = proposer
-        proposer.begin(pages)
+        self._proposer, self._runner = proposer, runner
+        proposer.begin(pages, runner.embedding)
         graphs: Graphs[VerifyOutputs] = Graphs(target.device, target.max_batch_size)
         self._state = SpeculativeState(
             max_rows=graphs.max_rows, max_model_len=pages.max_model_len, block_size=pages.block_size, k=config.k, device=target.device
         )
-        self._steps = VerifySteps(runner, self._state, graphs, rule=config.rule, forced_rate=config.forced_rate)
+        self._steps = VerifySteps(runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate)
         self._counts: list[int] = []
         self.k = config.k
         self.last = self._nothing = Acceptance(0, 0, (0,) * config.k, (0,) * config.k)
         self.total = self.last
 
-    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
-        self._proposer.prefill(batch, short=short)
+    def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
+        """The model's, and then the proposer's: logits as of `ModelRunner.prefill`."""
+        depths = self._proposer.feature_layers
+        features = Features.empty(depths, len(batch.tokens_T), self._runner.embedding) if depths else None
+        logits_WV = self._runner.prefill(batch, short=short, features=features)
+        self._proposer.prefill(batch, features, short=short)
+        return logits_WV
 
     def launch(self, rows: Sequence[RunningRow]) -> Verified:
         self._state.load(rows)

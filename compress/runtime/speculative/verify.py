@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from compress.runtime.model_runner import ModelRunner
+from compress.runtime.model_runner import Features, ModelRunner
 from compress.runtime.sampler import SamplingPlan, sample_rows
 from compress.runtime.speculative.acceptance import Kept, Rule, accept_by_rejection, accept_coupled, accept_forced
 from compress.runtime.speculative.graphs import Graphs
-from compress.runtime.speculative.proposer import Drafts
+from compress.runtime.speculative.proposer import Drafts, Proposer
 from compress.runtime.speculative.state import SpeculativeState
 
 
@@ -78,9 +78,17 @@ class VerifySteps:
     """Verifies what `state` holds, by one rule."""
 
     def __init__(
-        self, runner: ModelRunner, state: SpeculativeState, graphs: Graphs[VerifyOutputs], *, rule: Rule, forced_rate: float | None
+        self,
+        runner: ModelRunner,
+        state: SpeculativeState,
+        proposer: Proposer,
+        graphs: Graphs[VerifyOutputs],
+        *,
+        rule: Rule,
+        forced_rate: float | None,
     ) -> None:
         self._runner = runner
+        self._proposer = proposer
         self._state = state
         self._graphs = graphs
         self._rule = rule
@@ -108,8 +116,12 @@ class VerifySteps:
         state = self._state
         drafts_RK, counts_R = state.drafts_SK[:num_rows, :k], state.counts_S[:num_rows]
         first_R, rows = state.context_lens_S[:num_rows], state.sampling.first(num_rows)
-        tokens_RQ = torch.cat((state.last_two_S2[:num_rows, 1:], drafts_RK), dim=1)
-        logits_TV = state.logits(self._runner, tokens_RQ, first_R + k)
+        tokens_RQ = torch.cat((state.last_SN[:num_rows, -1:], drafts_RK), dim=1)
+        depths = self._proposer.feature_layers
+        features = Features.empty(depths, tokens_RQ.numel(), self._runner.embedding) if depths else None
+        logits_TV = state.logits(self._runner, tokens_RQ, first_R + k, features)
+        if features is not None:
+            self._proposer.verified(features, state, q_len=1 + k)
         positions_T = (first_R.unsqueeze(1) + torch.arange(1 + k, device=state.device)).flatten()
         chosen_RQ = sample_rows(logits_TV, rows.repeated(1 + k), positions_T, replace(plan, logprobs=False)).tokens_R.view(num_rows, -1)
         if not k:

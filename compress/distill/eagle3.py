@@ -1,0 +1,199 @@
+"""Training of an EAGLE-3 head (`models/eagle3.py`) against the model it drafts for, with the training-time test of arXiv 2503.01840.
+
+A served head continues from its own hidden states, so it is trained on them. Row t drafts from the target's hidden state of token t. In
+step 0 it reads that and token t + 1; in step s its own output of step s - 1 and token t + 1 + s, at position t + s:
+
+    g[s, t] = head(y[t+1+s], f[t] if s = 0 else g[s-1, t]),    attends to rows 0..t of step 0 and to row t of steps 1..s
+    L = sum_s w_s mean_t D(p[t+1+s] || q[s, t]),    w_s = 0.8^s / sum of all: later proposals are reached more seldom
+
+p is what the target says at that token, over the head's vocabulary and summing to one over it; q what the head says. The tokens are those
+of the text, as if proposals had been kept so far.
+
+Shapes: B batch, S sequence, R rows (one fewer), N windows, D hidden, E features, V vocabulary, W the head's, K steps, H heads, C head
+dimension, T tokens of a slice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.artifact.context import OneRank, Ranks
+from compress.distill.acceptance import K, steps_through
+from compress.distill.head import Rows, mean_divergence, slices
+from compress.distill.losses import Divergence, divergence_rows
+from compress.distill.objective import EVALUATED_TOKENS
+from compress.models.attention import FullAttention
+from compress.models.decoder import Decoder, Tap, no_tap
+from compress.models.eagle3 import Eagle3Decoder
+
+STEP_WEIGHT = 0.8
+
+
+def frequent_tokens(tokens: Tensor, num_kept: int, *, vocab_size: int) -> Tensor:
+    """int64 [W], rising: the `num_kept` most frequent tokens of a text, the lower one of equals."""
+    counts_V = torch.bincount(tokens.flatten().to(torch.int64), minlength=vocab_size)
+    return counts_V.sort(descending=True, stable=True).indices[:num_kept].sort().values
+
+
+class UnrolledAttention:
+    """Attention of one step after the other, each of the first rows of the one before: a row sees the rows up to its own of step 0, and
+    itself in later ones."""
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, layer_idx: int, q_BRHC: Tensor, k_BRKC: Tensor, v_BRKC: Tensor, *, window: int | None) -> Tensor:
+        assert (layer_idx, window) == (0, None), "a head has one layer, which sees everything"
+        self._keys.append(k_BRKC)
+        self._values.append(v_BRKC)
+        num_rows, repeat = q_BRHC.shape[1], q_BRHC.shape[2] // k_BRKC.shape[2]
+        k, v = (
+            torch.cat([each[:, :num_rows] for each in steps], dim=1).transpose(1, 2).repeat_interleave(repeat, dim=1)
+            for steps in (self._keys, self._values)
+        )
+        own = torch.eye(num_rows, dtype=torch.bool, device=q_BRHC.device)
+        seen = torch.cat((torch.ones_like(own).tril(), own.repeat(1, len(self._keys) - 1)), dim=1)
+        return F.scaled_dot_product_attention(q_BRHC.transpose(1, 2), k, v, attn_mask=seen).transpose(1, 2)
+
+
+class Target:
+    """The model drafted for, asked for hidden states on the way and at its end; it is never trained. `device` is where answers go."""
+
+    def __init__(self, decoder: Decoder, layer_ids: tuple[int, ...], vocabulary_W: Tensor, *, device: torch.device, compile: bool = False):
+        self._decoder = decoder.requires_grad_(False).eval()
+        self._place, self._device = decoder.embed.weight.device, device
+        self._layer_ids = layer_ids
+        self.vocabulary_W = vocabulary_W.to(device)
+        self.head_VD = decoder.head.weight.detach().to(device)
+        self.head_WD = self.head_VD[self.vocabulary_W]
+        self._walk = torch.compile(_walk, dynamic=False) if compile else _walk
+
+    def asked(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(embeddings [B, S, D], features [B, S, E], final normed hidden states [B, S, D]) of a batch."""
+        with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
+            states = self._walk(self._decoder, tokens_BS.to(self._place))
+            features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
+            final_BSD = self._decoder.norm(states[-1])
+        return states[0].to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
+
+
+def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
+    """The embedding and the hidden state after each layer."""
+    states, positions, attention = [decoder.embed(tokens_BS)], torch.arange(tokens_BS.shape[1], device=tokens_BS.device), FullAttention()
+    for layer in decoder.layers:
+        states.append(layer(states[-1], positions, attention))
+    return states
+
+
+def unrolled(head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap) -> Iterator[Tensor]:
+    """Normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the target does at token t + 1 + s."""
+    hidden, attention = head.fuse(features_BSE[:, :-1]), UnrolledAttention()
+    for step in range(num_steps):
+        num_rows = hidden.shape[1] - (step > 0)
+        positions = step + torch.arange(num_rows, device=hidden.device)
+        hidden = head(embedded_BSD[:, 1 + step :], hidden[:, :num_rows], positions, attention, tap)
+        yield head.norm(hidden)
+
+
+class Eagle3Objective:
+    """The training loop's loss: (head, tokens [B, S+1]) -> L."""
+
+    def __init__(
+        self, loss: Divergence, target: Target, num_steps: int, *, compute_dtype: torch.dtype = torch.float32, compile: bool = False
+    ) -> None:
+        assert not loss.hard_frac, "the text's own token may be none of the head's"
+        self._loss, self._target, self._dtype = loss, target, compute_dtype
+        weights = [STEP_WEIGHT**step for step in range(num_steps)]
+        self._weights = [weight / sum(weights) for weight in weights]
+        self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
+
+    def __call__(self, head: Eagle3Decoder, tokens_BS: Tensor) -> Tensor:
+        embedded_BSD, features_BSE, final_BSD = self._target.asked(tokens_BS[:, :-1])
+        total = torch.zeros((), device=embedded_BSD.device)
+        for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
+            final_TD, normed_TD = final_BSD[:, 1 + step :].flatten(0, 1), normed.flatten(0, 1).to(self._dtype)
+            targets = partial(_logits, final_TD, self._target.head_WD)
+            no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
+            loss = mean_divergence(normed_TD, head.head.weight, targets, no_labels_T, self._loss, rows=self._rows)
+            total = total + self._weights[step] * loss
+        return total
+
+
+def _logits(final_TD: Tensor, head_WD: Tensor, part: slice) -> Tensor:
+    return final_TD[part] @ head_WD.T
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Means over held-out text. `kl`: of the first proposal, over the head's vocabulary, in nats; `top1`: how often it is the target's
+    likeliest token; `acceptance`: the probability that a drawn proposal is kept, of each of the steps if all before it were;
+    `acceptance_length`: tokens that come out of a step of as many proposals (`acceptance.py`); `covered`: the target's probability of the
+    head's vocabulary."""
+
+    kl: float
+    top1: float
+    acceptance: tuple[float, ...]
+    acceptance_length: float
+    covered: float
+
+    def drafting(self) -> dict[str, float]:
+        """What a curve says."""
+        return {"kl": self.kl, "top1": self.top1, "acceptance": self.acceptance[0], "acceptance_length": self.acceptance_length}
+
+
+@torch.no_grad()
+def measure_eagle3(
+    head: Eagle3Decoder,
+    target: Target,
+    tokens_NS: Tensor,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype,
+    ranks: Ranks | None = None,
+    num_steps: int = K,
+) -> Drafted:
+    """At temperature 1, on windows of S + 1 tokens, each of which gives S - num_steps steps; each rank takes its share of the windows."""
+    ranks = OneRank() if ranks is None else ranks
+    at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
+    sums, kept = torch.zeros(5 + num_steps, dtype=torch.float64, device=device), []
+    for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
+        embedded_BSD, features_BSE, final_BSD = target.asked(batch_BS[:, :-1].to(device=device, dtype=torch.int64))
+        num_rows, kept_K = embedded_BSD.shape[1] - num_steps, []
+        with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
+            outputs = list(unrolled(head, embedded_BSD, features_BSE, num_steps))
+        for step, normed in enumerate(outputs):
+            final_TD = final_BSD[:, 1 + step : 1 + step + num_rows].flatten(0, 1)
+            kept_T, kl, top1, covered = _compared(head, target, normed[:, :num_rows].flatten(0, 1).to(compute_dtype), final_TD)
+            kept_K.append(kept_T.view(-1, num_rows))
+            if step == 0:
+                sums[:3] += torch.stack((kl, top1, covered))
+        kept.append(torch.stack(kept_K, dim=2).cpu())
+    if kept:
+        kept_NRK = torch.cat(kept)
+        sums[3:] = torch.cat((torch.stack(steps_through(kept_NRK)), kept_NRK.sum(dim=(0, 1)))).to(device)
+    ranks.add_up([sums])
+    kl, top1, covered, emitted, steps, *accepted = sums.tolist()
+    num_tokens = tokens_NS.shape[0] * (tokens_NS.shape[1] - 1 - num_steps)
+    acceptance = tuple(each / num_tokens for each in accepted)
+    return Drafted(kl / num_tokens, top1 / num_tokens, acceptance, emitted / steps, covered / num_tokens)
+
+
+def _compared(head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest token, of the mass covered)."""
+    sums, kept = torch.zeros(3, dtype=torch.float64, device=final_TD.device), []
+    weight_WD, words_W = head.head.weight.to(normed_TD.dtype), target.vocabulary_W
+    for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
+        log_p_TV = (final_TD[part] @ target.head_VD.T).to(torch.float32).log_softmax(-1)
+        log_p_TW, log_q_TW = log_p_TV[:, words_W], (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1)
+        covered_T = log_p_TW.logsumexp(-1)
+        among_TW = log_p_TW - covered_T.unsqueeze(1)
+        sums[0] += (among_TW.exp() * (among_TW - log_q_TW)).sum(-1).double().sum()
+        sums[1] += (log_p_TV.argmax(-1) == words_W[log_q_TW.argmax(-1)]).sum()
+        sums[2] += covered_T.exp().double().sum()
+        kept.append(torch.minimum(log_p_TW.exp(), log_q_TW.exp()).sum(-1).double())
+    return torch.cat(kept), sums[0], sums[1], sums[2]

@@ -1,0 +1,270 @@
+"""An EAGLE-3 head: one decoder layer that continues a sequence from the hidden states of the model it drafts for (arXiv 2503.01840).
+
+    f_t = fc([h_a; h_b; h_c])                  hidden states of the target at token t, after a, b and c of its layers, before any norm
+    x   = [embed_norm(embed(y_t+1)); hidden_norm(f_t)]      y_t+1 is the token that follows t
+    r   = f_t + o(attention(q x, k x, v x)),   position t;  with `norm_before_residual` hidden_norm(f_t) + ...
+    g_t = r + ffn(ffn_norm(r))
+    p(y_t+2) = softmax(head(norm(g_t)))        over a part of the target's tokens
+
+One token further on, where the target has computed nothing yet, g_t stands for f_t+1. The embedding is the target's unless the head has its
+own. Its words are `vocabulary`: token d of the head is token d + d2t[d] of the target.
+
+`layer_ids` count layers: id i is the hidden state after i layers, that is what layer i reads, as in vLLM and speculators, where they are
+`eagle_aux_hidden_state_layer_ids`.
+
+A head lies in `eagle3.safetensors` under the names of `Eagle3Decoder`, with `d2t` int64 [W] and `t2d` bool [V] as other programs have them;
+its facts are in the manifest.
+
+Shapes: B batch, S sequence, D hidden, E = D for each layer id, V vocabulary of the target, W of the head.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.artifact.manifest import Artifact
+from compress.artifact.tensors import save_tensors
+from compress.errors import UnsupportedFormat, UsageError
+from compress.models.arch import Arch
+from compress.models.attention import AttentionFn
+from compress.models.canonical import encoded, load_weights
+from compress.models.decoder import Attention, Ffn, Linear, RMSNorm, Tap, no_tap
+from compress.models.initialise import INIT_STD
+from compress.models.random_source import random_weight
+from compress.models.weights import Weights, WeightSource, dense, fill_
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, Schemes
+
+EAGLE3_NAME = "eagle3.safetensors"
+_VOCABULARY = ("d2t", "t2d")
+_OWN_EMBEDDING = "embed.weight"
+
+
+@dataclass(frozen=True)
+class Eagle3Facts:
+    """`arch` has the layer's shape, and the target's vocabulary, hidden size and positions.
+
+    Raises:
+        UsageError: more words than the target has.
+    """
+
+    arch: Arch
+    layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_vocab_size <= self.arch.vocab_size:
+            raise UsageError(f"eagle3: a draft vocabulary of {self.draft_vocab_size} tokens; the model has {self.arch.vocab_size}.")
+
+    def to_json(self) -> dict[str, Any]:
+        arch, layers = self.arch.to_json()
+        return {
+            "arch": arch,
+            "layers": layers,
+            "layer_ids": list(self.layer_ids),
+            "draft_vocab_size": self.draft_vocab_size,
+            "norm_before_residual": self.norm_before_residual,
+        }
+
+    @staticmethod
+    def from_json(stated: Mapping[str, Any]) -> "Eagle3Facts":
+        """Inverse of `to_json`; other keys are somebody else's."""
+        arch = Arch.from_json(stated["arch"], stated["layers"])
+        return Eagle3Facts(arch, tuple(stated["layer_ids"]), stated["draft_vocab_size"], stated["norm_before_residual"])
+
+
+def eagle3_facts(target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None) -> Eagle3Facts:
+    """A head for this model: a layer as its last one, without biases, windows and norms of heads, that reads `layer_ids` or the default.
+
+    Raises:
+        UsageError: layer ids that the model does not have, or that do not rise.
+    """
+    ids = default_layer_ids(target.num_layers) if layer_ids is None else tuple(layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= target.num_layers:
+        raise UsageError(
+            f"eagle3: layers {list(ids)} of a model that has {target.num_layers}; give numbers from 0 (the embedding) to that, rising."
+        )
+    arch = target.replace(
+        family="llama",
+        layers=(replace(target.layers[-1], window=None),),
+        activation="silu",
+        tied_head=False,
+        qkv_bias=False,
+        o_bias=False,
+        ffn_bias=False,
+        qk_norm=False,
+        config={},
+    )
+    return Eagle3Facts(arch, ids, min(draft_vocab_size, target.vocab_size))
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """After 2 layers, half of them and all but 3, as elsewhere; where a model has too few for that, one less of each end."""
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    return (1, num_layers // 2, num_layers - 1) if num_layers >= 4 else tuple(range(max(num_layers - 2, 0), num_layers + 1))
+
+
+class Eagle3Layer(nn.Module):
+    """The one layer; its attention reads two vectors side by side."""
+
+    def __init__(self, facts: Eagle3Facts) -> None:
+        super().__init__()
+        arch, shape = facts.arch, facts.arch.layers[0]
+        self.norm_before_residual = facts.norm_before_residual
+        self.embed_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.hidden_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attn = Attention(arch, shape)
+        for name in ("q", "k", "v"):
+            rows, columns = shape.linear_shape(f"attn.{name}", arch.hidden_size)
+            self.attn.add_module(name, Linear(2 * columns, rows, bias=False))
+        self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.ffn = Ffn(arch, shape)
+
+    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+        normed_BSD = self.hidden_norm(hidden_BSD)
+        pair = torch.cat((self.embed_norm(embedded_BSD), normed_BSD), dim=-1)
+        residual_BSD = normed_BSD if self.norm_before_residual else hidden_BSD
+        x_BSD = residual_BSD + self.attn(pair, positions, attention, 0, tap)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
+
+
+class Eagle3Decoder(nn.Module):
+    """The head without an embedding: `fuse` features, `forward` a step, `head(norm(...))` for logits [B, S, W]."""
+
+    def __init__(self, facts: Eagle3Facts) -> None:
+        super().__init__()
+        self.facts = facts
+        size = facts.arch.hidden_size
+        self.fc = Linear(len(facts.layer_ids) * size, size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(facts)])
+        self.norm = RMSNorm(size, facts.arch.norm_eps)
+        self.head = nn.Linear(size, facts.draft_vocab_size, bias=False)
+
+    def fuse(self, features_BSE: Tensor) -> Tensor:
+        """f [B, S, D]."""
+        fused: Tensor = self.fc(features_BSE)
+        return fused
+
+    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+        """g [B, S, D] of embedded next tokens, and of f or of g where there is none yet."""
+        out: Tensor = self.layers[0](embedded_BSD, hidden_BSD, positions, attention, tap)
+        return out
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """A head as it is stored: parameters of `Eagle3Decoder` by name, perhaps quantized; the target's tokens int64 [W] that it knows,
+    rising; its own embedding [V, D] where it has one."""
+
+    facts: Eagle3Facts
+    weights: Weights
+    vocabulary_W: Tensor
+    embed_VD: Tensor | None = None
+
+    def decoder(self, *, dtype: torch.dtype, device: torch.device) -> Eagle3Decoder:
+        with torch.device("meta"):
+            decoder = Eagle3Decoder(self.facts)
+        fill_(decoder, self.weights, dtype=dtype, device=device)
+        return decoder.requires_grad_(False)
+
+
+def head_of(decoder: Eagle3Decoder, vocabulary_W: Tensor, *, dtype: torch.dtype) -> Eagle3Head:
+    """A trained module as it is stored."""
+    weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in decoder.named_parameters()}
+    return Eagle3Head(decoder.facts, weights, vocabulary_W.cpu())
+
+
+def vocabulary_tensors(vocabulary_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """`d2t` int64 [W], what to add to a token of the head for the target's, and `t2d` bool [V], which of the target's it has."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[vocabulary_W] = True
+    return {"d2t": vocabulary_W - torch.arange(len(vocabulary_W)), "t2d": t2d}
+
+
+def vocabulary_of(d2t: Tensor) -> Tensor:
+    """Inverse of `vocabulary_tensors`."""
+    return d2t.to(torch.int64) + torch.arange(len(d2t))
+
+
+def save_eagle3(directory: Path, head: Eagle3Head) -> None:
+    """Write `eagle3.safetensors`."""
+    own = {} if head.embed_VD is None else {_OWN_EMBEDDING: head.embed_VD}
+    tensors = encoded(head.weights) | vocabulary_tensors(head.vocabulary_W, head.facts.arch.vocab_size) | own
+    save_tensors(directory / EAGLE3_NAME, tensors)
+
+
+def load_eagle3(directory: Path, facts: Eagle3Facts, schemes: Schemes | None = None) -> Eagle3Head:
+    """Inverse of `save_eagle3`. Raises UnsupportedFormat where tensors are missing or others are there."""
+    weights = load_weights(directory / EAGLE3_NAME, schemes)
+    return checked_head(facts, weights, where=str(directory / EAGLE3_NAME))
+
+
+def draft_head(artifact: Artifact) -> Eagle3Head:
+    """Of an artifact whose draft is one: facts["draft"]["kind"] is "eagle3"."""
+    scheme = artifact.manifest.scheme
+    facts = Eagle3Facts.from_json(artifact.manifest.facts["draft"]["head"])
+    return load_eagle3(artifact.path, facts, None if scheme is None else ModelScheme.from_json(scheme))
+
+
+def checked_head(facts: Eagle3Facts, tensors: Weights, *, where: str) -> Eagle3Head:
+    """Raises UnsupportedFormat where tensors are missing, of other shapes, or more than a head has."""
+    expected = parameter_shapes(facts) | {"d2t": (facts.draft_vocab_size,)}
+    found = {name: tuple(value.shape) for name, value in tensors.items() if name not in ("t2d", _OWN_EMBEDDING)}
+    if found != expected:
+        names = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        raise UnsupportedFormat(
+            f"{where} is not the EAGLE-3 head that its facts describe: "
+            + "; ".join(f"{name} is {found.get(name, 'absent')}, expected {expected.get(name, 'nothing')}" for name in names[:4])
+        )
+    own = tensors.get(_OWN_EMBEDDING)
+    weights = {name: value for name, value in tensors.items() if name not in (*_VOCABULARY, _OWN_EMBEDDING)}
+    return Eagle3Head(facts, weights, vocabulary_of(dense(tensors["d2t"])), None if own is None else dense(own))
+
+
+def parameter_shapes(facts: Eagle3Facts) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Eagle3Decoder(facts).named_parameters()}
+
+
+def fresh_eagle3(facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor, *, generator: torch.Generator) -> Eagle3Decoder:
+    """A float32 head on the CPU to be trained: norm and head rows are the target's, so that the layer has only to find the hidden state; fc
+    and the layer are normal with std 0.02, what writes into the residual stream with 0.02 / sqrt(2)."""
+    decoder, outer = Eagle3Decoder(facts), target.outer()
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.dim() >= 2 and name != "head.weight":
+                residual = name.endswith(("attn.o.weight", "ffn.down.weight"))
+                parameter.normal_(0.0, INIT_STD / 2**0.5 if residual else INIT_STD, generator=generator)
+        decoder.norm.weight.copy_(dense(outer["norm.weight"]))
+        decoder.head.weight.copy_(dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W])
+    return decoder
+
+
+def random_eagle3(
+    target: Arch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    draft_vocab_size: int = 32000,
+    layer_ids: Sequence[int] | None = None,
+    scheme: Scheme | None = None,
+    head_scheme: Scheme | None = None,
+    seed: int = 0,
+) -> Eagle3Head:
+    """A head of random weights, for benchmarks: `scheme` for fc and the layer's linears, `head_scheme` for the head (None: dense)."""
+    facts = eagle3_facts(target, draft_vocab_size=draft_vocab_size, layer_ids=layer_ids)
+    generator = torch.Generator(device).manual_seed(seed)
+    weights: dict[str, Tensor | QuantizedWeight] = {}
+    for name, shape in parameter_shapes(facts).items():
+        if len(shape) == 1:
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            own = head_scheme if name == "head.weight" else scheme
+            weights[name] = random_weight((shape[0], shape[1]), own, dtype=dtype, generator=generator)
+    vocabulary_W = torch.arange(facts.draft_vocab_size) * target.vocab_size // facts.draft_vocab_size
+    return Eagle3Head(facts, weights, vocabulary_W)

@@ -1,0 +1,137 @@
+"""A layer of the serving forward: the kernels chosen for a model's layers, and a layer run with them.
+
+    x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
+    x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
+
+It knows nothing of embeddings, heads and how layers follow one another: `model_runner.py` has a whole model of them, an EAGLE-3 head one
+whose q, k and v read something else.
+
+Shapes: T rows, D hidden, F outputs of a projection, H heads, C head dimension, B blocks of the longest sequence, R sequences.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.coverage import Phase
+from compress.kernels.paged import PagedKV
+from compress.kernels.rows import RawRows
+from compress.kernels.select import Op, select
+from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.rope import cos_sin
+from compress.runtime.loader import LayerWeights, Placed, Projection, Rows, Target
+
+Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
+"""(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
+_PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
+
+
+class LayerRunner:
+    """Kernels for layers of these shapes over pages of this format."""
+
+    def __init__(self, arch: Arch, target: Target, kv_format: str, *, max_model_len: int) -> None:
+        self._arch = arch
+
+        def placed(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> Placed:
+            phase: Phase = "prefill" if op == "attention_prefill" else "decode"
+            problem = target.machine.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+            return Placed(select(problem), problem)
+
+        widest_ffn = max(layer.intermediate_size for layer in arch.layers)
+        self._ops = {"rms_norm": placed("rms_norm", arch.hidden_size), "act_mul": placed("act_mul", widest_ffn)}
+        self._rms_norm = self._ops["rms_norm"].kernel.fn
+        self._act_mul = self._ops["act_mul"].kernel.fn
+        self._head_ops = {
+            (op, key): placed(op, key[0], key[1], scheme=kv_format)
+            for key in sorted({_head_key(layer) for layer in arch.layers})
+            for op in _PER_HEAD_OPS
+        }
+        # One position more than a sequence has: a step that was launched before its predecessor's end was known may look there.
+        positions = torch.arange(max_model_len + 1, device=target.device)
+        self._rope_tables = {key: cos_sin(*key, positions, target.dtype) for key in {_rope_key(layer) for layer in arch.layers}}
+
+    def layer(
+        self, layer: LayerWeights, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV, attend: Attend, phase: Phase
+    ) -> Tensor:
+        """[T, D]; keys and values are in the cache afterwards."""
+        qkv_TF = layer.qkv(self.normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
+        return self.behind_qkv(layer, qkv_TF, x_TD, positions_T, slots_T, kv, attend, phase)
+
+    def behind_qkv(
+        self,
+        layer: LayerWeights,
+        qkv_TF: Tensor,
+        residual_TD: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        kv: PagedKV,
+        attend: Attend,
+        phase: Phase,
+    ) -> Tensor:
+        """The rest of a layer, whatever its q, k and v were made of."""
+        q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
+        x_TD = layer.o(attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD)
+        mid_TF = layer.gate_up(self.normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
+        if not layer.gate_up.gated(phase):
+            mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
+        return layer.down(mid_TF, phase, residual=x_TD)
+
+    def queries(self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV) -> Tensor:
+        """[T, H, C], rotated; keys and values are in the cache afterwards."""
+        shape, eps = layer.shape, self._arch.norm_eps
+        rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
+        tables = self._rope_tables[_rope_key(shape)]
+        q_THC: Tensor = rope_store(qkv_TF, *tables, positions_T, slots_T, kv, num_heads=shape.num_heads, qk_norm=layer.qk_norm, eps=eps)
+        return q_THC
+
+    def normed(self, x_TD: Tensor, weight_D: Tensor, projection: Projection, phase: Phase) -> Rows:
+        """The projection's input: left to its kernel where that prepares rows itself."""
+        if projection.prepares(phase):
+            return RawRows(x_TD, weight_D, self._arch.norm_eps, projection.quant)
+        normed: Rows = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, projection.quant)
+        return normed
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        """[T, D], for more than one projection to read."""
+        normed_TD: Tensor = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, None)
+        return normed_TD
+
+    def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
+        """Of the last `q_len` rows of each sequence, its context including them all."""
+
+        def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
+            out: Tensor = fn(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=shape.window, scale=_scale(shape))
+            return out
+
+        return attend
+
+    def attend_prefill(self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Attend:
+        """Of ragged rows; a context includes the sequence's own."""
+
+        def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
+            out: Tensor = fn(q_THC, kv, block_table_RB, query_lens, context_lens, window=shape.window, scale=_scale(shape))
+            return out
+
+        return attend
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """One row for each op."""
+        rows = [placed.report(layer=None, linear=op) for op, placed in self._ops.items()]
+        return rows + [placed.report(layer=None, linear=op) for (op, _), placed in self._head_ops.items()]
+
+
+def _head_key(shape: LayerShape) -> tuple[int, int]:
+    """Head dimension, and query heads per KV head: what attention kernels are chosen by."""
+    return shape.head_dim, shape.num_heads // shape.num_kv_heads
+
+
+def _rope_key(shape: LayerShape) -> tuple[Rope, int]:
+    return shape.rope, shape.head_dim
+
+
+def _scale(shape: LayerShape) -> float:
+    return shape.head_dim**-0.5

@@ -1,0 +1,115 @@
+"""A draft that is an EAGLE-3 head: one layer that goes on from the target's own hidden states, over the most frequent tokens of the text it
+is trained on."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from compress.artifact.context import Context
+from compress.artifact.workspace import ArtifactWriter
+from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3
+from compress.distill.learn import Measurements, learn
+from compress.distill.train import Training, Windows
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.eagle3 import Eagle3Facts, Eagle3Head, eagle3_facts, fresh_eagle3, head_of, parameter_shapes, save_eagle3
+from compress.models.weights import Dense, without_codes
+from compress.quant.scheme import ModelScheme
+from compress.recipe import Spec
+from compress.stages import Estimate, PlanFacts
+from compress.stages.distill.estimate import training_estimate
+from compress.stages.draft.inits import INITS, Made, Setting
+from compress.stages.draft.quantized_head import head_scheme, rounded_head
+
+CALIBRATION_WINDOWS = 64
+"""Of the training text, for a head in codes."""
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@INITS.register("eagle3")
+class Eagle3(Spec):
+    """One layer over hidden states of the target."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = Field(
+        None, description="after how many of the target's layers hidden states are read, rising; left out, [2, half, all but 3]"
+    )
+    vocab: int = Field(8192, ge=1, description="tokens that it may propose, the most frequent ones of the training text; at most all")
+    steps: int = Field(4, ge=1, le=7, description="steps ahead that it is trained for, on its own hidden states but in the first")
+
+    def facts(self, target: Arch) -> Eagle3Facts:
+        """Raises UsageError: the target has no such layers."""
+        return eagle3_facts(without_codes(target), draft_vocab_size=self.vocab, layer_ids=self.layers)
+
+    def estimate(self, spec: Any, facts: PlanFacts) -> Estimate:
+        """A step ahead costs what a layer and a head do."""
+        if spec.loss.top_k is not None or spec.loss.hard_frac or spec.recompute:
+            raise UsageError(
+                "draft: an EAGLE-3 head is trained beside the target, whose hidden states it reads, on its distribution alone, and has one "
+                "layer: leave out loss.top_k, loss.hard_frac and recompute."
+            )
+        head = self.facts(facts.arch)
+        if spec.quantize is not None:
+            head_scheme(spec.quantize, head)
+        steps = head.arch.replace(layers=head.arch.layers * self.steps, vocab_size=head.draft_vocab_size * self.steps)
+        num_params = _num_params(head)
+        found = training_estimate(spec, steps, facts.arch, facts, num_trained=num_params, frozen_bytes=0)
+        return replace(
+            found,
+            notes=(
+                f"an EAGLE-3 head over hidden states after layers {', '.join(map(str, head.layer_ids))} of {facts.arch.num_layers}: "
+                f"{num_params / 1e6:,.1f} M parameters, {head.draft_vocab_size:,} of {facts.arch.vocab_size:,} tokens",
+                f"{spec.loss.kind}, {self.steps} steps ahead, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in "
+                f"{spec.num_steps:,} steps of {spec.data}",
+            ),
+        )
+
+    def make(self, setting: Setting, ctx: Context) -> Made:
+        spec, text, device = setting.spec, setting.text, setting.device
+        weights = Dense(setting.target.weights)
+        facts, tokens_NS = self.facts(weights.arch), text.training.tokens_NS
+        words_W = frequent_tokens(tokens_NS, facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
+        head = fresh_eagle3(facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
+        target = Target(setting.decoder, facts.layer_ids, words_W, device=device, compile=spec.compile)
+        objective = Eagle3Objective(spec.loss.divergence(), target, self.steps, compute_dtype=setting.dtype, compile=spec.compile)
+        config = spec.train_config(setting.dtype)
+        batch_of = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed).batch
+        training = Training(head, objective, batch_of, config, device=device, ranks=ctx.ranks)
+        look = partial(
+            measure_eagle3, target=target, tokens_NS=text.held_out_NS, device=device, compute_dtype=setting.dtype, ranks=ctx.ranks
+        )
+        curve = learn(training, config, Measurements(lambda: look(head).drafting(), spec.steps_between_measurements), ctx)
+        stored = head_of(head, words_W, dtype=getattr(torch, weights.arch.dtype))
+        scheme = None
+        if spec.quantize is not None:
+            scheme = head_scheme(spec.quantize, facts)
+            stored = rounded_head(spec.quantize, stored, target, tokens_NS[:CALIBRATION_WINDOWS, :-1], self.steps, device=device)
+        final = look(stored.decoder(dtype=torch.float32, device=device))
+        said = {
+            "kind": "eagle3",
+            "params": _num_params(facts),
+            "start": self.model_dump(mode="json"),
+            "head": facts.to_json(),
+            "quantized": None if spec.quantize is None else spec.quantize.method(),
+            "before": {key: curve[0][key] for key in final.drafting()},
+            "after": final.drafting(),
+            "acceptance_of_steps": list(final.acceptance),
+            "covered": final.covered,
+        }
+        return Made(curve, said, partial(_write, stored, scheme))
+
+
+def _num_params(facts: Eagle3Facts) -> int:
+    return sum(torch.Size(shape).numel() for shape in parameter_shapes(facts).values())
+
+
+def _write(stored: Eagle3Head, scheme: ModelScheme | None, out: ArtifactWriter) -> Mapping[str, Any]:
+    save_eagle3(out.path, stored)
+    return {"scheme": None if scheme is None else scheme.to_json()}
