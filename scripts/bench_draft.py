@@ -3,7 +3,7 @@ same draft as it begins and beside n-gram lookup.
 
     python scripts/bench_draft.py --data TEXT_DIR --tokens 60e6 --out benchmarks/speculation.json
     python scripts/bench_draft.py --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
-    python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft lk='{"loss": {"kind": "lk"}}'
+    python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
 The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft NAME=JSON` is what a recipe
 says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the stage on the text of `--data` and served by the engine.
@@ -45,6 +45,7 @@ from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, save_token_set
 from compress.digest import digest_json
 from compress.export import open_weights
+from compress.models.eagle3 import draft_head
 from compress.models.pruning import LayerSubset
 from compress.models.weights import Dense, WeightSource, build_decoder
 from compress.registry.model_source import ModelSource, resolve_model
@@ -52,6 +53,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Acceptance, Speculative
@@ -184,7 +186,7 @@ def proposers_of(bench: Bench, target: Artifact) -> tuple[dict[str, ProposerOpti
         spec = spec_of(bench, json.loads(text or "{}"))
         artifact = trained(bench, target, name, spec)
         facts[name] = artifact.manifest.facts["draft"]
-        proposers[name] = DraftModel(open_weights(artifact.path))
+        proposers[name] = Eagle3(draft_head(artifact)) if facts[name]["kind"] == "eagle3" else DraftModel(open_weights(artifact.path))
         if isinstance(spec.init, Pruned) and spec.init.heads is None and spec.init.ffn is None:
             proposers.setdefault("draft_undistilled", DraftModel(undistilled(target, spec)))
         print(f"{name}: {_line(facts[name])}", flush=True)
@@ -221,6 +223,7 @@ def row_of(engine: Engine, requests: Sequence[Request], plain: Sequence[Finished
         "acceptance_length": found.acceptance_length,
         "acceptance_rate": acceptance_rate(found),
         "acceptance_rates": list(found.rates),
+        "accepted": list(found.accepted),
         "num_steps": found.num_rows,
         "tpot_ms_plain": tpot_ms(list(plain)),
         "tpot_ms": tpot_ms(finished),

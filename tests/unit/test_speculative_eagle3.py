@@ -87,6 +87,16 @@ def test_the_head_proposes_what_its_module_says(k: int, chunk: int, norm_before_
     assert checked_steps(Engine(source, device=CPU, config=config), source, head, requests, k) > 30
 
 
+@pytest.mark.parametrize("rate", [0.7, 1.0])
+def test_rows_of_kept_proposals_are_made_anew_of_the_models_hidden_states(rate: float) -> None:
+    """Keys and values that the head wrote from its own are replaced, of one proposal as of all k."""
+    source, requests = make_source(), greedy(make_requests(4, max_tokens=20))
+    head = make_head(source.arch)
+    engine = Engine(source, device=CPU, config=EngineConfig(speculative=Speculative(Eagle3(head), k=3, forced_rate=rate)))
+    assert checked_steps(engine, source, head, requests, 3) > 20
+    assert acceptance_of(engine).acceptance_length > 2
+
+
 def test_preempted_requests_and_blocks_of_others_leave_the_heads_proposals_right() -> None:
     source, requests = make_source(), greedy(make_requests(8, max_tokens=30))
     head = make_head(source.arch)
