@@ -8,36 +8,34 @@ With k proposals a step, each kept with probability a if those before it were, a
 
     t = (k t_draft + t_verify) / (1 + a + ... + a^k)
 
-Each part is measured where the others are not: `k t_draft` on the device, by events around the k passes of the proposer; `t_verify` as the
-median step of an engine whose proposals cost nothing. `t` is measured in a third engine, end to end: median over requests of (last token -
-first) / (n - 1). Rows hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the
-named shapes; batch size, prompt and output as given.
+Each part is measured where the other is not (`validate/watched.py`): `k t_draft` by a clock on the proposer, `t_verify` as the median step
+whose proposals cost nothing. `t` is measured in another engine, end to end: median over requests of (last token - first) / (n - 1). Rows
+hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the named shapes; batch size,
+prompt and output as given.
 """
 
 import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from step_profile import drain, fill, queue
-from torch import Tensor
 
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.proposer import Drafts, Pages, Proposer, ProposerOptions, Setting
+from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.validate.watched import Watch, Watched
 
 DENSE = "dense"
 
@@ -46,68 +44,6 @@ def schemes_of(said: str) -> tuple[Scheme | None, Scheme | None]:
     """Of the linears and of the head."""
     linears, _, head = said.partition("+")
     return None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
-
-
-class Free:
-    """Proposes token 0, k times, for nothing."""
-
-    weight_bytes = kv_bytes_per_token = 0
-    feature_layers: tuple[int, ...] = ()
-
-    def build(self, setting: Setting) -> Proposer:
-        self._k = setting.k
-        return self
-
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Nothing is kept."""
-
-    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Nothing is kept."""
-
-    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """Nothing is kept."""
-
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
-        return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
-
-
-class Clocked:
-    """Another proposer, with the milliseconds that each of its proposals took on the device."""
-
-    def __init__(self, options: ProposerOptions) -> None:
-        self._options = options
-        self.times_ms: list[float] = []
-
-    def build(self, setting: Setting) -> Proposer:
-        """The other's own proposer, whose `propose` is clocked."""
-        proposer, device = self._options.build(setting), setting.target.device
-        propose = proposer.propose
-
-        def clocked(rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-            clock = _clock(device)
-            drafts = propose(rows, state)
-            self.times_ms.append(clock())
-            return drafts
-
-        proposer.propose = clocked  # type: ignore[method-assign]
-        return proposer
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts now; called, the milliseconds since, of the device's own time where it has one."""
-    if device.type != "cuda":
-        started_s = time.perf_counter()
-        return lambda: (time.perf_counter() - started_s) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-
-    def stop() -> float:
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    return stop
 
 
 class Bench:
@@ -163,8 +99,18 @@ class Bench:
                 values += [span * 1e3 for span in spans]
         return statistics.median(values), values
 
+    def parts_ms(self, options: ProposerOptions) -> tuple[float, float]:
+        """Of k drafts and of their verification, none of which is kept."""
+        watch = Watch()
+        engine = self.engine(Watched(options, watch), 0.0)
+        watch.mode = "timed"
+        self.step_ms(engine)
+        draft_ms = statistics.median(watch.seconds[len(watch.seconds) // 2 :]) * 1e3
+        watch.mode = "idle"
+        return draft_ms, self.step_ms(engine)
+
     def step_ms(self, engine: Engine) -> float:
-        """Median of steps that verify k proposals, none of which is kept."""
+        """Median of the steps of a steady batch."""
         args, times = self.args, list[float]()
         for repeat in range(2):
             fill(engine, args.batch_size, args.prompt_tokens, args.output_tokens)
@@ -179,12 +125,9 @@ class Bench:
 
     def rows(self) -> list[dict[str, Any]]:
         plain_ms, _ = self.tpot_ms(self.engine(None))
-        verify_ms = self.step_ms(self.engine(Free(), 0.0))
         rows = []
         for name, (made_of, options) in self.proposers().items():
-            clocked = Clocked(options)
-            self.step_ms(self.engine(clocked, 0.0))
-            draft_ms = statistics.median(clocked.times_ms[len(clocked.times_ms) // 2 :])
+            draft_ms, verify_ms = self.parts_ms(options)
             for rate in self.args.rates:
                 engine = self.engine(options, rate)
                 measured_ms, values = self.tpot_ms(engine)
