@@ -61,7 +61,7 @@ from compress.stages import Input, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import Text
+from compress.stages.distill.text import Text, sampled
 from compress.stages.draft.inits import Setting
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.draft.spec import Draft
@@ -159,10 +159,13 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
     key = f"draft-{name}-" + digest_json([target.digest, spec.model_dump(mode="json", serialize_as_any=True), str(dtype)])[7:23]
 
     def build(out: ArtifactWriter) -> None:
-        started_s = time.perf_counter()
+        started_s, context = time.perf_counter(), bench.context(key)
+        learns_on = text
+        if spec.sample is not None:
+            learns_on = text.with_training(sampled(spec.sample, tokens_NS, weights, context, device=bench.device))
         decoder = build_decoder(weights, dtype=dtype, device=bench.device)
         named = NamedTeacher("target", target.digest, target.path, weights)
-        made = spec.start.make(Setting(spec, bench.source, named, decoder, text, dtype, bench.device), bench.context(key))
+        made = spec.start.make(Setting(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context)
         described = made.write(out)
         facts = {**learning_facts(spec, dtype, made.curve), **made.facts, "seconds": round(time.perf_counter() - started_s, 1)}
         out.describe(role="draft", facts={"draft": facts}, **described)

@@ -126,7 +126,8 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
                 continue
             if part not in value:
                 if tagged and tag_is_next:  # a kind that the file leaves out
-                    annotation = next((spec for spec in _specs(choices) if part in _literals(spec)), annotation)
+                    named = [spec for spec in _specs(choices) if part in _literals(spec)]
+                    annotation = named[0] if named else annotation
                 continue
             owner = _owner(choices, value)
             annotation = _field(owner, str(part)) if owner else _element(choices, Mapping)
