@@ -193,7 +193,7 @@ def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/quickstart/artifacts/export")
+    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/draft/artifacts/export")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
