@@ -125,9 +125,8 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
                 tag_is_next = False
                 continue
             if part not in value:
-                if tagged and tag_is_next:  # a kind that the file leaves out
-                    named = [spec for spec in _specs(choices) if part in _literals(spec)]
-                    annotation = named[0] if named else annotation
+                if tagged and tag_is_next and (named := [spec for spec in _specs(choices) if part in _literals(spec)]):
+                    annotation = named[0]  # a kind that the file leaves out
                 continue
             owner = _owner(choices, value)
             annotation = _field(owner, str(part)) if owner else _element(choices, Mapping)
@@ -168,8 +167,8 @@ def _specs(choices: list[Any]) -> list[type[BaseModel]]:
 
 
 def _literals(spec: type[BaseModel]) -> tuple[Any, ...]:
-    annotation = spec.model_fields["kind"].annotation if "kind" in spec.model_fields else None
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    kind = spec.model_fields.get("kind")
+    return get_args(kind.annotation) if kind is not None and get_origin(kind.annotation) is Literal else ()
 
 
 def _field(owner: type[BaseModel], key: str) -> Any:
