@@ -33,12 +33,20 @@ DENSE, SOURCE = "dense", "source"
 
 def variants(arch: Arch, args: argparse.Namespace) -> dict[str, Arch]:
     """By name: the source, and what pruning leaves of it under its own family's rules and under Mistral's."""
-    found = {SOURCE: arch}
-    for name, base in (("pruned", arch), ("pruned, as mistral", as_mistral(arch) if arch.config.get("model_type") == "llama" else arch)):
-        heads = nearest(legal_heads(base, "kv_group", args.multiple), args.heads, "heads", args.multiple)
-        channels = nearest(legal_channels(base, args.multiple), args.ffn, "ffn", args.multiple)
-        found[name] = resized(base, replace(with_heads(base, Widths.of(base), heads, "kv_group"), intermediate_size=channels))
+    found = {SOURCE: arch, "pruned": pruned(arch, args), "pruned, as mistral": pruned(freest(arch), args)}
     return found if found["pruned"].layers != found["pruned, as mistral"].layers else {name: found[name] for name in (SOURCE, "pruned")}
+
+
+def freest(arch: Arch) -> Arch:
+    """The same model under the family whose rules allow most numbers of heads."""
+    return as_mistral(arch) if arch.config.get("model_type") == "llama" else arch
+
+
+def pruned(base: Arch, args: argparse.Namespace) -> Arch:
+    """With the legal numbers nearest to `args.heads` and `args.ffn`."""
+    heads = nearest(legal_heads(base, "kv_group", args.multiple), args.heads, "heads", args.multiple)
+    channels = nearest(legal_channels(base, args.multiple), args.ffn, "ffn", args.multiple)
+    return resized(base, replace(with_heads(base, Widths.of(base), heads, "kv_group"), intermediate_size=channels))
 
 
 def rows_of(scheme: str, args: argparse.Namespace, name: str, arch: Arch, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:

@@ -180,41 +180,42 @@ class Bench:
         return prefill.floor_ms
 
 
-def transformers_rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    """`generate` as it comes, at the smallest batch: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
+def transformers_rows(
+    shape: str, arch: Arch, device: torch.device, *, batch_size: int, prompt_tokens: int, output_tokens: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """`generate` as it comes, and with a static cache: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
     import transformers
 
-    args, config = bench.args, dict(bench.arch.config)
+    config, dtype = dict(arch.config), model_dtype(device)
     model_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-    with torch.device(bench.device):
-        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=bench.dtype).eval()
-    batch_size = min(args.batch_sizes)
-    prompts = torch.randint(bench.arch.vocab_size, (batch_size, args.prompt_tokens), device=bench.device)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+    prompts = torch.randint(arch.vocab_size, (batch_size, prompt_tokens), device=device)
     for kind, options in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
 
         def seconds(num_tokens: int, options: dict[str, Any]) -> float:
             begin = time.perf_counter()
             lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
             model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **lengths, **options)
-            if bench.device.type == "cuda":
-                torch.cuda.synchronize(bench.device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             return time.perf_counter() - begin
 
-        for num_tokens in (1, args.output_tokens):
+        for num_tokens in (1, output_tokens):
             seconds(num_tokens, options)
-        first_s = statistics.median(seconds(1, options) for _ in range(args.repeats))
-        whole_s = statistics.median(seconds(args.output_tokens, options) for _ in range(args.repeats))
+        first_s = statistics.median(seconds(1, options) for _ in range(repeats))
+        whole_s = statistics.median(seconds(output_tokens, options) for _ in range(repeats))
         yield {
             "tool": f"transformers {transformers.__version__} {kind}",
-            "shape": bench.name,
-            "scheme": _shown(DENSE, bench.dtype),
+            "shape": shape,
+            "scheme": _shown(DENSE, dtype),
             "tp": 1,
             "batch_size": batch_size,
-            "prompt_tokens": args.prompt_tokens,
-            "output_tokens": args.output_tokens,
-            "repeats": args.repeats,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "repeats": repeats,
             "ttft_ms_p50": first_s * 1e3,
-            "tpot_ms_p50": (whole_s - first_s) / (args.output_tokens - 1) * 1e3,
+            "tpot_ms_p50": (whole_s - first_s) / (output_tokens - 1) * 1e3,
         }
 
 
@@ -295,7 +296,8 @@ def main() -> None:
             bench.serve(scheme)
             release_memory()
         if args.baseline:
-            bench.rows += transformers_rows(bench)
+            lengths = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "repeats": args.repeats}
+            bench.rows += transformers_rows(name, arch, bench.device, batch_size=min(args.batch_sizes), **lengths)
             release_memory()
         for scheme in args.schemes:
             bench.profile(scheme)

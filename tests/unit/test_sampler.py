@@ -116,6 +116,14 @@ def test_rows_written_in_place_are_padded_with_greedy_ones() -> None:
     assert int(tokens[2]) == int(logits[2].argmax())
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_repeated_rows_lie_in_memory_as_kernels_read_them(num_rows: int) -> None:
+    rows = SamplingRows.of([SamplingParams(1, temperature=0.5 + idx, seed=idx) for idx in range(num_rows)], torch.device("cpu"))
+    repeated = rows.repeated(5)
+    assert repeated.seeds_R.stride() == repeated.temperature_R.stride() == (1,)
+    assert repeated.seeds_R.tolist() == [idx for idx in range(num_rows) for _ in range(5)]
+
+
 def test_top_p_counts_probability_exactly() -> None:
     """Sixteen equal tokens: each is a sixteenth, whatever a float makes of the sum before it."""
     uniform = torch.zeros(16)

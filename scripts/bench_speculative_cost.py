@@ -1,0 +1,222 @@
+"""What a token costs under speculation when proposals are kept at a given rate, against the model of that cost. A BENCHMARK MODE: the rate
+is forced, so the tokens are nobody's text, and no acceptance of any draft is claimed here.
+
+    python scripts/bench_speculative_cost.py --out benchmarks/h200/speculative_cost.json
+    python scripts/bench_speculative_cost.py --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
+
+With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k tokens, and a token takes
+
+    t = (k t_draft + t_verify) / (1 + a + ... + a^k)
+
+Each part is measured where the others are not: `k t_draft` on the device, by events around the k passes of the proposer; `t_verify` as the
+median step of an engine whose proposals cost nothing. `t` is measured in a third engine, end to end: median over requests of (last token -
+first) / (n - 1). Rows hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the
+named shapes; batch size, prompt and output as given.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from step_profile import drain, fill, queue
+
+from compress.models.random_source import RandomSource
+from compress.quant.scheme import scheme_named
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.request import Finished
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.proposer import Drafts, Pages, Proposer, ProposerOptions, Setting
+from compress.runtime.speculative.speculation import Speculative
+from compress.runtime.speculative.state import RunningRow, SpeculativeState
+
+DENSE = "dense"
+
+
+class Free:
+    """Proposes token 0, k times, for nothing."""
+
+    weight_bytes = kv_bytes_per_token = 0
+
+    def build(self, setting: Setting) -> Proposer:
+        self._k = setting.k
+        return self
+
+    def begin(self, pages: Pages) -> None:
+        """Nothing is kept."""
+
+    def prefill(self, batch: PrefillBatch, *, short: bool) -> None:
+        """Nothing is kept."""
+
+    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
+        return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
+
+
+@dataclass
+class Clocked:
+    """Another proposer, with the milliseconds that each of its proposals took on the device."""
+
+    options: ProposerOptions
+    times_ms: list[float] = field(default_factory=list)
+
+    def build(self, setting: Setting) -> Proposer:
+        self._proposer, self._device = self.options.build(setting), setting.target.device
+        self.weight_bytes, self.kv_bytes_per_token = self._proposer.weight_bytes, self._proposer.kv_bytes_per_token
+        self.begin, self.prefill = self._proposer.begin, self._proposer.prefill
+        return self  # type: ignore[return-value]  # `begin` and `prefill` are the other's
+
+    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+        clock = _clock(self._device)
+        drafts = self._proposer.propose(rows, state)
+        self.times_ms.append(clock())
+        return drafts
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Starts now; called, the milliseconds since, of the device's own time where it has one."""
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        return lambda: (time.perf_counter() - started_s) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+
+    def stop() -> float:
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return stop
+
+
+class Bench:
+    """The model's weights and the conditions of all rows."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, pick_device()
+        self.shape, self.target = self._source(args.model, args.scheme)
+
+    def _source(self, model: str, scheme: str) -> tuple[str, RandomSource]:
+        name, arch = read_arch(model)
+        linears, _, head = scheme.partition("+")
+        body, outer = None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
+        return name, RandomSource(arch, device=self.device, dtype=model_dtype(self.device), scheme=body, head_scheme=outer)
+
+    def proposers(self) -> dict[str, tuple[str, ProposerOptions]]:
+        """Name -> what it is made of, its options."""
+        shape, draft = self._source(self.args.draft, self.args.draft_scheme)
+        return {"draft_model": (f"{shape} {self.args.draft_scheme}", DraftModel(draft))}
+
+    def engine(self, proposer: ProposerOptions | None, rate: float | None = None) -> Engine:
+        args = self.args
+        speculative = None if proposer is None else Speculative(proposer, k=args.k, forced_rate=rate)
+        gc.collect()
+        config = EngineConfig(
+            dtype=model_dtype(self.device),
+            max_batch_size=args.batch_size,
+            max_model_len=args.prompt_tokens + args.output_tokens,
+            max_step_tokens=max(2048, args.batch_size * args.prompt_tokens),
+            speculative=speculative,
+        )
+        return Engine(self.target, device=self.device, config=config)
+
+    def tpot_ms(self, engine: Engine) -> tuple[float, list[float]]:
+        """Median and all values, one a request; the first round compiles, and captures graphs."""
+        args, values = self.args, list[float]()
+        for repeat in range(1 + args.repeats):
+            queue(engine, args.batch_size, args.prompt_tokens, args.output_tokens)
+            if repeat == 1:
+                engine.reset_acceptance()
+            finished: list[Finished] = []
+            while engine.has_work:
+                finished += engine.step()
+            if repeat:
+                spans = [(each.token_times_s[-1] - each.token_times_s[0]) / (len(each.tokens) - 1) for each in finished]
+                values += [span * 1e3 for span in spans]
+        return statistics.median(values), values
+
+    def step_ms(self, engine: Engine) -> float:
+        """Median of steps that verify k proposals, none of which is kept."""
+        args, times = self.args, list[float]()
+        for repeat in range(2):
+            fill(engine, args.batch_size, args.prompt_tokens, args.output_tokens)
+            for _ in range(args.output_tokens // 2):
+                begin = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - begin)
+            drain(engine)
+            if not repeat:
+                times.clear()
+        return statistics.median(times) * 1e3
+
+    def rows(self) -> list[dict[str, Any]]:
+        plain_ms, _ = self.tpot_ms(self.engine(None))
+        verify_ms = self.step_ms(self.engine(Free(), 0.0))
+        rows = []
+        for name, (made_of, options) in self.proposers().items():
+            clocked = Clocked(options)
+            self.step_ms(self.engine(clocked, 0.0))
+            draft_ms = statistics.median(clocked.times_ms[len(clocked.times_ms) // 2 :])
+            for rate in self.args.rates:
+                engine = self.engine(options, rate)
+                measured_ms, values = self.tpot_ms(engine)
+                assert engine.acceptance is not None
+                promised, came = sum(rate**place for place in range(self.args.k + 1)), engine.acceptance.acceptance_length
+                parts = {"plain_ms": plain_ms, "verify_ms": verify_ms, "k_draft_ms": draft_ms}
+                rows.append(
+                    {"proposer": name, "made_of": made_of, "k": self.args.k, "forced_rate": rate, **parts}
+                    | {"tokens_a_step_promised": promised, "tokens_a_step": came, "tpot_ms_p50": measured_ms}
+                    | {"tpot_ms_min": min(values), "tpot_ms_max": max(values)}
+                    | {"predicted_ms": (draft_ms + verify_ms) / promised, "predicted_from_tokens_ms": (draft_ms + verify_ms) / came}
+                    | {"speedup": plain_ms / measured_ms}
+                )
+                del engine
+        return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    header = ["proposer", "rate", "tokens a step", "plain ms", "k drafts ms", "verify ms", "ms a token", "predicted", "off", "speed-up"]
+    return markdown(
+        header,
+        [
+            [
+                f"{row['proposer']} ({row['made_of']})", f"{row['forced_rate']:.0%}", f"{row['tokens_a_step']:.2f}",
+                f"{row['plain_ms']:.3f}", f"{row['k_draft_ms']:.3f}", f"{row['verify_ms']:.3f}",
+                f"{row['tpot_ms_p50']:.3f}", f"{row['predicted_ms']:.3f}",
+                f"{row['tpot_ms_p50'] / row['predicted_ms'] - 1:+.1%}", f"{row['speedup']:.2f}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B")
+    parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
+    parser.add_argument("--draft-scheme", default="W4A16_G128")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.7, 0.8, 0.9])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--output-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    bench = Bench(args)
+    rows = bench.rows()
+    print(table(rows))
+    if args.out is not None:
+        lengths = {"batch_size": args.batch_size, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
+        facts = {"mode": "acceptance is forced; not a model's", "shape": bench.shape, "scheme": args.scheme} | lengths
+        write_results(args.out, rows, device=bench.device, commit=args.commit, facts=facts)
+
+
+if __name__ == "__main__":
+    main()
