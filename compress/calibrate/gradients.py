@@ -12,11 +12,12 @@ Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary, 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.calibrate.observe import observe
@@ -41,23 +42,52 @@ class GradientVisitor(Protocol):
         must be copied."""
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What lies before the first layer and behind the last, on the device: read once for all walks."""
+
+    embed_VD: Tensor
+    norm: RMSNorm
+    head_VD: Tensor
+
+    @staticmethod
+    def of(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "Ends":
+        arch, outer, dtype = source.arch, source.outer(), gradient_dtype(compute_dtype)
+        embed_VD = dense(outer["embed.weight"]).to(device)
+        head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
+        norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
+        return Ends(embed_VD, norm.requires_grad_(False), head_VD.to(dtype))
+
+
+def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Gradients leave the range of float16."""
+    return torch.float32 if compute_dtype == torch.float16 else compute_dtype
+
+
 def visit_gradients(
-    source: WeightSource, tokens_NS: Tensor, visitor: GradientVisitor, ctx: Context, *, compute_dtype: torch.dtype, draws_NS: Tensor
+    source: WeightSource,
+    tokens_NS: Tensor,
+    visitor: GradientVisitor,
+    ctx: Context,
+    *,
+    compute_dtype: torch.dtype,
+    draws_NS: Tensor,
+    ends: Ends | None = None,
 ) -> None:
     """Walk the model forward and back over the samples.
 
     Args:
         draws_NS: where in the cumulative prediction of each position its label lies, uniform in [0, 1).
+        ends: of the source, if they are there already.
 
     Raises:
         UsageError: the model's logits are not finite.
         Interrupted: between layers, when the context says so.
     """
-    arch, device = source.arch, torch.device(ctx.device)
-    dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype  # gradients leave the range of float16
-    outer = source.outer()
-    embed = dense(outer["embed.weight"])
-    x_NSD = torch.stack([embed[sample].to(dtype) for sample in tokens_NS.to(torch.int64)]).to(device)
+    arch, device, dtype = source.arch, torch.device(ctx.device), gradient_dtype(compute_dtype)
+    ends = ends or Ends.of(source, compute_dtype=compute_dtype, device=device)
+    x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
     inputs, last, total = list[Tensor](), arch.num_layers - 1, 2 * arch.num_layers
     with Ahead(source.layer, device) as layers:
         for idx in range(arch.num_layers):
@@ -67,12 +97,8 @@ def visit_gradients(
                 layers.start(idx + 1 if idx < last else last - 1)
             inputs.append(_kept(x_NSD))
             _forward_(layer, x_NSD)
-        head = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=dtype)
-        norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
         gradient_NSD = x_NSD
-        _at_the_end_(gradient_NSD, norm.requires_grad_(False), head, draws_NS)
-        del head, x_NSD
+        _at_the_end_(gradient_NSD, ends, draws_NS)
         for idx in reversed(range(arch.num_layers)):
             ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
             if idx < last:
@@ -98,11 +124,11 @@ def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
         x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
 
 
-def _at_the_end_(x_NSD: Tensor, norm: nn.Module, head_VD: Tensor, draws_NS: Tensor) -> None:
+def _at_the_end_(x_NSD: Tensor, ends: Ends, draws_NS: Tensor) -> None:
     """Outputs of the last layer become gradients there, of labels that lie at `draws_NS` of the cumulative predictions."""
     for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
         x_SD = kept_SD.clone().requires_grad_(True)
-        logits_SV = F.linear(norm(x_SD), head_VD)
+        logits_SV = F.linear(ends.norm(x_SD), ends.head_VD)
         (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _of_labels(logits_SV.detach(), draws_S))
         kept_SD.copy_(gradient_SD)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.gradients import visit_gradients
+from compress.calibrate.gradients import Ends, visit_gradients
 from compress.calibrate.stats import Stat, StatFactory
 from compress.models.decoder import DecoderLayer, LinearGroup
 from compress.models.weights import WeightSource
@@ -91,10 +91,11 @@ def make_guide(spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Contex
     draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
     weights: dict[str, list[Tensor]] = {}
     samples = max(1, TOKENS_OF_A_WALK // tokens_NS.shape[1])
+    ends = Ends.of(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
     for begin in range(0, len(tokens_NS), samples):
         walk = slice(begin, begin + samples)
         visitor = _Visitor(weights, outputs_to=ctx.scratch if begin == 0 else None)
-        visit_gradients(source, tokens_NS[walk], visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS[walk])
+        visit_gradients(source, tokens_NS[walk], visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS[walk], ends=ends)
         visitor.write()
     shared = {name: _weights(torch.stack(rows).cpu(), spec.share) for name, rows in weights.items()}
     save_tensors(ctx.scratch / WEIGHTS_NAME, shared)  # last: where it is, the rest is too

@@ -217,10 +217,10 @@ def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device:
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
         save_weights(out / OUTER_NAME, outer)
-    embed = dense(outer["embed.weight"])
-    samples = Samples((*tokens_NS.shape, embed.shape[1]), dtype, device)
-    for idx, tokens_S in enumerate(tokens_NS.to(torch.int64)):
-        samples[idx] = embed[tokens_S].unsqueeze(0)
+    embed_VD = dense(outer["embed.weight"]).to(device)
+    samples = Samples((*tokens_NS.shape, embed_VD.shape[1]), dtype, device)
+    for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
+        samples[idx] = embed_VD[tokens_S].unsqueeze(0)
     return samples
 
 

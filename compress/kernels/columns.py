@@ -24,7 +24,9 @@ from compress.quant.scheme import Scheme
 OUTPUTS, WARPS = 64, 4
 """Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
 DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
-"""Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
+"""Outputs of a warp that descends, one a lane, and columns of them that it holds in registers at a time."""
+_OF_OUTPUTS = [f"{name}_ptr" for name in ("levels", "g", "slope", "scale", "zero", "new", "moves", "best")]
+"""What is taken for unaligned: otherwise a lane gets four outputs and lanes share columns, and each step costs exchanges between lanes."""
 
 
 def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.t
     return tl.where(tl.abs(stored) < 2.0**-17, both, stored)
 
 
-@jit()
+@jit(varying=["num_outputs"], unaligned=_OF_OUTPUTS)
 def _descend_group(
     levels_ptr: tl.tensor,
     g_ptr: tl.tensor,
@@ -238,8 +240,8 @@ def _descend_group(
     HIGHEST: tl.constexpr,
     FLOAT: tl.constexpr,
 ) -> None:
-    """A few columns at a time stand in registers; what they owe to those before comes in one go, since nothing is stored meanwhile that a
-    load would have to wait for."""
+    """A few columns of an output stand in the registers of one thread, so that lanes have nothing to tell each other. What they owe to the
+    columns before comes in one go, while nothing is stored that a load would have to wait for."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     mask, columns = outputs < num_outputs, tl.arange(0, COLUMNS)
     old_scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
@@ -267,7 +269,7 @@ def _descend_group(
             for k in tl.static_range(COLUMNS):
                 move = tl.load(moves_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
                 h = tl.load(h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0)
-                g += h[:, None] * move[None, :]
+                g = tl.fma(tl.broadcast_to(h[:, None], g.shape), tl.broadcast_to(move[None, :], g.shape), g)
         levels, moves = tl.zeros_like(g), tl.zeros_like(g)
         for i in tl.static_range(COLUMNS):
             is_column = (columns == i)[:, None]
@@ -278,11 +280,11 @@ def _descend_group(
             level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
             move = (level - old) * scale
             h = tl.load(h_ptr + (begin + i) * row_stride + here * column_stride, mask=(here < size) & (begin + i < size), other=0.0)
-            g += h[:, None] * move[None, :]
+            g = tl.fma(tl.broadcast_to(h[:, None], g.shape), tl.broadcast_to(move[None, :], g.shape), g)
             levels, moves = tl.where(is_column, level[None, :], levels), tl.where(is_column, move[None, :], moves)
         tl.store(new_ptr + at, levels, mask=inside)
         tl.store(moves_ptr + at, moves, mask=inside)
-        tl.debug_barrier()  # what comes after reads what other lanes have stored
+        tl.debug_barrier()  # what comes after reads what was stored
     if slope_ptr is not None:
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]

@@ -39,7 +39,13 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bo
     h_BB = x_TB.t() @ x_TB / len(x_TB)
     scale_O = (0.5 + torch.rand(num_outputs, generator=generator)) / scheme.max_code
     zero_O = None if scheme.symmetric else torch.randint(-8, 8, (num_outputs,), generator=generator).float()
-    levels_BO = torch.randn(size, num_outputs, generator=generator).mul(scheme.max_code / 2).to(scheme.code_dtype).float()
+    levels_BO = (
+        torch.randn(size, num_outputs, generator=generator)
+        .mul(scheme.max_code / 2)
+        .clamp(scheme.min_code, scheme.max_code)
+        .to(scheme.code_dtype)
+        .float()
+    )
     levels_BO -= 0 if zero_O is None else zero_O
     w_BO = (levels_BO + scheme.max_code / 8 * torch.randn(size, num_outputs, generator=generator)) * scale_O
     state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()

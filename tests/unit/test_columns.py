@@ -52,7 +52,9 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype:
     scale_O = (0.5 + torch.rand(num_outputs, generator=torch.Generator().manual_seed(5))) / scheme.max_code
     scale_O[::5] *= 2.0**-22
     zero_O = None if scheme.symmetric else torch.randint(-8, 8, (num_outputs,), generator=torch.Generator().manual_seed(6)).float()
-    codes_BO = randn(size, num_outputs, seed=7).mul(scheme.max_code / 2).to(scheme.code_dtype).float()
+    codes_BO = (
+        randn(size, num_outputs, seed=7).mul(scheme.max_code / 2).clamp(scheme.min_code, scheme.max_code).to(scheme.code_dtype).float()
+    )
     levels_BO = codes_BO if zero_O is None else codes_BO - zero_O
     w_BO = (levels_BO + scheme.max_code / 4 * randn(size, num_outputs, seed=8)) * scale_O * 1.1
     state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
