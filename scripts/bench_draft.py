@@ -3,7 +3,7 @@ same draft as it begins and beside n-gram lookup.
 
     python scripts/bench_draft.py --data TEXT_DIR --tokens 60e6 --out benchmarks/speculation.json
     python scripts/bench_draft.py --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
-    python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft lk='{"loss": {"kind": "lk"}}'
+    python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
 The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft NAME=JSON` is what a recipe
 says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the stage on the text of `--data` and served by the engine.
@@ -45,6 +45,7 @@ from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, save_token_set
 from compress.digest import digest_json
 from compress.export import open_weights
+from compress.models.eagle3 import draft_head
 from compress.models.pruning import LayerSubset
 from compress.models.weights import Dense, WeightSource, build_decoder
 from compress.registry.model_source import ModelSource, resolve_model
@@ -52,6 +53,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Acceptance, Speculative
@@ -59,7 +61,7 @@ from compress.stages import Input, Inputs, Port
 from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import Text
+from compress.stages.distill.text import Text, sampled
 from compress.stages.draft.inits import Setting
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.draft.spec import Draft
@@ -157,10 +159,13 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
     key = f"draft-{name}-" + digest_json([target.digest, spec.model_dump(mode="json", serialize_as_any=True), str(dtype)])[7:23]
 
     def build(out: ArtifactWriter) -> None:
-        started_s = time.perf_counter()
+        started_s, context = time.perf_counter(), bench.context(key)
+        learns_on = text
+        if spec.sample is not None:
+            learns_on = text.with_training(sampled(spec.sample, tokens_NS, weights, context, device=bench.device))
         decoder = build_decoder(weights, dtype=dtype, device=bench.device)
         named = NamedTeacher("target", target.digest, target.path, weights)
-        made = spec.start.make(Setting(spec, bench.source, named, decoder, text, dtype, bench.device), bench.context(key))
+        made = spec.start.make(Setting(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context)
         described = made.write(out)
         facts = {**learning_facts(spec, dtype, made.curve), **made.facts, "seconds": round(time.perf_counter() - started_s, 1)}
         out.describe(role="draft", facts={"draft": facts}, **described)
@@ -184,7 +189,7 @@ def proposers_of(bench: Bench, target: Artifact) -> tuple[dict[str, ProposerOpti
         spec = spec_of(bench, json.loads(text or "{}"))
         artifact = trained(bench, target, name, spec)
         facts[name] = artifact.manifest.facts["draft"]
-        proposers[name] = DraftModel(open_weights(artifact.path))
+        proposers[name] = Eagle3(draft_head(artifact)) if facts[name]["kind"] == "eagle3" else DraftModel(open_weights(artifact.path))
         if isinstance(spec.init, Pruned) and spec.init.heads is None and spec.init.ffn is None:
             proposers.setdefault("draft_undistilled", DraftModel(undistilled(target, spec)))
         print(f"{name}: {_line(facts[name])}", flush=True)
@@ -221,6 +226,7 @@ def row_of(engine: Engine, requests: Sequence[Request], plain: Sequence[Finished
         "acceptance_length": found.acceptance_length,
         "acceptance_rate": acceptance_rate(found),
         "acceptance_rates": list(found.rates),
+        "accepted": list(found.accepted),
         "num_steps": found.num_rows,
         "tpot_ms_plain": tpot_ms(list(plain)),
         "tpot_ms": tpot_ms(finished),

@@ -13,6 +13,8 @@ text, mean and largest difference from this runtime in float32: this runtime in 
 weights in bfloat16 0.0142 and 0.13, in float16 0.0017 and 0.026, in float32 2e-6 and 2e-5; vLLM's 4-bit kernel in float16 0.0041 and
 0.071, in bfloat16 0.044 and 0.62 (its bfloat16 kernel rounds more than the dtype does; the codes are read rightly, as float16 shows).
 
+An artifact with a draft is compared once more, speculating with it: the same limits and tokens, and some proposals must be kept.
+
 A quantized artifact is compared twice: as it is, and as a dense checkpoint of its dequantized values. The second takes vLLM's rounding out:
 what differs there is arithmetic, and what differs only in the first is the reading of codes.
 Exit code 1: they disagree.
@@ -28,11 +30,13 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
-from compress.export import open_checkpoint
+from compress.export import DRAFT_FOLDER, PROPOSED, open_checkpoint
+from compress.export.speculators import is_eagle3
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from compress.runtime.engine import Engine
@@ -58,12 +62,13 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One program's view of one prompt; `margins` is vLLM's only."""
+    """One program's view of one prompt; `margins` is vLLM's only, and so is `accepted`: proposed, accepted and steps of all prompts."""
 
     prompt_logprobs: list[float]
     tokens: list[int]
     logprobs: list[float]
     margins: list[float]
+    accepted: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class Question:
     prompts: list[tuple[int, ...]]
     decompress: bool = False
     without_amx: bool = False
+    speculative: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -162,22 +168,32 @@ def report(rows: list[Row], dtype: str) -> bool:
     return all(row.verdict(*LIMITS[dtype]) is None for row in rows)
 
 
-def check(path: Path, python: Path, max_tokens: int) -> bool:
+def speculative_config(draft: Path) -> dict[str, Any]:
+    return {"model": str(draft.resolve()), "num_speculative_tokens": PROPOSED, "method": "eagle3" if is_eagle3(draft) else "draft_model"}
+
+
+def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False) -> bool:
     checkpoint = open_checkpoint(path)
     dtype = "float16" if checkpoint.schemes else "float32"
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
-    print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}", flush=True)
+    speculative = speculative_config(path / DRAFT_FOLDER) if speculates else None
+    print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}{', with its draft' if speculates else ''}", flush=True)
     prompts = encode(path)
     ours = ask_runtime(path, prompts, max_tokens)
-    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts)])
+    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts, speculative=speculative)])
     if theirs.error is not None:
         sys.exit(f"vLLM failed on {path}: {theirs.error}")
-    return report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
+    agrees = report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
+    if not speculates:
+        return agrees
+    proposed, accepted, steps = theirs.prompts[0].accepted or (0, 0, 1)
+    print(f"{accepted} of {proposed} proposed tokens kept: {1 + accepted / steps:.2f} tokens a step")
+    return agrees and accepted > 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/quickstart/artifacts/export")
+    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/draft/artifacts/export")
     parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
@@ -187,6 +203,8 @@ def main() -> None:
             twin = write_dense_twin(arguments.artifact, Path(directory))
             shutil.copyfile(arguments.artifact / "tokenizer.json", twin / "tokenizer.json")
             verdicts.append(check(twin, arguments.python, arguments.max_tokens))
+    if (arguments.artifact / DRAFT_FOLDER).is_dir():
+        verdicts.append(check(arguments.artifact, arguments.python, 4 * arguments.max_tokens, speculates=True))
     agree = all(verdicts)
     print("vLLM and this runtime agree." if agree else "vLLM and this runtime DISAGREE.")
     sys.exit(not agree)

@@ -4,11 +4,12 @@ project.
     consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
 
-A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx}; `decompress`, for `transformers` alone, says whether
-weights are decompressed at load, `without_amx`, for vLLM, to take the kernels of a CPU that has no AMX. An answer: {version, prompts}, and
-per prompt the log probability of every token after the first, the tokens of a greedy continuation, their log probabilities, and the margin
-(in log probability) of each over the second best token. Each question has a process of its own, forked when the imports are done, so that
-one which fails, or dies, spoils no other: its answer is then {error}.
+A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx, speculative}; `decompress`, for `transformers` alone,
+says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is
+its speculative config or null. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
+of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second best token, and with speculation
+`accepted`: [proposed, accepted, steps] of all prompts. Each question has a process of its own, forked when the imports are done, so
+that one which fails, or dies, spoils no other: its answer is then {error}.
 """
 
 import json
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import: the engine in this process, not in one of its own
+
+
+SPECULATION = ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
 
 
 def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,11 +41,15 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
         max_model_len=max(map(len, question["prompts"])) + question["max_tokens"],
         max_num_seqs=len(question["prompts"]),
+        speculative_config=question["speculative"],
+        disable_log_stats=question["speculative"] is None,
     )
     params = SamplingParams(
         temperature=0.0, max_tokens=question["max_tokens"], ignore_eos=True, logprobs=2, prompt_logprobs=0, detokenize=False
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in question["prompts"]], params, use_tqdm=False)
+    counts = {each.name: int(each.value) for each in llm.get_metrics() if hasattr(each, "value")} if question["speculative"] else {}
+    accepted = [counts[f"vllm:spec_decode_{name}"] for name in SPECULATION] if counts else None
     answers = []
     for prompt, output in zip(question["prompts"], outputs, strict=True):
         tokens, tops = list(output.outputs[0].token_ids), output.outputs[0].logprobs
@@ -52,6 +60,7 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
                 "tokens": tokens,
                 "logprobs": [top[token].logprob for token, top in zip(tokens, tops, strict=True)],
                 "margins": [best - second for best, second in best_two],
+                "accepted": accepted,
             }
         )
     return answers

@@ -85,7 +85,9 @@ VLLM_KV_FLAGS = {
 """What vLLM is told where no checkpoint format can."""
 FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
 DRAFT_FOLDER = "draft"
-"""Of a checkpoint, where its draft lies: a checkpoint of its own."""
+"""Of a checkpoint, where its draft lies."""
+PROPOSED = 4
+"""Tokens that a draft proposes a step, unless somebody says otherwise."""
 
 
 def codecs() -> Mapping[str, ForeignCodec]:
@@ -173,11 +175,11 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
 
 
-def serve_command(kv_format: str | None, *, k: int | None) -> str:
-    """How vLLM serves a checkpoint; with `k` tokens proposed a step by the draft that lies in it."""
+def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:
+    """How vLLM serves a checkpoint; with a draft in it, by the method of that name and `k` proposed tokens a step."""
     words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
-    if k is not None:
-        said = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": "draft_model"}
+    if method is not None:
+        said = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
         words.append(f"--speculative-config '{json.dumps(said)}'")
     return " ".join(word for word in words if word)
 

@@ -125,6 +125,8 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
                 tag_is_next = False
                 continue
             if part not in value:
+                if tagged and tag_is_next and (named := [spec for spec in _specs(choices) if part in _literals(spec)]):
+                    annotation = named[0]  # a kind that the file leaves out
                 continue
             owner = _owner(choices, value)
             annotation = _field(owner, str(part)) if owner else _element(choices, Mapping)
@@ -154,16 +156,19 @@ def _unwrap(annotation: Any) -> tuple[list[Any], bool]:
 
 def _owner(choices: list[Any], value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The one Spec among `choices`, or the one that declares the `kind` that `value` gives."""
-    specs = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
+    specs = _specs(choices)
     if len(specs) == 1:
         return specs[0]
-    by_kind = (spec for spec in specs if "kind" in spec.model_fields and value.get("kind") in _literals(spec))
-    return next(by_kind, None)
+    return next((spec for spec in specs if value.get("kind") in _literals(spec)), None)
+
+
+def _specs(choices: list[Any]) -> list[type[BaseModel]]:
+    return [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
 
 
 def _literals(spec: type[BaseModel]) -> tuple[Any, ...]:
-    annotation = spec.model_fields["kind"].annotation
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    kind = spec.model_fields.get("kind")
+    return get_args(kind.annotation) if kind is not None and get_origin(kind.annotation) is Literal else ()
 
 
 def _field(owner: type[BaseModel], key: str) -> Any:

@@ -1,10 +1,10 @@
 """`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it.
 
-A draft goes into a folder of the checkpoint, as one that stands alone: whatever the format of the model, dense or compressed-tensors.
+A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint that stands alone, dense or
+compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,14 @@ from compress.artifact.context import Context
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.errors import UsageError
-from compress.export import DRAFT_FOLDER, FORMATS, check_rules, kv_note, write_format
+from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, check_rules, kv_note, write_format
+from compress.export.speculators import write_speculators
 from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
+from compress.models.eagle3 import draft_head
+from compress.models.family import family_of
 from compress.recipe import Spec, checked_by
+from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
@@ -66,32 +70,37 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     scheme, name = store.scheme, spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
-    text_files = inputs.source.text_files()
-    for file in text_files:
+    for file in inputs.source.text_files():
         shutil.copyfile(file, out.path / file.name)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
     if Port.DRAFT in inputs.ports:
-        facts |= _write_draft(open_artifact(inputs[Port.DRAFT].path), store.arch, out.path / DRAFT_FOLDER, text_files)
+        facts |= _write_draft(open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER)
     out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts=facts)
     ctx.progress.update(1, 1, name)
 
 
-def _write_draft(artifact: Artifact, target: Arch, directory: Path, text_files: Sequence[Path]) -> dict[str, Any]:
+def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, directory: Path) -> dict[str, Any]:
     """The facts of the draft, without its curve, which the draft's own artifact and the report have.
 
     Raises:
         UsageError: a draft of other tokens than the model's.
+        UnsupportedFormat: a draft in a scheme that no checkpoint says.
     """
-    store = CanonicalStore(artifact)
-    if store.arch.vocab_size != target.vocab_size:
-        raise UsageError(
-            f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program could speculate with it. "
-            "Make the draft of this model."
-        )
-    directory.mkdir()
-    write_format(DRAFT_FORMAT, directory, store, store.scheme)
-    for file in text_files:
-        shutil.copyfile(file, directory / file.name)
-    draft = {key: value for key, value in artifact.manifest.facts["draft"].items() if key != "curve"}
-    return {"draft": {**draft, "scheme": None if store.scheme is None else store.scheme.name}}
+    scheme, facts = artifact.manifest.scheme, artifact.manifest.facts["draft"]
+    if facts["kind"] == "eagle3":
+        architectures = family_of({"model_type": target.family}).write_config(target).get("architectures", [])
+        write_speculators(directory, draft_head(artifact), verifier=source.name, architectures=architectures, k=PROPOSED)
+    else:
+        store = CanonicalStore(artifact)
+        if store.arch.vocab_size != target.vocab_size:
+            raise UsageError(
+                f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program could speculate with it. "
+                "Make the draft of this model."
+            )
+        directory.mkdir()
+        write_format(DRAFT_FORMAT, directory, store, store.scheme)
+        for file in source.text_files():
+            shutil.copyfile(file, directory / file.name)
+    shown = {key: value for key, value in facts.items() if key != "curve"}
+    return {"draft": {**shown, "scheme": None if scheme is None else scheme["name"]}}

@@ -79,7 +79,15 @@ MODULES = {
         "stages/quantize/*.py",
     ),
     "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
-    "validate": ("kernels/*.py", "kernels/*/*.py", "kernels/*/*.cu*", "runtime/*.py", "validate/*.py", "stages/validate/*.py"),
+    "validate": (
+        "kernels/*.py",
+        "kernels/*/*.py",
+        "kernels/*/*.cu*",
+        "runtime/*.py",
+        "runtime/speculative/*.py",
+        "validate/*.py",
+        "stages/validate/*.py",
+    ),
 }
 
 

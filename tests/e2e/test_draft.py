@@ -163,6 +163,7 @@ REFUSALS = [
     (stages(init={"keep_layers": [0, 3]}), "different layers of 0..2"),
     (stages(init={"keep_layers": [1, 1]}), "different layers of 0..2"),
     (stages(init={"kind": "prund"}), "unknown kind 'prund'"),
+    (stages(init={"kep_layers": 2}), "Did you mean 'keep_layers'?"),
     (stages(init={"keep_layers": 2, "ffn": {"keep": 1.5}}), "ffn"),
     (stages(init={"keep_layers": 2, "ffn": {"keep": 0.9}}), "nothing would go"),
     (stages(init={"keep_layers": 2, "ffn": {"keep": 96}, "multiple": 32}, quantize={"scheme": "W4A16_G64"}), "multiple of 64"),

@@ -14,6 +14,8 @@ from tiny_run import RECIPE
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_weights
+from compress.export.speculators import is_eagle3, open_eagle3
+from compress.models.eagle3 import draft_head
 from compress.models.weights import build_decoder
 
 Recipe = Callable[..., Path]
@@ -87,6 +89,21 @@ def test_a_checkpoint_is_proven_with_its_draft_from_the_command_line(recipe: Rec
     assert "speculation" not in json.loads((work / "without" / "report.json").read_text())
 
 
+def test_a_head_is_proven_like_a_model(recipe: Recipe, command: Command, work: Path) -> None:
+    head = {**DRAFT, "tokens": 512, "init": {"kind": "eagle3", "layers": [1, 2, 3], "vocab": 128, "steps": 2}}
+    served = {**VALIDATE, "speculative": SERVED, "gates": {"acceptance_length": 1.0}}
+    code, _, err = command("run", recipe(stages=[CALIBRATE, QUANTIZE, head, EXPORT, served]), "--run-dir", "run")
+    assert code == 0, err
+    exported = work / "run" / "artifacts" / "export" / "draft"
+    trained = draft_head(open_artifact(work / "run" / "artifacts" / "draft"))
+    assert is_eagle3(exported)
+    assert open_eagle3(exported).facts == trained.facts
+    report = json.loads((work / "run" / "evidence" / "report.json").read_text())
+    assert [row["proposer"] for row in report["speculation"]["speed"]] == ["eagle3"] * 4 + ["ngram"] * 4
+    assert report["speculation"]["num_equal"] == report["speculation"]["num_compared"] == 16
+    assert '"num_speculative_tokens": 2, "method": "eagle3"' in (work / "run" / "evidence" / "README.md").read_text()
+
+
 def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Command, work: Path) -> None:
     lookup = {**SERVED, "kind": "ngram", "rule": "coupled", "temperatures": [0.7]}
     steps = [CALIBRATE, QUANTIZE, EXPORT, {**VALIDATE, "speculative": lookup, "gates": {"acceptance_length": 1.0}}]
@@ -108,6 +125,7 @@ def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Comma
         (stages(speculative={"prompt_tokens": 100, "output_tokens": 64}), "speculative prompt and output together is 164 tokens"),
         (stages(speculative={"k": 9}), "k"),
         (stages(speculative={"data": {"prompts": "mine.yaml"}}), "mine.yaml"),
+        (stages(speculative={"data": {"prompts": "builtin://python"}}), "judges on the same text"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(

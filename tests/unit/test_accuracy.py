@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import GateFailed, UsageError
-from compress.validate.accuracy import Accuracy, Logits, kl_divergence, measure_accuracy
+from compress.validate.accuracy import Accuracy, Logits, kl_divergence, measure_accuracy, measure_pairs
 
 VOCAB, WINDOWS, WINDOW = 211, 7, 150  # more positions than are scored at once, and not a multiple
 
@@ -30,6 +30,13 @@ def table_model(seed: int, *, noise: float = 0.0, scale: float = 3.0, dtype: tor
 @pytest.fixture(name="tokens_NS", scope="module")
 def fixture_tokens() -> Tensor:
     return torch.randint(VOCAB, (WINDOWS, WINDOW), generator=torch.Generator().manual_seed(9))
+
+
+def test_models_scored_together_compare_as_two_do(tokens_NS: Tensor) -> None:
+    models = [table_model(0), table_model(1, noise=0.1), table_model(2, noise=0.3)]
+    pairs = ((0, 2), (0, 1), (1, 2))
+    together = measure_pairs(models, pairs, tokens_NS, num_bytes=4321)
+    assert together == [measure_accuracy(models[a], models[b], tokens_NS, num_bytes=4321) for a, b in pairs]
 
 
 def test_agrees_with_double_precision_numpy(tokens_NS: Tensor) -> None:

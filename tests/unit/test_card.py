@@ -47,6 +47,14 @@ def test_builtin_documents_are_the_corpus():
     assert list(documents(load_card("builtin://python-eval"))) == list(python_documents("evaluation"))
 
 
+def test_code_and_prose_are_the_corpus_in_two():
+    whole = [document.id for document in documents(load_card("builtin://python-eval"))]
+    code, prose = ([document.id for document in documents(load_card(f"builtin://python-eval/{kind}"))] for kind in ("code", "prose"))
+    assert sorted(code + prose) == sorted(whole)
+    assert "trace" in code
+    assert all(name.startswith("topics/") for name in prose)
+
+
 def test_an_unknown_builtin_gets_a_suggestion():
     with pytest.raises(UsageError, match="Did you mean 'builtin://python'"):
         load_card("builtin://pyton")

@@ -13,8 +13,10 @@ from compress.validate.accuracy import measure_accuracy
 from compress.validate.card import render_markdown_card
 from compress.validate.gates import evaluate, parse_gates
 from compress.validate.latency import LatencyRow
+from compress.validate.payoff import SpeedRow, predicted
 from compress.validate.report import build_report, byte_size, label, number, percent, render_html
 from compress.validate.roofline import Work, roofline
+from compress.validate.speculation import AcceptanceRow, SpeculationEvidence
 from compress.validate.stats import Estimate
 
 KERNEL = {
@@ -69,6 +71,12 @@ def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
         "gates": evaluate(gates, accuracy.metrics(), device="cpu"),
         "calibration": {"data": "mixed", "overlap": "0 of 145 n-grams are shared"},
         "environment": {"device": "a processor", "device_key": "cpu", "memory_bytes": 4_000_000_000},
+        "stages": [
+            {"stage": "source", "size_bytes": 100, "ppl": 9.0, "batch_size": 1, "tpot_ms": 4.0},
+            {"stage": "pruned", "size_bytes": 75, "kl_source": 0.5, "note": "elsewhere"},
+            {"stage": "quantized", "size_bytes": 25, "ppl": 9.5, "kl_source": 0.25, "kl_before": 0.125, "batch_size": 1, "tpot_ms": 2.0},
+        ],
+        "speculation": speculation(),
         "kv_cache": {
             "format": "FP8_STATIC",
             "warning": "range spent on <outliers>",
@@ -89,6 +97,30 @@ def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
             ],
         },
     }
+
+
+def speculation() -> dict[str, Any]:
+    """Two proposers, greedy and not, two categories and batch sizes."""
+    acceptance, speed = [], []
+    for name in ("draft", "ngram"):
+        for temperature in (1.0, 0.0):
+            own = {"proposer": name, "temperature": temperature}
+            for category in ("all", "code", "<prose>"):
+                length = Estimate(2.5, 2.25, 2.75)
+                acceptance.append(AcceptanceRow(**own, category=category, num_prompts=4, num_steps=90, acceptance_length=length,
+                                                acceptance_rates=(0.8, 0.7), repeated_4grams=0.125))  # fmt: skip
+            for batch_size in (1, 4):
+                row = SpeedRow(**own, batch_size=batch_size, num_requests=4, num_equal=4 if temperature == 0 else None, tpot_ms_plain=10.0,
+                               tpot_ms=5.0, speedup=Estimate(2.0, 1.5, 2.5), acceptance_length=2.5, draft_ms=1.0, verify_ms=11.0,
+                               draft_frac=2 / 13)  # fmt: skip
+                speed.append(predicted(row, (0.8, 0.7)) if name == "draft" else row)
+    facts = {"k": 2, "rule": "rejection", "num_prompts": 2, "prompt_tokens": 8, "output_tokens": 16, "data": {"code": "c", "<prose>": "p"}}
+    curve = [
+        {"step": 1, "tokens": 100, "loss": 3.0},
+        *({"step": n, "tokens": 100 * n, "kl": 1 / n, "acceptance_length": n} for n in (1, 2)),
+    ]
+    draft = {"kind": "model", "params": 5, "curve": curve, "before": {"kl": 1.5, "top1": 0.25}, "after": {"kl": 0.5, "top1": 0.5}}
+    return {**facts, **SpeculationEvidence(tuple(acceptance), tuple(speed)).as_json(), "draft": draft}
 
 
 class Outline(HTMLParser):
@@ -122,7 +154,7 @@ def test_the_page_is_well_formed_and_loads_nothing() -> None:
     page = render_html(build_report(title="A & B", **parts()))
     outline = Outline(page)
     assert not {"script", "link", "img", "iframe", "object", "embed", "image"} & set(outline.tags)
-    assert outline.tags.count("svg") == 4
+    assert outline.tags.count("svg") == 6
     references = [value for name, value in outline.attributes if name in {"src", "href", "xlink:href", "clip-path", "srcset"}]
     assert references
     assert all(re.fullmatch(r"#\S+|url\(#\S+\)", reference) for reference in references)
@@ -177,6 +209,24 @@ def test_a_warning_stands_at_the_head_of_page_and_card_and_the_worst_caches_are_
     assert card.index("**Warning.** range spent") < card.index("## Recovery")
 
 
+def test_every_number_of_speculation_and_of_stages_is_on_the_page() -> None:
+    report = build_report(title="t", **parts())
+    page = render_html(report)
+    for words in (
+        "<strong>16 of 16</strong>",
+        "&lt;prose&gt;",
+        "2.25 … 2.75",
+        "80 % · 70 %",
+        "1.50 … 2.50",
+        "4 of 4",
+        "Speculation pays at batch 4",
+    ):
+        assert words in page
+    assert "Speculation pays" in report["speculation"]["speed"][0]["advice"]
+    assert re.search(r"<td[^>]*>pruned</td>.*?75\.0 %.*?elsewhere", page)
+    assert "warnings" in build_report(title="t", speculation={**speculation(), "num_equal": 15})
+
+
 def test_the_verdict_counts_only_gates_that_apply_and_gives_the_reason() -> None:
     passed, failed = build_report(title="t", **parts())["verdict"], build_report(title="t", **parts(kl_limit=1e-9))["verdict"]
     assert (passed["passed"], passed["num_decided"], passed["num_not_applicable"], passed["reasons"]) == (True, 2, 1, [])
@@ -218,10 +268,12 @@ def test_the_model_card_has_front_matter_the_hub_reads_and_the_numbers_of_the_re
     assert number(report["accuracy"]["kl_mean"]["value"]) in body
     assert "0 of 145 n-grams are shared" in body
     assert "compress serve out" in body
+    assert "| draft | 2.50 [2.25, 2.75] | 80 % 70 % | × 2.00 |" in body
     assert "sha256:bb" in body
     tables = [line.count("|") for line in body.splitlines() if line.startswith("|")]
     assert set(tables[:7]) == {5}
-    assert set(tables[7:]) == {7}
+    assert set(tables[7:-4]) == {7}
+    assert set(tables[-4:]) == {5}
 
 
 def test_a_card_of_a_report_with_little_in_it_has_no_empty_sections() -> None:

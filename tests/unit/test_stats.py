@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from compress.errors import UsageError
-from compress.validate.stats import mean_estimate, minimum_detectable_effect, quantile_estimate, quantiles
+from compress.validate.stats import mean_estimate, minimum_detectable_effect, quantile_estimate, quantiles, ratio_estimate
 
 
 def test_mean_interval_is_students() -> None:
@@ -70,3 +70,25 @@ def test_detectable_effect_is_found_as_often_as_promised() -> None:
     effect = minimum_detectable_effect(unit, power=0.8)
     found = np.mean([scipy.stats.ttest_1samp(rng.normal(effect, 1, size=20), 0).pvalue < 0.05 for _ in range(2000)])
     assert found == pytest.approx(0.8, abs=0.04)
+
+
+def test_the_interval_of_a_ratio_is_that_of_a_bootstrap_where_there_are_many_windows() -> None:
+    rng = np.random.default_rng(6)
+    below = rng.integers(20, 60, size=400).astype(np.float64)
+    above = below * rng.uniform(1, 4, size=400)
+    estimate = ratio_estimate(above, below)
+    drawn = rng.integers(0, 400, size=(4000, 400))
+    lower, upper = np.quantile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), (0.025, 0.975))
+    assert estimate.value == pytest.approx(above.sum() / below.sum(), rel=1e-12)
+    assert (estimate.lower, estimate.upper) == pytest.approx((lower, upper), abs=0.1 * (upper - lower))
+
+
+def test_the_interval_of_a_ratio_covers_it_as_often_as_promised_where_there_are_few() -> None:
+    """Sixteen prompts; a bootstrap of percentiles covers some 91 % here."""
+    rng = np.random.default_rng(7)
+    covered = 0
+    for _ in range(2000):
+        below = rng.integers(20, 60, size=16).astype(np.float64)
+        estimate = ratio_estimate(below * rng.uniform(1, 4, size=16), below)
+        covered += estimate.lower <= 2.5 <= estimate.upper
+    assert covered / 2000 == pytest.approx(0.95, abs=0.02)

@@ -79,9 +79,9 @@ def _notes(spec: Distill, student: Arch, teacher: Arch) -> list[str]:
 
 def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
     """Raises UsageError: the text that is to judge the result would be trained on."""
-    card, judge = load_card(spec.data), getattr(facts.specs.get("validate"), "data", None)
+    card = load_card(spec.data)
     check_at_hand(card)
-    if judge is not None:
+    for judge in getattr(facts.specs.get("validate"), "texts", ()):
         other = load_card(judge)
         if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
             raise UsageError(

@@ -43,7 +43,7 @@ from compress.stages.validate.evidence import (
 )
 from compress.stages.validate.journey import Journey
 from compress.stages.validate.spec import QUANTIZE, Speculation, Validate, read_gates
-from compress.stages.validate.speculation import draft_facts, draft_path, proposers_of, speculate
+from compress.stages.validate.speculation import draft_facts, draft_method, draft_path, proposers_of, speculate
 from compress.stages.validate.speed import roofs_of, time_engine
 from compress.validate import stats
 from compress.validate.accuracy import Accuracy, measure_pairs
@@ -80,11 +80,12 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     report = prove(spec, inputs, ctx)
     write_atomic(out.path / REPORT_JSON, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     write_atomic(out.path / REPORT_HTML, render_html(report).encode())
+    k = (spec.speculative or Speculation()).k
     card = render_markdown_card(
         report,
         base_model=inputs.source.name,
         license_id=license_of(inputs),
-        serve_command=serve_command(report["artifact"].get("kv_cache"), k=_served_k(spec, inputs)),
+        serve_command=serve_command(report["artifact"].get("kv_cache"), method=draft_method(inputs), k=k),
         eval_command=f"compress validate <this directory> --against {inputs.source.name} --data {spec.data}",
     )
     write_atomic(out.path / MODEL_CARD, card.encode())
@@ -184,11 +185,6 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         environment=environment_facts(device),
         kv_cache=kv_cache,
     )
-
-
-def _served_k(spec: Validate, inputs: Inputs) -> int | None:
-    """Tokens that the artifact's draft is to propose; None where it has none."""
-    return None if draft_path(inputs) is None else (spec.speculative or Speculation()).k
 
 
 def _dense_path(inputs: Inputs) -> dict[str, Path]:

@@ -110,6 +110,14 @@ def calibration_facts(inputs: Inputs, evaluation: TokenSet, evaluation_facts: Ma
             "training_digest": training.digest(),
             "training_overlap": _overlap(inputs, training, evaluation, "training"),
         }
+    if Port.DRAFT in inputs.ports:
+        training = load_token_set(inputs[Port.DRAFT].path / TOKENS_NAME)
+        facts |= {
+            "draft_data": training.source["title"],
+            "draft_license": training.source["license"],
+            "draft_digest": training.digest(),
+            "draft_overlap": _overlap(inputs, training, evaluation, "draft's training"),
+        }
     return facts
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from compress.errors import UsageError, did_you_mean
+from compress.export import PROPOSED
 from compress.models.arch import Arch
 from compress.recipe import Spec, checked_by
 from compress.runtime.engine_config import EngineConfig
@@ -55,7 +56,7 @@ class Speculation(Spec):
     """How the artifact is served with the draft that lies in it, or by prompt lookup."""
 
     kind: Literal["draft", "ngram"] = Field("draft", description="who proposes; lookup is measured beside a draft in any case")
-    k: int = Field(4, ge=1, le=MAX_K, description="tokens proposed a step")
+    k: int = Field(PROPOSED, ge=1, le=MAX_K, description="tokens proposed a step")
     rule: Rule = Field(
         "rejection", description="how drawn tokens are kept: rejection, as other engines do, or coupled: those of plain decoding"
     )
@@ -93,6 +94,11 @@ class Validate(Spec):
         return stated or (
             {each: f"{EMBEDDED}/{each}" for each in ("code", "prose")} if self.data == EMBEDDED else {"evaluation": self.data}
         )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Data cards that judge; none may have been trained on."""
+        return (self.data, *self.prompt_data.values())
 
     def engine_config(self, *, speculates: bool) -> EngineConfig:
         """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""

@@ -1,16 +1,22 @@
 """The candidate served with its draft, beside prompt lookup: who proposes, on which prompts."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress.artifact.context import Context
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.export import DRAFT_FOLDER, open_weights
+from compress.export.speculators import is_eagle3, open_eagle3
+from compress.models.eagle3 import draft_head
 from compress.models.weights import WeightSource
 from compress.runtime.engine import Engine
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
@@ -45,8 +51,28 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
     if path is None:
         return lookup
-    draft: dict[str, ProposerOptions] = {"draft": DraftModel(open_weights(path))}
+    draft = _proposer(path)
     return draft | lookup if spec.kind == "draft" else lookup | draft
+
+
+def draft_method(inputs: Inputs) -> str | None:
+    """vLLM's word for the kind of draft that the candidate has."""
+    path = draft_path(inputs)
+    return None if path is None else "eagle3" if _is_head(path) else "draft_model"
+
+
+def _proposer(path: Path) -> dict[str, ProposerOptions]:
+    """Of a folder of a checkpoint, or of the draft stage's artifact."""
+    if not _is_head(path):
+        return {"draft": DraftModel(open_weights(path))}
+    head = draft_head(open_artifact(path)) if (path / MANIFEST_NAME).exists() else open_eagle3(path)
+    return {"eagle3": Eagle3(head)}
+
+
+def _is_head(path: Path) -> bool:
+    if (path / MANIFEST_NAME).exists():
+        return bool(open_artifact(path).manifest.facts["draft"]["kind"] == "eagle3")
+    return is_eagle3(path)
 
 
 def speculate(
@@ -68,6 +94,9 @@ def speculate(
     conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
 
     def engine_for(speculative: Speculative) -> Engine:
+        gc.collect()  # the engine before this one
+        if plain.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is cached is not free for a KV cache
         return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
 
     evidence = measure_speculation(plain, engine_for, proposers, conditions, ctx.progress.say)
