@@ -180,8 +180,20 @@ class Bench:
         return prefill.floor_ms
 
 
+BASELINES: dict[str, dict[str, Any]] = {"eager": {}, "static cache": {"cache_implementation": "static"}}
+"""Ways to call `generate` of transformers; a static cache is compiled on CUDA."""
+
+
 def transformers_rows(
-    shape: str, arch: Arch, device: torch.device, *, batch_size: int, prompt_tokens: int, output_tokens: int, repeats: int
+    shape: str,
+    arch: Arch,
+    device: torch.device,
+    *,
+    batch_size: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    repeats: int,
+    kinds: Sequence[str] = tuple(BASELINES),
 ) -> Iterator[dict[str, Any]]:
     """`generate` as it comes, and with a static cache: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
     import transformers
@@ -191,7 +203,7 @@ def transformers_rows(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
     prompts = torch.randint(arch.vocab_size, (batch_size, prompt_tokens), device=device)
-    for kind, options in (("eager", {}), ("static cache", {"cache_implementation": "static"})):
+    for kind, options in ((kind, BASELINES[kind]) for kind in kinds):
 
         def seconds(num_tokens: int, options: dict[str, Any]) -> float:
             begin = time.perf_counter()

@@ -21,12 +21,14 @@ import torch
 from bench_setup import markdown, pick_device, write_results
 
 from compress.export import open_weights
+from compress.export.speculators import open_eagle3
 from compress.models.weights import WeightSource
 from compress.pipeline import resolve_text
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
@@ -63,6 +65,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
     if args.draft is not None:
         draft: WeightSource = open_weights(resolve_text(args.draft).path)
         proposers["draft_model"] = DraftModel(draft)
+    if args.head is not None:
+        proposers["eagle3"] = Eagle3(open_eagle3(args.head))
     rows = []
     for batch_size in args.batch_sizes:
         config = EngineConfig(
@@ -121,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--draft", default=None, help="a model of the same vocabulary that proposes; n-grams alone by default")
+    parser.add_argument("--head", type=Path, default=None, help="an EAGLE-3 head of the model, in the speculators layout")
     parser.add_argument("--data", default="builtin://python-eval")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -139,7 +144,13 @@ def main() -> int:
     rows = measure(args, device)
     print(table(rows))
     if args.out is not None:
-        conditions = {"model": args.model, "draft": args.draft, "data": args.data, "prompt_tokens": args.prompt_tokens}
+        conditions = {
+            "model": args.model,
+            "draft": args.draft,
+            "head": args.head and str(args.head),
+            "data": args.data,
+            "prompt_tokens": args.prompt_tokens,
+        }
         write_results(args.out, rows, device=device, commit=args.commit, facts=conditions | {"output_tokens": args.output_tokens})
     return int(any(row["num_different"] for row in rows))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bench_pruned_speed import freest, pruned
-from bench_runtime import release_memory, transformers_rows
+from bench_runtime import BASELINES, release_memory, transformers_rows
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 from compress.models.arch import Arch
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-baseline", action="store_true", help="leave out transformers")
+    parser.add_argument("--baselines", nargs="*", default=list(BASELINES), choices=list(BASELINES), help="of transformers")
     args = parser.parse_args()
     shape, arch = read_arch(args.model)
     device = pick_device()
@@ -130,8 +130,8 @@ def main() -> None:
     bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if device.type == "cpu" else None)
     rows: list[dict[str, Any]] = []
     try:
-        for batch_size in () if args.no_baseline else args.batch_sizes:
-            for row in transformers_rows(shape, arch, device, batch_size=batch_size, **lengths):
+        for batch_size in args.batch_sizes if args.baselines else ():
+            for row in transformers_rows(shape, arch, device, batch_size=batch_size, kinds=args.baselines, **lengths):
                 kept = {name: row[name] for name in ("batch_size", "ttft_ms_p50", "tpot_ms_p50")}
                 whole_s = (row["ttft_ms_p50"] + (args.output_tokens - 1) * row["tpot_ms_p50"]) / 1e3
                 speed = {"output_tokens_per_s": batch_size * args.output_tokens / whole_s, "weight_bytes": 2 * arch.num_params}

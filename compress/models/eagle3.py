@@ -232,14 +232,20 @@ def parameter_shapes(facts: Eagle3Facts) -> dict[str, tuple[int, ...]]:
 
 
 def fresh_eagle3(facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor, *, generator: torch.Generator) -> Eagle3Decoder:
-    """A float32 head on the CPU to be trained: norm and head rows are the target's, so that the layer has only to find the hidden state; fc
-    and the layer are normal with std 0.02, what writes into the residual stream with 0.02 / sqrt(2)."""
-    decoder, outer = Eagle3Decoder(facts), target.outer()
+    """A float32 head on the CPU to be trained, which begins as the target's last layer and head on the deepest hidden state it reads: fc
+    hands that one on, and what reads the embedding is normal with std 0.02."""
+    decoder, outer, last = Eagle3Decoder(facts), target.outer(), target.layer(target.arch.num_layers - 1)
+    size, layer = facts.arch.hidden_size, "layers.0."
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            if parameter.dim() >= 2 and name != "head.weight":
-                residual = name.endswith(("attn.o.weight", "ffn.down.weight"))
-                parameter.normal_(0.0, INIT_STD / 2**0.5 if residual else INIT_STD, generator=generator)
+            if name == "fc.weight":
+                parameter.zero_()[:, -size:].fill_diagonal_(1.0)
+            elif name.startswith(layer) and name not in (f"{layer}embed_norm.weight", f"{layer}hidden_norm.weight"):
+                theirs = dense(last[name.removeprefix(layer)]).to(torch.float32)
+                if parameter.shape != theirs.shape:  # q, k and v: the embedding's columns come first
+                    parameter.normal_(0.0, INIT_STD, generator=generator)
+                parameter[..., -theirs.shape[-1] :] = theirs
+        decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(dense(last["attn_norm.weight"]))
         decoder.norm.weight.copy_(dense(outer["norm.weight"]))
         decoder.head.weight.copy_(dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W])
     return decoder

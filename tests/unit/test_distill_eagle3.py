@@ -71,6 +71,19 @@ def test_unrolled_steps_are_those_of_drafting_from_each_token() -> None:
             hidden = torch.cat((hidden, out), dim=1)
 
 
+def test_a_head_begins_as_the_targets_last_layer() -> None:
+    """Where the embedding is left out of what it reads, it says what the target would after that layer once more."""
+    arch, words, tokens_BS = make_arch(), torch.arange(WORDS), make_text(2, 11, seed=0)
+    decoder, head = tiny_decoder(arch), make_head(arch, words)
+    for name in ("q", "k", "v"):
+        head.layers[0].attn.get_submodule(name).get_parameter("weight").data[:, : arch.hidden_size] = 0
+    _, features, _ = targeted(decoder, head, words).asked(tokens_BS)
+    positions, attention, deepest = torch.arange(10), FullAttention(), features[:, :10, -arch.hidden_size :]
+    expected = decoder.norm(decoder.layers[-1](deepest, positions, attention))
+    out = head(torch.randn(2, 10, arch.hidden_size), head.fuse(features[:, :10]), positions, attention)
+    torch.testing.assert_close(head.head(head.norm(out)), decoder.head(expected)[..., words], rtol=1e-4, atol=1e-4)
+
+
 def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
     """Every divergence of the target, restricted to the head's words, from itself: a head that hands the target's hidden states through."""
     arch, words = make_arch(), torch.arange(0, WORDS)
@@ -94,7 +107,7 @@ def test_a_trained_head_is_accepted_more_often(target: Decoder, kind: str) -> No
     objective = Eagle3Objective(Divergence(kind), asked, 3)  # type: ignore[arg-type]
     list(Training(head, objective, lambda step: make_text(16, 17, seed=step), config, device=CPU).rows())
     after = measure_eagle3(head, asked, held_out, CPU, compute_dtype=torch.float32)
-    assert after.acceptance_length > before.acceptance_length + 0.4
+    assert after.acceptance_length > before.acceptance_length + 0.25
     assert after.acceptance[0] > before.acceptance[0] + 0.2
     assert after.kl < before.kl
     assert 0.5 < after.covered < 1  # 11 of 61 numbers are not the head's
