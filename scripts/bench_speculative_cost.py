@@ -2,24 +2,16 @@
 is forced, so the tokens are nobody's text, and no acceptance of any draft is claimed here.
 
     python scripts/bench_speculative_cost.py --out benchmarks/h200/speculative_cost.json
-    python scripts/bench_speculative_cost.py --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense \\
-        --head-scheme dense       # anywhere
+    python scripts/bench_speculative_cost.py --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
 
 With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k tokens, and a token takes
 
     t = (k t_draft + t_verify) / (1 + a + ... + a^k)
 
-<<<<<<< HEAD
 Each part is measured where the other is not (`validate/watched.py`): `k t_draft` by a clock on the proposer, `t_verify` as the median step
 whose proposals cost nothing. `t` is measured in another engine, end to end: median over requests of (last token - first) / (n - 1). Rows
 hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the named shapes; batch size,
 prompt and output as given.
-=======
-Each part is measured where the others are not: `k t_draft` on the device, by events around the k passes of the proposer; `t_verify` as the
-median step of an engine whose proposals cost nothing (an EAGLE-3 head's fc runs in verification and is in neither). `t` is measured in a
-third engine, end to end: median over requests of (last token - first) / (n - 1). Rows hold both, for the tokens a step that the rate
-promises and for those that came out. Weights are random and of the named shapes; batch size, prompt and output as given.
->>>>>>> draft
 """
 
 import argparse
@@ -32,97 +24,26 @@ from typing import Any
 import torch
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from step_profile import drain, fill, queue
-from torch import Tensor
 
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-<<<<<<< HEAD
 from compress.runtime.request import Finished
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
-=======
-from compress.runtime.model_runner import Features, PrefillBatch
-from compress.runtime.request import Finished
-from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.eagle3 import Eagle3
-from compress.runtime.speculative.proposer import Drafts, Pages, Proposer, ProposerOptions, Setting
->>>>>>> draft
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.watched import Watch, Watched
 
 DENSE = "dense"
 
 
-<<<<<<< HEAD
 def schemes_of(said: str) -> tuple[Scheme | None, Scheme | None]:
     """Of the linears and of the head."""
     linears, _, head = said.partition("+")
     return None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
-=======
-class Free:
-    """Proposes token 0, k times, for nothing."""
-
-    weight_bytes = kv_bytes_per_token = 0
-    feature_layers = ()
-
-    def build(self, setting: Setting) -> Proposer:
-        self._k = setting.k
-        return self
-
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Nothing is kept."""
-
-    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Nothing is kept."""
-
-    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """Nothing is kept."""
-
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
-        return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
-
-
-@dataclass
-class Clocked:
-    """Another proposer, with the milliseconds that each of its proposals took on the device."""
-
-    options: ProposerOptions
-    times_ms: list[float] = field(default_factory=list)
-
-    def build(self, setting: Setting) -> Proposer:
-        self._proposer, self._device = self.options.build(setting), setting.target.device
-        self.weight_bytes, self.kv_bytes_per_token = self._proposer.weight_bytes, self._proposer.kv_bytes_per_token
-        self.feature_layers, self.begin = self._proposer.feature_layers, self._proposer.begin
-        self.prefill, self.verified = self._proposer.prefill, self._proposer.verified
-        return self  # type: ignore[return-value]  # all but `propose` is the other's
-
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        clock = _clock(self._device)
-        drafts = self._proposer.propose(rows, state)
-        self.times_ms.append(clock())
-        return drafts
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Starts now; called, the milliseconds since, of the device's own time where it has one."""
-    if device.type != "cuda":
-        started_s = time.perf_counter()
-        return lambda: (time.perf_counter() - started_s) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-
-    def stop() -> float:
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    return stop
->>>>>>> draft
 
 
 class Bench:
@@ -134,16 +55,11 @@ class Bench:
 
     def _source(self, model: str, scheme: str) -> tuple[str, RandomSource]:
         name, arch = read_arch(model)
-<<<<<<< HEAD
         body, outer = schemes_of(scheme)
-=======
-        body, outer = _schemes(scheme)
->>>>>>> draft
         return name, RandomSource(arch, device=self.device, dtype=model_dtype(self.device), scheme=body, head_scheme=outer)
 
     def proposers(self) -> dict[str, tuple[str, ProposerOptions]]:
         """Name -> what it is made of, its options."""
-<<<<<<< HEAD
         args, found = self.args, dict[str, tuple[str, ProposerOptions]]()
         if "draft_model" in args.proposers:
             shape, draft = self._source(args.draft, args.draft_scheme)
@@ -154,16 +70,6 @@ class Bench:
             head = random_eagle3(self.target.arch, device=self.device, dtype=dtype, draft_vocab_size=vocab, scheme=body, head_scheme=outer)
             found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", Eagle3(head)
         return found
-=======
-        shape, draft = self._source(self.args.draft, self.args.draft_scheme)
-        body, outer = _schemes(self.args.head_scheme)
-        sizes: dict[str, Any] = {"draft_vocab_size": self.args.head_vocab, "dtype": model_dtype(self.device), "device": self.device}
-        head = random_eagle3(self.target.arch, scheme=body, head_scheme=outer, **sizes)
-        return {
-            "draft_model": (f"{shape} {self.args.draft_scheme}", DraftModel(draft)),
-            "eagle3": (f"{head.facts.draft_vocab_size} tokens {self.args.head_scheme}", Eagle3(head)),
-        }
->>>>>>> draft
 
     def engine(self, proposer: ProposerOptions | None, rate: float | None = None) -> Engine:
         args = self.args
@@ -239,12 +145,6 @@ class Bench:
         return rows
 
 
-def _schemes(scheme: str) -> tuple[Scheme | None, Scheme | None]:
-    """Of the linears and of the head: `A+B`."""
-    linears, _, head = scheme.partition("+")
-    return None if linears == DENSE else scheme_named(linears), scheme_named(head) if head else None
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     header = ["proposer", "rate", "tokens a step", "plain ms", "k drafts ms", "verify ms", "ms a token", "predicted", "off", "speed-up"]
     return markdown(
@@ -266,14 +166,9 @@ def main() -> None:
     parser.add_argument("--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B")
     parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
     parser.add_argument("--draft-scheme", default="W4A16_G128")
-<<<<<<< HEAD
     parser.add_argument("--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"])
     parser.add_argument("--eagle3-scheme", default="W4A16_G128+FP8_DYNAMIC", help="of the head's layer and of its own output head")
     parser.add_argument("--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose")
-=======
-    parser.add_argument("--head-vocab", type=int, default=32000, help="tokens of the EAGLE-3 head")
-    parser.add_argument("--head-scheme", default="W4A16_G128+FP8_DYNAMIC", help="of the EAGLE-3 head, as --scheme")
->>>>>>> draft
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.7, 0.8, 0.9])
     parser.add_argument("--batch-size", type=int, default=1)
