@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from step_profile import drain, fill, queue
 
