@@ -21,10 +21,10 @@ from compress.kernels.launch import jit, tl, triton
 from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import Scheme
 
-OUTPUTS, COLUMNS = 32, 16
-"""Outputs of a program, one a lane of its only warp, and columns of them that a lane holds in registers at a time."""
-_OF_OUTPUTS = [f"{name}_ptr" for name in ("scale", "zero", "w", "codes", "errors", "levels", "g", "slope", "new", "moves", "best")]
-"""What is taken for unaligned: otherwise a lane gets four outputs and lanes share columns, and each step costs exchanges between lanes."""
+OUTPUTS, WARPS = 64, 4
+"""Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
+DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
+"""Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
 
 
 def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -107,9 +107,12 @@ def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tens
     """`round_block` in one launch."""
     size, num_outputs = w_BO.shape
     codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
-    factor_BB = factor_BB.contiguous()  # four numbers a load
     _round[(triton.cdiv(num_outputs, OUTPUTS),)](
-        *(w_BO, factor_BB, scale_BO, zero_BO, codes_BO, errors_BO, factor_BB.stride(0), size, num_outputs), **_numbers(scheme)
+        *(w_BO, factor_BB, scale_BO, zero_BO, codes_BO, errors_BO, *factor_BB.stride(), size, num_outputs),
+        BLOCK=triton.next_power_of_2(size),
+        OUTPUTS=OUTPUTS,
+        num_warps=WARPS,
+        **_numbers(scheme),
     )
     return codes_BO, errors_BO
 
@@ -129,9 +132,12 @@ def launch_descend(
     """`descend_block` in one launch."""
     size, num_outputs = levels_BO.shape
     new_BO, moves_BO, best_O = torch.empty_like(levels_BO), torch.empty_like(levels_BO), torch.empty_like(scale_O)
-    _descend_group[(triton.cdiv(num_outputs, OUTPUTS),)](
+    _descend_group[(triton.cdiv(num_outputs, DESCENT_OUTPUTS),)](
         *(levels_BO, g_BO, slope_BO, h_BB, pull_B, scale_O, zero_O, new_BO, moves_BO, best_O, *h_BB.stride(), size, num_outputs),
+        COLUMNS=DESCENT_COLUMNS,
+        OUTPUTS=DESCENT_OUTPUTS,
         STORED=_STORED[scale_dtype],
+        num_warps=1,
         **_numbers(scheme),
     )
     return new_BO, best_O, moves_BO
@@ -141,9 +147,8 @@ _STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def _numbers(scheme: Scheme) -> dict[str, Any]:
-    """What a kernel is compiled for: the numbers that codes are, and products rounded to float32, as the reference has them."""
-    codes = {"LOWEST": scheme.min_code, "HIGHEST": scheme.max_code, "FLOAT": scheme.type == "float"}
-    return {**codes, "COLUMNS": COLUMNS, "OUTPUTS": OUTPUTS, "num_warps": 1, "enable_fp_fusion": False}
+    """The numbers that codes are, and products rounded to float32, as the reference has them."""
+    return {"LOWEST": scheme.min_code, "HIGHEST": scheme.max_code, "FLOAT": scheme.type == "float", "enable_fp_fusion": False}
 
 
 @jit()
@@ -158,11 +163,6 @@ def _nearest(x: tl.tensor, zero: tl.tensor, LOWEST: tl.constexpr, HIGHEST: tl.co
 
 
 @jit()
-def _plus_products(sum_CO: tl.tensor, column_C: tl.tensor, row_O: tl.tensor) -> tl.tensor:
-    return tl.fma(tl.broadcast_to(column_C[:, None], sum_CO.shape), tl.broadcast_to(row_O[None, :], sum_CO.shape), sum_CO)
-
-
-@jit(varying=["num_outputs"], unaligned=_OF_OUTPUTS)
 def _round(
     w_ptr: tl.tensor,
     factor_ptr: tl.tensor,
@@ -171,42 +171,30 @@ def _round(
     codes_ptr: tl.tensor,
     errors_ptr: tl.tensor,
     row_stride: tl.tensor,
+    column_stride: tl.tensor,
     size: tl.tensor,
     num_outputs: tl.tensor,
+    BLOCK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
     FLOAT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
 ) -> None:
-    """A few columns of an output stand in the registers of one thread, so that lanes have nothing to tell each other. What they owe to the
-    columns before comes in one go, while nothing is stored that a load would have to wait for."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    mask, columns = outputs < num_outputs, tl.arange(0, COLUMNS)
-    for begin in range(0, size, COLUMNS):
-        here = begin + columns
-        at, inside = here[:, None] * num_outputs + outputs[None, :], (here < size)[:, None] & mask[None, :]
-        w = tl.load(w_ptr + at, mask=inside, other=0.0)
-        for past in range(0, begin, COLUMNS):
-            for k in tl.static_range(COLUMNS):
-                error = tl.load(errors_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
-                w = _plus_products(w, tl.load(factor_ptr + (past + k) * row_stride + here, mask=here < size, other=0.0), -error)
-        codes, errors = tl.zeros_like(w), tl.zeros_like(w)
-        for i in tl.static_range(COLUMNS):
-            is_column, row = (columns == i)[:, None], (begin + i) * num_outputs + outputs
-            there = mask & (begin + i < size)
-            scale = tl.load(scale_ptr + row, mask=there, other=1.0)
-            zero = tl.zeros_like(scale) if zero_ptr is None else tl.load(zero_ptr + row, mask=there, other=0.0)
-            wanted = tl.sum(tl.where(is_column, w, 0.0), axis=0)
-            code = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT)
-            pivot = tl.load(factor_ptr + (begin + i) * (row_stride + 1), mask=begin + i < size, other=1.0)
-            error = tl.div_rn(wanted - (code - zero) * scale, pivot + tl.zeros_like(wanted))
-            factor = tl.load(factor_ptr + (begin + i) * row_stride + here, mask=(here < size) & (begin + i < size), other=0.0)
-            w = _plus_products(w, factor, -error)
-            codes, errors = tl.where(is_column, code[None, :], codes), tl.where(is_column, error[None, :], errors)
-        tl.store(codes_ptr + at, codes, mask=inside)
-        tl.store(errors_ptr + at, errors, mask=inside)
-        tl.debug_barrier()  # what comes after reads what was stored
+    mask, before = outputs < num_outputs, tl.arange(0, BLOCK)
+    errors = tl.zeros((BLOCK, OUTPUTS), tl.float32)
+    for i in range(size):
+        at = i * num_outputs + outputs
+        factor = tl.load(factor_ptr + before * row_stride + i * column_stride, mask=before < i, other=0.0)
+        w = tl.load(w_ptr + at, mask=mask, other=0.0) - tl.sum(factor[:, None] * errors, axis=0)
+        scale = tl.load(scale_ptr + at, mask=mask, other=1.0)
+        zero = tl.zeros_like(w) if zero_ptr is None else tl.load(zero_ptr + at, mask=mask, other=0.0)
+        code = _nearest(tl.div_rn(w, scale), zero, LOWEST, HIGHEST, FLOAT)
+        pivot = tl.load(factor_ptr + i * (row_stride + column_stride))
+        error = tl.div_rn(w - (code - zero) * scale, pivot + tl.zeros_like(w))
+        tl.store(codes_ptr + at, code, mask=mask)
+        tl.store(errors_ptr + at, error, mask=mask)
+        errors = tl.where((before == i)[:, None], error[None, :], errors)
 
 
 @jit()
@@ -227,7 +215,7 @@ def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.t
     return tl.where(tl.abs(stored) < 2.0**-17, both, stored)
 
 
-@jit(varying=["num_outputs"], unaligned=_OF_OUTPUTS)
+@jit()
 def _descend_group(
     levels_ptr: tl.tensor,
     g_ptr: tl.tensor,
@@ -243,13 +231,15 @@ def _descend_group(
     column_stride: tl.tensor,
     size: tl.tensor,
     num_outputs: tl.tensor,
+    COLUMNS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     STORED: tl.constexpr,
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
     FLOAT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
 ) -> None:
+    """A few columns at a time stand in registers; what they owe to those before comes in one go, since nothing is stored meanwhile that a
+    load would have to wait for."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     mask, columns = outputs < num_outputs, tl.arange(0, COLUMNS)
     old_scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
@@ -277,7 +267,7 @@ def _descend_group(
             for k in tl.static_range(COLUMNS):
                 move = tl.load(moves_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
                 h = tl.load(h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0)
-                g = _plus_products(g, h, move)
+                g += h[:, None] * move[None, :]
         levels, moves = tl.zeros_like(g), tl.zeros_like(g)
         for i in tl.static_range(COLUMNS):
             is_column = (columns == i)[:, None]
@@ -288,11 +278,11 @@ def _descend_group(
             level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
             move = (level - old) * scale
             h = tl.load(h_ptr + (begin + i) * row_stride + here * column_stride, mask=(here < size) & (begin + i < size), other=0.0)
-            g = _plus_products(g, h, move)
+            g += h[:, None] * move[None, :]
             levels, moves = tl.where(is_column, level[None, :], levels), tl.where(is_column, move[None, :], moves)
         tl.store(new_ptr + at, levels, mask=inside)
         tl.store(moves_ptr + at, moves, mask=inside)
-        tl.debug_barrier()  # what comes after reads what was stored
+        tl.debug_barrier()  # what comes after reads what other lanes have stored
     if slope_ptr is not None:
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
