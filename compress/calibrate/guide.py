@@ -33,8 +33,8 @@ from compress.models.decoder import DecoderLayer, LinearGroup
 from compress.models.weights import WeightSource
 from compress.recipe import Spec
 
-SEGMENT_ROWS = 1024
-"""Largest segment of rows. Segments of 2048 cost twice the products and keep no more (`docs/LOG.md`)."""
+SEGMENT_ROWS = 2048
+"""Largest segment of rows."""
 TOKENS_OF_A_WALK = 1 << 16
 """Tokens that are walked together, in whole samples: their inputs of all layers are what is held on the way."""
 TOKENS_OF_A_PRODUCT = 1 << 12

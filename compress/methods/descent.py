@@ -48,7 +48,7 @@ from compress.recipe import Spec
 
 BLOCK_SIZE = 128
 """Columns of a group between two updates of its gradient: changes speed, not what is computed."""
-PHASES = 8
+PHASES = 16
 """Parts of the rows that are descended one after the other when rows are coupled: row r is of part r mod PHASES."""
 ROW_DAMPING = 0.1
 """Share of mean(diag G) added to the diagonal."""

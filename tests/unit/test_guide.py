@@ -139,7 +139,7 @@ def _coupled_problem(rows: int = 40, columns: int = 32) -> tuple[Tensor, SecondM
     stat.update(torch.randn(200, columns, generator=generator) @ torch.randn(columns, columns, generator=generator))
     few = torch.randn(4, rows, generator=generator)
     moment_OO = few.t() @ few + 0.2 * torch.eye(rows)
-    segments = tuple(moment_OO[part, part] / moment_OO.diagonal().mean() for part in (slice(0, 21), slice(21, rows)))
+    segments = tuple(moment_OO[part, part] / moment_OO.diagonal().mean() for part in (slice(0, 24), slice(24, rows)))
     return 0.05 * torch.randn(rows, columns, generator=generator), stat, OutputMoment(segments)
 
 
