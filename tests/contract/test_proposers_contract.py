@@ -9,6 +9,7 @@ import torch
 
 from compress.errors import UsageError
 from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -19,7 +20,10 @@ from compress.runtime.speculative.speculation import Speculative
 
 CPU = torch.device("cpu")
 K, VOCAB = 3, 23
-GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"draft_model": lambda: {"source": source(seed=1)}}
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "draft_model": lambda: {"source": source(seed=1)},
+    "eagle3": lambda: {"head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)},
+}
 """Options that have no default."""
 each_proposer = pytest.mark.parametrize("name", PROPOSERS.names())
 
