@@ -32,6 +32,7 @@ from compress.errors import UsageError
 
 Kind = Literal["forward_kl", "reverse_kl", "js", "tv", "lk"]
 _LOG_2 = 0.6931471805599453
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def next_token(model: nn.Module, tokens_BS: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _pointwise(log_p: Tensor, log_q: Tensor, kind: Kind) -> tuple[Tensor, Tensor
         return h.sum(-1), h
     if kind in ("tv", "lk"):
         p = log_p.exp()
-        kept, h = torch.minimum(p, q).sum(-1, keepdim=True), torch.where(q < p, -q, 0.0)
+        kept, h = torch.minimum(p, q).sum(-1, keepdim=True).clamp(min=_TINY), torch.where(q < p, -q, 0.0)
         return ((1 - kept).squeeze(-1), h) if kind == "tv" else (-kept.log().squeeze(-1), h / kept)
     log_m = torch.logaddexp(log_p, log_q) - _LOG_2
     h = 0.5 * q * (log_q - log_m)

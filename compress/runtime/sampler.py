@@ -77,7 +77,7 @@ class SamplingRows:
         return SamplingRows(*(each[:num_rows] for each in self._tensors))
 
     def repeated(self, count: int) -> "SamplingRows":
-        """Each row `count` times, one after the other. Of a single row `flatten` alone is a view of one number, and kernels count places."""
+        """Each row `count` times, one after the other. Of one row `flatten` alone is a view of one number, and kernels count places."""
         return SamplingRows(*(each.unsqueeze(1).expand(-1, count).flatten().contiguous() for each in self._tensors))
 
     def copy_(self, other: "SamplingRows") -> None:

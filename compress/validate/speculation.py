@@ -54,8 +54,8 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.output_tokens <= self.k + 1:
             raise UsageError(f"no step of {self.output_tokens} output tokens has room for {self.k} proposals behind the first token.")
-        if sum(map(len, self.prompts.values())) < 2:
-            raise UsageError("acceptance needs at least two prompts: its uncertainty is over prompts.")
+        if min(map(len, self.prompts.values()), default=0) < 2:
+            raise UsageError("acceptance needs at least two prompts of each category: its uncertainty is over prompts.")
 
     @property
     def mixed(self) -> list[tuple[str, Prompt]]:
@@ -217,9 +217,8 @@ def tpot_ms(finished: Sequence[Finished]) -> float:
 def acceptance_rows(
     name: str, temperature: float, finished: Sequence[Finished], plain: Sequence[Finished], conditions: Conditions
 ) -> list[AcceptanceRow]:
-    """All prompts first; then each category, if there are several."""
-    mixed, k = conditions.mixed, conditions.k
-    categories = [mixed[idx % len(mixed)][0] for idx in range(len(finished))]
+    """All prompts first; then each category, if there are several. A prompt counts once, however often it came."""
+    categories, k = [category for category, _ in conditions.mixed], conditions.k
     rows = []
     for category in (ALL, *(conditions.prompts if len(conditions.prompts) > 1 else ())):
         chosen = [idx for idx, own in enumerate(categories) if category in (ALL, own)]
@@ -227,7 +226,6 @@ def acceptance_rows(
         num_steps = sum(map(len, sizes))
         kept = [sum(size > place for each in sizes for size in each) for place in range(1, k + 1)]
         tokens_N, steps_N = (np.array([count(each) for each in sizes], dtype=np.float64) for count in (sum, len))
-        exact = Estimate.exact(sum(map(sum, sizes)) / num_steps)
         rows.append(
             AcceptanceRow(
                 proposer=name,
@@ -235,7 +233,7 @@ def acceptance_rows(
                 category=category,
                 num_prompts=len(chosen),
                 num_steps=num_steps,
-                acceptance_length=ratio_estimate(tokens_N, steps_N) if len(chosen) > 1 else exact,
+                acceptance_length=ratio_estimate(tokens_N, steps_N),
                 acceptance_rates=tuple(count / num_steps for count in kept),
                 repeated_4grams=float(np.mean([repeated_4grams(plain[idx].tokens) for idx in chosen])),
             )

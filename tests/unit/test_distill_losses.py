@@ -91,6 +91,16 @@ def test_a_tail_that_subtraction_would_lose_is_kept() -> None:
     assert top.ids_TK.tolist() == [[3]]
 
 
+@pytest.mark.parametrize("kind", ["tv", "lk"])
+def test_where_nothing_is_kept_loss_and_gradient_are_numbers(kind: Kind) -> None:
+    student, teacher = torch.zeros(2, 1, VOCAB)
+    student[0, 3], teacher[0, 5] = 500.0, 500.0
+    loss_T, gradient_TV = divergence_rows(student, teacher, labels()[:1], Divergence(kind))
+    assert torch.isfinite(loss_T).all()
+    assert float(loss_T) >= 1
+    assert torch.isfinite(gradient_TV).all()
+
+
 def test_a_vocabulary_without_a_tail_is_refused() -> None:
     with pytest.raises(UsageError, match="leave out top_k"):
         keep_top(logits(0), VOCAB)

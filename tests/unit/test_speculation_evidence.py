@@ -66,6 +66,13 @@ def test_every_proposer_temperature_category_and_batch_size_has_its_row() -> Non
     assert evidence.equality == (18, 18)  # two proposers, greedy, four requests at batch 1 and five at batch 4
 
 
+def test_a_prompt_that_fills_up_a_batch_counts_once() -> None:
+    few = replace(CONDITIONS, prompts={"a": [(1, 2), (3, 4)]}, batch_sizes=(6,), temperatures=(0.0,))
+    evidence = measured({"ngram": NGram()}, few)
+    assert [row.num_prompts for row in evidence.acceptance] == [2]
+    assert evidence.equality == (6, 6)
+
+
 def test_the_rule_that_is_coupled_is_held_to_the_tokens_of_plain_sampling() -> None:
     evidence = measured({"ngram": NGram()}, replace(CONDITIONS, rule="coupled", temperatures=(0.8,)))
     assert evidence.equality == (9, 9)

@@ -103,7 +103,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_input.path}
     proposers = proposers_of(spec.speculative, inputs)
-    num_steps = 2 + (len(paths) if spec.latency is not None else 0) + len(proposers)
+    num_steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers)
     steps = count()
     ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
     config = spec.engine_config(speculates=bool(proposers))
@@ -135,8 +135,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     del engines, source  # room for engines that speculate
     speculation, conditions = None, None
     if proposers:
-        ctx.boundary(next(steps), num_steps, f"speculation by {' and '.join(proposers)}")
-        speculation, conditions = speculate(spec, inputs, weights["candidate"], candidate, proposers, ctx)
+        step = next(steps), num_steps
+        speculation, conditions = speculate(spec, inputs, weights["candidate"], candidate, proposers, ctx, step=step)
     ctx.progress.update(num_steps, num_steps, "done")
 
     sizes, draft = sizes_of(paths["source"], paths["candidate"]), draft_path(inputs)

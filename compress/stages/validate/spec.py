@@ -68,7 +68,7 @@ class Speculation(Spec):
     )
     num_prompts: int = Field(8, ge=2, description="of each category")
     prompt_tokens: int = Field(64, ge=2)
-    output_tokens: int = Field(64, ge=16)
+    output_tokens: int = Field(48, ge=16)
 
 
 class Validate(Spec):

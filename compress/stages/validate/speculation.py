@@ -82,8 +82,11 @@ def speculate(
     plain: Engine,
     proposers: Mapping[str, ProposerOptions],
     ctx: Context,
+    *,
+    step: tuple[int, int],
 ) -> tuple[SpeculationEvidence, dict[str, Any]]:
-    """The measurement, and its conditions for the report; `plain` serves `weights` without proposals."""
+    """The measurement, and its conditions for the report; `plain` serves `weights` without proposals. `step`: which of
+    how many of the stage this is."""
     own = spec.speculative
     assert own is not None
     prompts, titles = {}, {}
@@ -99,6 +102,6 @@ def speculate(
             torch.cuda.empty_cache()  # what is cached is not free for a KV cache
         return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
 
-    evidence = measure_speculation(plain, engine_for, proposers, conditions, ctx.progress.say)
+    evidence = measure_speculation(plain, engine_for, proposers, conditions, lambda note: ctx.boundary(*step, note))
     shown = {name: getattr(own, name) for name in ("k", "rule", "num_prompts", "prompt_tokens", "output_tokens")}
     return evidence, {**shown, "data": titles}
