@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 K, VOCAB = 3, 23
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "draft_model": lambda: {"source": source(seed=1)},
-    "eagle3": lambda: {"head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=11, layer_ids=(1,))},
+    "eagle3": lambda: {"head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)},
 }
 """Options that have no default."""
 each_proposer = pytest.mark.parametrize("name", PROPOSERS.names())
