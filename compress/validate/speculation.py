@@ -226,6 +226,7 @@ def acceptance_rows(
         num_steps = sum(map(len, sizes))
         kept = [sum(size > place for each in sizes for size in each) for place in range(1, k + 1)]
         tokens_N, steps_N = (np.array([count(each) for each in sizes], dtype=np.float64) for count in (sum, len))
+        length = ratio_estimate(tokens_N, steps_N)
         rows.append(
             AcceptanceRow(
                 proposer=name,
@@ -233,7 +234,7 @@ def acceptance_rows(
                 category=category,
                 num_prompts=len(chosen),
                 num_steps=num_steps,
-                acceptance_length=ratio_estimate(tokens_N, steps_N),
+                acceptance_length=Estimate(length.value, max(length.lower, 1.0), min(length.upper, k + 1.0)),
                 acceptance_rates=tuple(count / num_steps for count in kept),
                 repeated_4grams=float(np.mean([repeated_4grams(plain[idx].tokens) for idx in chosen])),
             )

@@ -122,6 +122,7 @@ def test_rates_add_up_to_the_acceptance_length() -> None:
     assert row.acceptance_length.value == (6 + 5) / 8
     assert row.acceptance_rates == (2 / 8, 1 / 8)
     assert 1 + sum(row.acceptance_rates) == row.acceptance_length.value
+    assert (row.acceptance_length.lower, row.acceptance_length.upper) == (1.0, 3.0)  # no more is possible, whatever two prompts leave open
 
 
 def test_repetition_is_the_share_of_4grams_that_came_before() -> None:
