@@ -168,6 +168,7 @@ _LABELS = {
     "kv_cache": "KV cache",
     "ppl_ratio": "Perplexity ratio",
     "bits_per_byte": "Bits per byte",
+    "kl": "KL",
     "kl_mean": "Mean KL",
     "kl_p99": "KL, 99th percentile",
     "kl_p999": "KL, 99.9th percentile",
