@@ -1,7 +1,7 @@
 """What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text, by kind of text, beside the
 same draft as it begins and beside n-gram lookup.
 
-    python scripts/bench_draft.py --data TEXT_DIR --tokens 60e6 --out benchmarks/speculation.json
+    python scripts/bench_draft.py --data TEXT_DIR --more-python 4 --tokens 100e6 --out benchmarks/speculation.json
     python scripts/bench_draft.py --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
     python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
@@ -283,16 +283,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def token_stream(args: argparse.Namespace, tokenizer: Tokenizer, training: list[Document]) -> np.ndarray:
     """Ids of all training text in a seeded order; kept in the work directory."""
-    file = args.work / f"stream-{digest_json(str(args.data))[7:15]}.npy"
+    file = args.work / f"stream-{digest_json([str(args.data), args.more_python])[7:15]}.npy"
     if not file.exists():
         args.work.mkdir(parents=True, exist_ok=True)
-        np.save(file, encode(tokenizer, training, seed=SEED))
+        python = list(documents(load_card("builtin://python"))) if args.more_python else []
+        np.save(file, encode(tokenizer, training + args.more_python * python, seed=SEED))
     return np.load(file)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="builtin://python", help="a directory with *.jsonl.xz, or a data card")
+    parser.add_argument("--more-python", type=int, default=0, metavar="N", help="times that builtin://python is added to the training text")
     parser.add_argument("--eval", action="append", default=[], metavar="NAME=CARD", help="another category of held-out text")
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--scheme", default="W4A16_G128", help="of the target")
@@ -329,7 +331,13 @@ def main() -> int:
     rows = measure(bench, target_of(bench))
     print(table(rows))
     if args.out is not None:
-        conditions = {"data": args.data, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "tokens": args.tokens}
+        conditions = {
+            "data": args.data,
+            "more_python": args.more_python,
+            "prompt_tokens": args.prompt_tokens,
+            "output_tokens": args.output_tokens,
+            "tokens": args.tokens,
+        }
         write_results(args.out, rows, device=bench.device, commit=args.commit, facts=conditions | {"drafts": args.draft})
     return int(any(row["temperature"] == 0 and row["identical"] != row["num_requests"] for row in rows))
 
