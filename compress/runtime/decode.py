@@ -19,6 +19,7 @@ from torch import Tensor
 from compress.runtime.decode_state import DecodeRow, DecodeState
 from compress.runtime.model_runner import ModelRunner
 from compress.runtime.sampler import SamplingPlan, sample_rows
+from compress.runtime.scheduler import Generation, Scheduler
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _WARMUPS = 2
@@ -43,7 +44,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Launched:
-    """A step on its way. After `wait`, and until two more steps were launched, `tokens` and `logprobs` may be read."""
+    """A step on its way. After `wait`, and until two more steps were launched, the rest may be read."""
 
     num_rows: int
     has_logprobs: bool
@@ -54,24 +55,31 @@ class Launched:
         if self.landing.done is not None:
             self.landing.done.synchronize()
 
-    @property
-    def tokens(self) -> list[int]:
-        return self.landing.tokens_S.tolist()[: self.num_rows]
+    def read(self) -> list[list[int]]:
+        """One token of each row."""
+        return [[token] for token in self.landing.tokens_S.tolist()[: self.num_rows]]
 
     @property
-    def logprobs(self) -> list[float] | None:
-        return self.landing.logprobs_S.tolist()[: self.num_rows] if self.has_logprobs else None
+    def logprobs(self) -> list[list[float]] | None:
+        return [[logprob] for logprob in self.landing.logprobs_S.tolist()[: self.num_rows]] if self.has_logprobs else None
 
     @property
     def logits(self) -> Tensor:
-        return self.step.logits_SV[: self.num_rows]
+        """[R, 1, V]."""
+        return self.step.logits_SV[: self.num_rows].unsqueeze(1)
 
 
 class DecodeSteps:
     """Runs decode steps of at most `max_batch_size` rows over one state."""
 
-    def __init__(self, runner: ModelRunner, *, max_batch_size: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    runs_ahead = True
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, *, max_batch_size: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
         self._runner = runner
+        self._scheduler = scheduler
+        self._block_size = block_size
         self._device = device
         self._graphed = device.type == "cuda"
         self._sizes = [size for size in GRAPH_SIZES if size < max_batch_size] + [graph_size(max_batch_size)]
@@ -80,14 +88,21 @@ class DecodeSteps:
         self._graphs: dict[tuple[int, SamplingPlan], _Step] = {}
         self._pool: Any = None
         self._plan = SamplingPlan.of(())
-        self._num_rows = self._num_launched = 0
+        self._generations: Sequence[Generation] = ()
+        self._due: dict[int, list[int]] = {}  # rows that enter a new block with step n, by n modulo the block size
+        self._num_steps = self._num_launched = 0  # with as many as `_num_steps` some request has all its tokens
         self._step: _Step | None = None
         events = [torch.cuda.Event() if self._graphed else None for _ in range(2)]
         self._landings = [_Landing(*self._state.landed(step), event) for step, event in enumerate(events)]
 
-    def load(self, rows: Sequence[DecodeRow]) -> None:
-        """Begin a run of steps over these requests; every earlier step has been waited for."""
-        self._num_rows, self._plan, self._num_launched = len(rows), SamplingPlan.of([row.params for row in rows]), 0
+    def load(self, generations: Sequence[Generation]) -> None:
+        """Begin a run of steps of these requests; every earlier step has been waited for."""
+        rows = [DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations]
+        self._generations, self._due, self._num_launched = generations, {}, 0
+        self._num_steps = min(each.num_left for each in generations)
+        for row_idx, each in enumerate(generations):
+            self._due.setdefault((len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []).append(row_idx)
+        self._plan = SamplingPlan.of([row.params for row in rows])
         if self._graphed:
             size = next(size for size in self._sizes if size >= len(rows))
             if (size, self._plan) not in self._graphs:
@@ -95,9 +110,16 @@ class DecodeSteps:
             self._step = self._graphs[size, self._plan]
         self._state.load(rows)
 
-    def set_next_block(self, row_idx: int, block: int) -> None:
-        """The block that a row enters with the next step to be launched."""
-        self._state.set_next_block(row_idx, block)
+    def make_ready(self) -> bool:
+        """Blocks for one more step: of the rows that enter one with it."""
+        if self._num_launched >= self._num_steps:
+            return False
+        for row_idx in self._due.get(self._num_launched % self._block_size, ()):
+            generation = self._generations[row_idx]
+            if not self._scheduler.extend(generation, len(generation.tokens) + 1):
+                return False
+            self._state.set_next_block(row_idx, generation.blocks[-1])
+        return True
 
     def launch(self) -> Launched:
         """One step of the loaded rows."""
@@ -106,10 +128,10 @@ class DecodeSteps:
         if step is not None and step.graph is not None:
             step.graph.replay()
         else:
-            step = self._run(self._num_rows, self._plan)
+            step = self._run(len(self._generations), self._plan)
         if landing.done is not None:
             landing.done.record()
-        return Launched(self._num_rows, self._plan.logprobs, step, landing)
+        return Launched(len(self._generations), self._plan.logprobs, step, landing)
 
     @torch.inference_mode()
     def _run(self, num_rows: int, plan: SamplingPlan) -> _Step:

@@ -22,47 +22,54 @@ from compress.kernels.paged import DENSE_FORMATS, PADDING_BLOCK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import DENSE
-from compress.runtime.decode import DecodeSteps, Launched
-from compress.runtime.decode_state import DecodeRow
+from compress.runtime.decode import DecodeSteps
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from compress.runtime.loader import Target, load_model
 from compress.runtime.model_runner import ModelRunner, PrefillBatch
 from compress.runtime.request import Finished, Request
+from compress.runtime.running import Launched, Run, Steps
 from compress.runtime.sampler import Choice, sample
 from compress.runtime.scheduler import Generation, Scheduled, Scheduler
 from compress.runtime.speculative.proposer import Pages
 from compress.runtime.speculative.speculation import Acceptance, Speculation
-from compress.runtime.speculative.state import RunningRow
-from compress.runtime.speculative.verify import Verified
 
 Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
 """Called with requests, the positions of the tokens just chosen for them, and the logits [R, V] that they were chosen from."""
 
 
-@dataclass
-class _Run:
-    """Decode steps 0, 1, ..., `last` of the same requests, each launched before the tokens of the one before are read.
-
-    `due`: the rows that enter a new block with step n are those of n modulo the block size.
-    """
+@dataclass(frozen=True)
+class _Prefilled:
+    """Prompts whose first tokens are chosen, on the device; to be read like a step."""
 
     generations: list[Generation]
-    due: dict[int, list[int]]
-    last: int  # some request has all its tokens then
-    launched: Launched  # and not yet read: the step `num_launched - 1`
-    num_launched: int = 1
-    stale: bool = False  # a request has ended: no further step of the same rows
+    logits_WV: torch.Tensor
+    choice: Choice
+
+    def wait(self) -> None:
+        if self.logits_WV.is_cuda:
+            torch.cuda.current_stream(self.logits_WV.device).synchronize()
+
+    def read(self) -> list[list[int]]:
+        return self.choice.tokens_R.unsqueeze(1).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        return None if self.choice.logprobs_R is None else self.choice.logprobs_R.unsqueeze(1).tolist()
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.logits_WV.unsqueeze(1)
 
 
 @dataclass(frozen=True)
-class _Prefilled:
-    """Prompts whose first tokens are chosen, on the device."""
+class _Taken:
+    """A token for the observer: its row and place there, its request and the position it has."""
 
-    generations: list[Generation]
-    positions: list[int]
-    logits_WV: torch.Tensor
-    choice: Choice
+    row_idx: int
+    place: int
+    position: int
+    request: Request
 
 
 class Engine:
@@ -100,27 +107,28 @@ class Engine:
             static_scales=weights.kv_scales,
         )
         self.runner = ModelRunner(weights, cache, max_model_len=self.max_model_len)
-        self._decoding = DecodeSteps(
-            self.runner,
-            max_batch_size=config.max_batch_size,
-            max_model_len=self.max_model_len,
-            block_size=self._block_size,
-            device=device,
-        )
-        self._speculation: Speculation | None = None
-        if speculative is not None and proposer is not None:
-            pages = Pages(num_blocks, self._block_size, self.max_model_len)
-            self._speculation = Speculation(speculative, proposer, self.runner, pages, target)
-        self._run: _Run | None = None
-        self._eos = frozenset(self.arch.eos_token_ids)
-        self.wait_s = 0.0
-        self.observer: Observer | None = None
         self._scheduler = Scheduler(
             BlockAllocator(num_blocks),
             block_size=self._block_size,
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
         )
+        self._speculation: Speculation | None = None
+        if speculative is not None and proposer is not None:
+            pages = Pages(num_blocks, self._block_size, self.max_model_len)
+            self._speculation = Speculation(speculative, proposer, self.runner, pages, target, self._scheduler)
+        self._steps: Steps = self._speculation or DecodeSteps(
+            self.runner,
+            self._scheduler,
+            max_batch_size=config.max_batch_size,
+            max_model_len=self.max_model_len,
+            block_size=self._block_size,
+            device=device,
+        )
+        self._run: Run | None = None
+        self._eos = frozenset(self.arch.eos_token_ids)
+        self.wait_s = 0.0
+        self.observer: Observer | None = None
         self._ids: set[str] = set()
 
     @property
@@ -169,97 +177,55 @@ class Engine:
         """Serve every running request once; the requests that are known to have finished."""
         if (run := self._run) is None:
             return self._scheduled_step() if self._scheduler.has_work else []
-        launched, following = run.launched, self._launch_next(run)
-        if following is not None:
-            run.launched = following
-            return self._read(run, launched, ends=False)
+        if not self._scheduler.may_admit and run.launch_next():
+            return self._read_oldest(run)
         self._run = None
-        finished = self._read(run, launched, ends=True)
+        finished = self._read_oldest(run)
         return finished + self._scheduled_step() if self._scheduler.has_work else finished
 
     @torch.inference_mode()
     def _scheduled_step(self) -> list[Finished]:
         step = self._scheduler.schedule()
-        decodes = [each.generation for each in step.decodes]
-        if self._speculation is not None:
-            return self._speculative_step(self._speculation, decodes, step.prefills)
-        run = self._launch_first(decodes) if decodes else None
+        run = Run(self._steps, [each.generation for each in step.decodes]) if step.decodes else None
         if run is not None and not step.prefills and self._overlaps:
             self._run = run
             return []
         prefilled = self._launch_prefill(step.prefills) if step.prefills else None
-        finished = [] if run is None else self._read(run, run.launched, ends=True)
-        return finished if prefilled is None else finished + self._read_prefill(prefilled)
-
-    def _speculative_step(self, speculation: Speculation, decodes: list[Generation], prefills: tuple[Scheduled, ...]) -> list[Finished]:
-        verified = speculation.launch([self._running_row(each, speculation.k) for each in decodes]) if decodes else None
-        prefilled = self._launch_prefill(prefills) if prefills else None
-        finished = [] if verified is None else self._read_verified(speculation, decodes, verified)
-        return finished if prefilled is None else finished + self._read_prefill(prefilled)
-
-    def _running_row(self, generation: Generation, k: int) -> RunningRow:
-        """The last token that may be generated is never fed, so that one fewer may be proposed."""
-        num_tokens, wanted = len(generation.tokens), min(k, generation.num_left - 1)
-        self._scheduler.extend(generation, num_tokens + wanted)
-        room = len(generation.blocks) * self._block_size - num_tokens
-        return RunningRow(generation.tokens, generation.blocks, generation.request.params, min(wanted, room))
-
-    def _read_verified(self, speculation: Speculation, generations: list[Generation], verified: Verified) -> list[Finished]:
-        """Take the tokens of each request one after the other, as far as it goes on; a request's last one ends it wherever it stands."""
-        started = time.perf_counter()
-        verified.wait()
-        now = time.perf_counter()
-        self.wait_s += now - started
-        tokens, logprobs, finished = speculation.read(verified), verified.logprobs, []
-        for place in range(verified.q_len):
-            rows = [row for row, generation in enumerate(generations) if place < len(tokens[row]) and generation.blocks]
-            taking = [generations[row] for row in rows]
-            if self.observer is not None and rows:
-                positions = [len(each.tokens) for each in taking]
-                self.observer([each.request for each in taking], positions, verified.logits[rows, place])
-            own = None if logprobs is None else [logprobs[row][place] for row in rows]
-            finished += self._take(taking, [tokens[row][place] for row in rows], own, now)
-        return finished
+        finished = [] if run is None else self._read_oldest(run)
+        return finished if prefilled is None else finished + self._read(prefilled.generations, prefilled)
 
     @property
     def _overlaps(self) -> bool:
-        return self.device.type == "cuda" and not self.config.sync and self.observer is None
+        return self._steps.runs_ahead and self.device.type == "cuda" and not self.config.sync and self.observer is None
 
-    def _launch_first(self, generations: list[Generation]) -> "_Run":
-        due: dict[int, list[int]] = {}
-        for row_idx, each in enumerate(generations):
-            due.setdefault((len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []).append(row_idx)
-        self._decoding.load([DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations])
-        return _Run(generations, due, min(each.num_left for each in generations) - 1, self._decoding.launch())
+    def _read_oldest(self, run: Run) -> list[Finished]:
+        finished = self._read(run.generations, run.oldest())
+        if finished:
+            run.end()
+        return finished
 
-    def _launch_next(self, run: "_Run") -> Launched | None:
-        """The run's next step, before the last one's tokens are known; None when what comes next is not the same requests' decode."""
-        if run.stale or run.num_launched > run.last or self._scheduler.may_admit:
-            return None
-        for row_idx in run.due.get(run.num_launched % self._block_size, ()):
-            generation = run.generations[row_idx]
-            if self._scheduler.extend(generation, len(generation.tokens) + 1) is None:
-                return None
-            self._decoding.set_next_block(row_idx, generation.blocks[-1])
-        run.num_launched += 1
-        return self._decoding.launch()
-
-    def _read(self, run: "_Run", launched: Launched, *, ends: bool) -> list[Finished]:
-        """Take a launched step's tokens, once they are there; `ends` if a request may have all of its tokens then."""
+    def _read(self, generations: Sequence[Generation], launched: Launched) -> list[Finished]:
+        """Take what was launched, once it is there: of each request its tokens, up to its last."""
         started = time.perf_counter()
         launched.wait()
         now = time.perf_counter()
         self.wait_s += now - started
-        tokens, generations = launched.tokens, run.generations
+        tokens, logprobs = launched.read(), launched.logprobs
+        taken, finished = list[_Taken](), list[Finished]()
+        for row_idx, generation in enumerate(generations):
+            if not generation.blocks:
+                continue  # it ended one step ago, and these are too many
+            first = len(generation.tokens)
+            ended = generation.take(tokens[row_idx], self._eos, now)
+            if logprobs is not None:
+                generation.logprobs += logprobs[row_idx][: len(generation.tokens) - first]
+            if self.observer is not None:
+                taken += [_Taken(row_idx, place, first + place, generation.request) for place in range(len(generation.tokens) - first)]
+            if ended is not None:
+                finished.append(self._finish(generation, ended))
         if self.observer is not None:
-            self.observer([each.request for each in generations], [len(each.tokens) for each in generations], launched.logits)
-        if not ends and self._eos.isdisjoint(tokens) and not launched.has_logprobs:
-            for generation, token in zip(generations, tokens, strict=True):  # `_take` of the run's last step brings the rest up to date
-                generation.tokens.append(token)
-                generation.token_times_s.append(now)
-            return []
-        finished = self._take(generations, tokens, launched.logprobs, now)
-        run.stale = bool(finished)
+            rows, places = [each.row_idx for each in taken], [each.place for each in taken]
+            self.observer([each.request for each in taken], [each.position for each in taken], launched.logits[rows, places])
         return finished
 
     def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":
@@ -276,7 +242,7 @@ class Engine:
         if not sampling:
             return None
         logits_WV, positions = torch.cat(logits), [len(each.tokens) for each in sampling]
-        return _Prefilled(sampling, positions, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions))
+        return _Prefilled(sampling, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions))
 
     def _prefill_groups(self, prefills: tuple[Scheduled, ...]) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
         """What runs at once, and whether it is short prompts: few rows at a time, while chunks of long prompts all run together."""
@@ -295,31 +261,6 @@ class Engine:
             yield tuple(group), True
         if long_ones:
             yield tuple(long_ones), False
-
-    def _read_prefill(self, prefilled: "_Prefilled") -> list[Finished]:
-        sampling, choice = prefilled.generations, prefilled.choice
-        tokens = choice.tokens_R.tolist()
-        logprobs = None if choice.logprobs_R is None else choice.logprobs_R.tolist()
-        now = time.perf_counter()
-        if self.observer is not None:
-            self.observer([each.request for each in sampling], prefilled.positions, prefilled.logits_WV)
-        return self._take(sampling, tokens, logprobs, now)
-
-    def _take(self, generations: list[Generation], tokens: list[int], logprobs: list[float] | None, now: float) -> list[Finished]:
-        """Append each request's new token; those that this finished."""
-        finished = []
-        for row_idx, (generation, token) in enumerate(zip(generations, tokens, strict=True)):
-            if not generation.blocks:
-                continue  # it ended one step ago, and this token is one too many
-            generation.num_computed = len(generation.tokens)
-            generation.tokens.append(token)
-            generation.token_times_s.append(now)
-            if logprobs is not None:
-                generation.logprobs.append(logprobs[row_idx])
-            stopped = token in self._eos and not generation.request.params.ignore_eos
-            if stopped or generation.num_left == 0:
-                finished.append(self._finish(generation, "stop" if stopped else "length"))
-        return finished
 
     def generate(self, requests: Sequence[Request]) -> list[Finished]:
         """Run requests to their end; results in the order of the requests.

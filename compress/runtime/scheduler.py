@@ -8,7 +8,9 @@
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from compress.runtime.kv_cache import BlockAllocator
 from compress.runtime.request import Request
@@ -32,13 +34,31 @@ class Generation:
         return self.tokens[len(self.request.prompt) :]
 
     @property
+    def end(self) -> int:
+        """Tokens that it may have in all."""
+        return len(self.request.prompt) + self.request.params.max_tokens
+
+    @property
     def num_left(self) -> int:
         """Tokens that may still be generated."""
-        return len(self.request.prompt) + self.request.params.max_tokens - len(self.tokens)
+        return self.end - len(self.tokens)
 
     @property
     def decoding(self) -> bool:
         return self.num_computed >= self.prefill_end
+
+    def take(self, tokens: Sequence[int], eos: frozenset[int], now_s: float) -> Literal["stop", "length"] | None:
+        """Go on with these tokens, up to one that ends it or as many as are left: why it has ended, if it has."""
+        reason: Literal["stop", "length"] | None = None
+        if len(tokens) >= (left := self.num_left):
+            tokens, reason = tokens[:left], "length"
+        if not (self.request.params.ignore_eos or eos.isdisjoint(tokens)):
+            stop = next(place for place, token in enumerate(tokens) if token in eos)
+            tokens, reason = tokens[: stop + 1], "stop"
+        self.tokens += tokens
+        self.token_times_s += [now_s] * len(tokens)
+        self.num_computed = len(self.tokens) - 1
+        return reason
 
 
 @dataclass(frozen=True)
@@ -90,14 +110,12 @@ class Scheduler:
         self._running.remove(generation)
         self._release(generation)
 
-    def extend(self, generation: Generation, num_tokens: int) -> int | None:
-        """Give a running generation the block that `num_tokens` tokens need: its id, 0 when it has it, None when no block is free."""
-        if num_tokens <= len(generation.blocks) * self._block_size:
-            return 0
-        if not self._allocator.num_free:
-            return None
-        generation.blocks += self._allocator.allocate(1)
-        return generation.blocks[-1]
+    def extend(self, generation: Generation, num_tokens: int) -> bool:
+        """Give a running generation the blocks that `num_tokens` tokens need, as far as there are free ones; whether it has them all."""
+        missing = -(-num_tokens // self._block_size) - len(generation.blocks)
+        if missing > 0:
+            generation.blocks += self._allocator.allocate(min(missing, self._allocator.num_free))
+        return num_tokens <= len(generation.blocks) * self._block_size
 
     def schedule(self) -> Step:
         """Choose the next step and allocate its blocks."""

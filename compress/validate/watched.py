@@ -50,7 +50,7 @@ class WatchedProposer:
         if self._watch.mode == "idle":
             if self._tokens_RK.shape[0] < len(rows):
                 self._tokens_RK = self._tokens_RK.new_zeros(len(rows), state.k)
-            drafts = Drafts(self._tokens_RK[: len(rows)], [state.k] * len(rows))
+            drafts = Drafts(self._tokens_RK[: len(rows)])
             return drafts if self._last is None else replace(drafts, probs_SKV=self._last.probs_SKV)
         started = self._now()
         self._last = self._proposer.propose(rows, state)

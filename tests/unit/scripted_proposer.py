@@ -27,6 +27,7 @@ class Scripted:
 class ScriptedProposer:
     weight_bytes = kv_bytes_per_token = 0
     feature_layers = ()
+    on_device = False
 
     def __init__(self, options: Scripted, k: int, vocab_size: int) -> None:
         self._options = options

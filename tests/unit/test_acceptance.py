@@ -15,13 +15,14 @@ from scripted_proposer import acceptance_of
 from tiny_decoder import LLAMA, tiny_arch
 from torch import Tensor
 
+from compress.kernels.verify_step import leading
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, sample_rows
 from compress.runtime.speculative import acceptance
-from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, accept_by_rejection, accept_coupled, stream
+from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, accept_by_rejection, stream
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
@@ -149,17 +150,17 @@ def test_greedy_rows_are_coupled_whatever_the_rule() -> None:
     params = [SamplingParams(1, temperature=float(idx % 2)) for idx in range(50)]
     plan, rows = SamplingPlan.of(params), SamplingRows.of(params, CPU)
     kept = accept_by_rejection(logits, chosen, drafts, counts, first, rows, plan, None)
-    expected = accept_coupled(chosen, drafts, counts)
+    expected = leading(drafts == chosen[:, :-1], counts).tolist()
     for row in range(0, 50, 2):
-        num_accepted = int(expected.num_accepted_R[row])
+        num_accepted = expected[row]
         assert int(kept.num_accepted_R[row]) == num_accepted
-        assert kept.tokens_RQ[row, : num_accepted + 1].tolist() == expected.tokens_RQ[row, : num_accepted + 1].tolist()
+        assert kept.tokens_RQ[row, : num_accepted + 1].tolist() == chosen[row, : num_accepted + 1].tolist()
 
 
 def test_only_the_leading_proposals_that_agree_are_kept() -> None:
     chosen = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
     drafts = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3], [1, 2, 3]])
-    assert accept_coupled(chosen, drafts, torch.tensor([3, 3, 3, 1])).num_accepted_R.tolist() == [3, 1, 0, 1]
+    assert leading(drafts == chosen[:, :-1], torch.tensor([3, 3, 3, 1])).tolist() == [3, 1, 0, 1]
 
 
 def sources(vocab_size: int) -> tuple[RandomSource, RandomSource]:

@@ -15,6 +15,7 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
+from compress.runtime.running import Run
 
 CPU = torch.device("cpu")
 
@@ -111,8 +112,8 @@ def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatc
     expected = in_step.generate(requests)
     monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: engine is ahead))
     launches: list[int] = []
-    launch_next = ahead._launch_next
-    monkeypatch.setattr(ahead, "_launch_next", lambda before: launches.append(1) or launch_next(before))
+    launch_next = Run.launch_next
+    monkeypatch.setattr(Run, "launch_next", lambda run: launches.append(1) or launch_next(run))
     finished = ahead.generate(requests)
     assert launches
     assert (ahead.num_preemptions > 0) == (kv_blocks == 17)

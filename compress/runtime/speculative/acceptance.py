@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.kernels.verify_step import leading
 from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, uniform
 
 Rule = Literal["coupled", "rejection"]
@@ -43,15 +44,10 @@ def stream(rows: SamplingRows, mask: int) -> SamplingRows:
     return replace(rows, seeds_R=rows.seeds_R ^ mask)
 
 
-def accept_coupled(chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor) -> Kept:
-    """`chosen`: the model's own tokens, each right if the proposals before it are; `counts` of the proposals are real."""
-    return Kept(chosen_RQ, _leading(drafts_RK == chosen_RQ[:, :-1], counts_R))
-
-
 def accept_forced(chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor, first_R: Tensor, seeds_R: Tensor, rate: float) -> Kept:
-    """Keep each proposal with probability `rate`."""
+    """Keep each proposal with probability `rate`; `chosen`: the model's own tokens; `counts` of the proposals are real."""
     positions_RK = first_R.unsqueeze(1) + torch.arange(drafts_RK.shape[1], device=first_R.device)
-    num_accepted_R = _leading(_uniform(seeds_R, positions_RK) < rate, counts_R)
+    num_accepted_R = leading(_uniform(seeds_R, positions_RK) < rate, counts_R)
     return Kept(_followed(drafts_RK, num_accepted_R, chosen_RQ.gather(1, num_accepted_R.unsqueeze(1))), num_accepted_R)
 
 
@@ -77,7 +73,7 @@ def accept_by_rejection(
     positions_RK = first_R.unsqueeze(1) + torch.arange(num_drafts, device=first_R.device)
     keep_RK = _uniform(rows.seeds_R, positions_RK) * proposed_RK < likely_RK
     drawn_R1 = rows.temperature_R.unsqueeze(1) > 0
-    num_accepted_R = _leading(torch.where(drawn_R1, keep_RK, drafts_RK == chosen_RQ[:, :-1]), counts_R)
+    num_accepted_R = leading(torch.where(drawn_R1, keep_RK, drafts_RK == chosen_RQ[:, :-1]), counts_R)
 
     place_R1 = num_accepted_R.unsqueeze(1)
     own_R1 = chosen_RQ.gather(1, place_R1)
@@ -88,12 +84,6 @@ def accept_by_rejection(
     more_RV = torch.where(more_RV.amax(dim=1, keepdim=True) > 0, more_RV, p_RV)  # p is q within rounding: then as good as p itself
     instead_R1 = (more_RV.log() + noise_RV).argmax(dim=1, keepdim=True)
     return Kept(_followed(drafts_RK, num_accepted_R, torch.where(rejected_R1, instead_R1, own_R1)), num_accepted_R)
-
-
-def _leading(keep_RK: Tensor, counts_R: Tensor) -> Tensor:
-    """int64 [R]: how many are kept before the first that is not."""
-    real_RK = torch.arange(keep_RK.shape[1], device=counts_R.device) < counts_R.unsqueeze(1)
-    return (keep_RK & real_RK).to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
 def _followed(drafts_RK: Tensor, num_accepted_R: Tensor, last_R1: Tensor) -> Tensor:

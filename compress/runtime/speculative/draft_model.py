@@ -52,6 +52,7 @@ class DraftModelProposer:
     """Loaded when made; its pages follow with `begin`."""
 
     feature_layers = ()
+    on_device = True
 
     def __init__(self, source: WeightSource, setting: Setting) -> None:
         self._arch = source.arch
@@ -88,7 +89,7 @@ class DraftModelProposer:
         """k tokens for every row, whatever its limit."""
         size, plan = self._graphs.num_rows(len(rows)), replace(state.plan, logprobs=False)
         tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
-        return Drafts(tokens_RK[: len(rows)], [min(row.limit, state.k) for row in rows], self._probs_SKV)
+        return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
         sampling, context_lens_R = state.sampling.first(num_rows), state.context_lens_S[:num_rows]

@@ -100,6 +100,8 @@ def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
 class Eagle3Proposer:
     """Loaded when made; its pages follow with `begin`."""
 
+    on_device = True
+
     def __init__(self, head: Eagle3Head, setting: Setting) -> None:
         target, arch = setting.target, head.facts.arch
         self.feature_layers = head.facts.layer_ids
@@ -168,7 +170,7 @@ class Eagle3Proposer:
         """k tokens for every row, whatever its limit."""
         size, plan = self._graphs.num_rows(len(rows)), replace(state.plan, logprobs=False)
         tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
-        return Drafts(tokens_RK[: len(rows)], [min(row.limit, state.k) for row in rows], self._probs_SKV)
+        return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
         sampling, lens_R, tokens = state.sampling.first(num_rows), state.context_lens_S[:num_rows], []

@@ -2,7 +2,7 @@
 2023).
 
 The longest ending of `max_ngram` to `min_ngram` tokens that occurred before, at its latest occurrence, and the tokens that came after it. A
-search through the request's own tokens, on the host: it costs no weights, no cache and no state.
+search through the request's own tokens, on the host: it costs no weights, no cache and no state, and each step waits for the one before.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ class NGram:
 class NGramProposer:
     weight_bytes = kv_bytes_per_token = 0
     feature_layers = ()
+    on_device = False
 
     def __init__(self, options: NGram, k: int) -> None:
         self._options = options

@@ -42,17 +42,18 @@ class Pages:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Proposed tokens int64 [R, K], of which row r has `counts[r]`; the distributions float64 [S, K, V] that they were drawn from, in the
-    same memory at every step, or None where a proposal is certain."""
+    """Proposed tokens int64 [R, K], of which row r has `counts[r]`, or all K where that is None; the distributions float64 [S, K, V] that
+    they were drawn from, in the same memory at every step, or None where a proposal is certain."""
 
     tokens_RK: Tensor
-    counts: Sequence[int]
+    counts: Sequence[int] | None = None
     probs_SKV: Tensor | None = None
 
 
 class Proposer(Protocol):
     """Proposes for the requests of one engine. `weight_bytes` a step of it reads, `kv_bytes_per_token` of its pages; `feature_layers`:
-    after how many of the model's layers it wants to see the hidden states, none at all where it is empty."""
+    after how many of the model's layers it wants to see the hidden states, none at all where it is empty. `on_device`: it reads nothing but
+    the state on the device, so that it can propose before the host knows what the last step gave."""
 
     @property
     def weight_bytes(self) -> int: ...
@@ -62,6 +63,9 @@ class Proposer(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def on_device(self) -> bool: ...
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Called once, when the model's cache has its size, with the model's embedding."""
@@ -74,7 +78,7 @@ class Proposer(Protocol):
         rejected tokens among them. Called only where hidden states are wanted, within the step that is captured as a graph."""
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        """How each sequence goes on; `state` holds the same rows on the device."""
+        """How each sequence goes on. `state` holds the same rows on the device, and may be a step ahead of them for who is `on_device`."""
 
 
 class ProposerOptions(Protocol):

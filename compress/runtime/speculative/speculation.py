@@ -1,22 +1,26 @@
 """Speculative decoding as the engine sees it: how it is asked for, one step of it, and what came of it.
 
-Each step is for itself: the host knows the tokens of the last one before it loads the next, so that a step is not launched ahead.
+Where the proposer reads nothing but the state on the device, a step may be launched before the host knows what the last one gave. Then it
+knows bounds: each request has one token more, or as many more as the last step could keep. Blocks are taken for the most, and how many
+proposals a row may keep is the device's to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.runtime.loader import Target
 from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
+from compress.runtime.scheduler import Generation, Scheduler
 from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.graphs import Graphs
 from compress.runtime.speculative.proposer import Pages, Proposer, ProposerOptions, Setting
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
-from compress.runtime.speculative.verify import Verified, VerifyOutputs, VerifySteps
+from compress.runtime.speculative.verify import Verified, VerifySteps
 
 MAX_K = 7
 """Decode attention serves the last eight positions of a request."""
@@ -76,21 +80,55 @@ class Acceptance:
         return Acceptance(self.num_steps + other.num_steps, self.num_rows + other.num_rows, proposed, accepted)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way, whose it is, and who counts what came of it."""
+
+    verified: Verified
+    generations: Sequence[Generation]
+    count: Callable[[Sequence[tuple[int, list[int]]]], None]
+
+    def wait(self) -> None:
+        self.verified.wait()
+
+    def read(self) -> list[list[int]]:
+        """The tokens that come out of each row, and none for a request that had ended before. Once, as they are counted."""
+        serving, rows = [bool(each.blocks) for each in self.generations], self.verified.tokens
+        self.count([row for row, serves in zip(rows, serving, strict=True) if serves])
+        return [tokens if serves else [] for (_, tokens), serves in zip(rows, serving, strict=True)]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        return self.verified.logprobs
+
+    @property
+    def logits(self) -> Tensor:
+        return self.verified.logits
+
+
 class Speculation:
     """One engine's proposer, verification and counts."""
 
-    def __init__(self, config: Speculative, proposer: Proposer, runner: ModelRunner, pages: Pages, target: Target) -> None:
-        self._proposer, self._runner = proposer, runner
+    def __init__(
+        self, config: Speculative, proposer: Proposer, runner: ModelRunner, pages: Pages, target: Target, scheduler: Scheduler
+    ) -> None:
+        self._proposer, self._runner, self._scheduler = proposer, runner, scheduler
         proposer.begin(pages, runner.embedding)
-        graphs: Graphs[VerifyOutputs] = Graphs(target.device, target.max_batch_size)
+        graphs: Graphs[Tensor] = Graphs(target.device, target.max_batch_size)
         self._state = SpeculativeState(
             max_rows=graphs.max_rows, max_model_len=pages.max_model_len, block_size=pages.block_size, k=config.k, device=target.device
         )
         self._steps = VerifySteps(runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate)
-        self._counts: list[int] = []
-        self.k = config.k
+        self._k, self._block_size = config.k, pages.block_size
+        self._generations: Sequence[Generation] = ()
+        self._rows: list[RunningRow] = []
+        self._num_launched, self._any_kept = 0, False
         self.last = self._nothing = Acceptance(0, 0, (0,) * config.k, (0,) * config.k)
         self.total = self.last
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._proposer.on_device
 
     def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
         """The model's, and then the proposer's: logits as of `ModelRunner.prefill`."""
@@ -100,21 +138,56 @@ class Speculation:
         self._proposer.prefill(batch, features, short=short)
         return logits_WV
 
-    def launch(self, rows: Sequence[RunningRow]) -> Verified:
-        self._state.load(rows)
-        drafts = self._proposer.propose(rows, self._state)
-        self._counts = [min(count, row.limit) for count, row in zip(drafts.counts, rows, strict=True)]
-        return self._steps.launch(len(rows), drafts)
+    @torch.inference_mode()
+    def load(self, generations: Sequence[Generation]) -> None:
+        """The last token that may be generated is never fed, so that one fewer may be proposed, and no more than blocks can be had for."""
+        for each in generations:
+            self._scheduler.extend(each, min(len(each.tokens) + self._k, each.end - 1))
+        self._rows = [RunningRow(each.tokens, each.end, each.blocks, each.request.params, self._limit(each)) for each in generations]
+        self._generations, self._num_launched = generations, 0
+        self._any_kept = any(row.limit for row in self._rows)
+        self._state.load(self._rows)
 
-    def read(self, verified: Verified) -> list[list[int]]:
-        """The tokens that come out of each row of the step that was launched last, and has been waited for; they are counted."""
-        tokens, k = verified.tokens, self.k
-        proposed = tuple(sum(count > place for count in self._counts) for place in range(k))
-        accepted = tuple(sum(len(each) > place + 1 for each in tokens) for place in range(k))
-        self.last = Acceptance(1, len(tokens), proposed, accepted)
-        self.total += self.last
-        return tokens
+    def make_ready(self) -> bool:
+        """Take blocks for the case that the last step keeps all that it may: first those that the next one cannot do without, then those of
+        what it may propose. False where some request has all its tokens with the last step, or finds no block."""
+        generations = self._generations
+        if any(each.num_left <= 1 for each in generations):
+            return False
+        lengths = [len(each.tokens) + 1 + self._limit(each) for each in generations]
+        held = [len(each.blocks) for each in generations]
+        for more in (0, self._k):
+            had = [
+                self._scheduler.extend(each, min(length + more, each.end - 1)) for each, length in zip(generations, lengths, strict=True)
+            ]
+            if not more and not all(had):
+                return False
+        grown = {row_idx: each.blocks for row_idx, each in enumerate(generations) if len(each.blocks) > held[row_idx]}
+        if grown:
+            self._state.hold(grown)
+        self._any_kept = any(min(each.end - 1, len(each.blocks) * self._block_size) > len(each.tokens) + 1 for each in generations)
+        return True
+
+    @torch.inference_mode()
+    def launch(self) -> Launched:
+        self._num_launched += 1
+        drafts = self._proposer.propose(self._rows, self._state)
+        any_kept = self._any_kept and (drafts.counts is None or any(drafts.counts))
+        verified = self._steps.launch(len(self._rows), self._num_launched, drafts, any_kept=any_kept)
+        return Launched(verified, self._generations, self._count)
 
     def reset(self) -> None:
         """Count anew."""
         self.total = self.last = self._nothing
+
+    def _limit(self, generation: Generation) -> int:
+        """How many proposals the device will take at these tokens and blocks."""
+        room = min(generation.end - 1, len(generation.blocks) * self._block_size) - len(generation.tokens)
+        return max(0, min(self._k, room))
+
+    def _count(self, rows: Sequence[tuple[int, list[int]]]) -> None:
+        places = range(self._k)
+        proposed = tuple(sum(count > place for count, _ in rows) for place in places)
+        accepted = tuple(sum(len(tokens) > place + 1 for _, tokens in rows) for place in places)
+        self.last = Acceptance(1, len(rows), proposed, accepted)
+        self.total += self.last

@@ -1,23 +1,29 @@
-"""What a speculative step reads on the device: for each row its last tokens, its context, what may be verified, and its blocks.
+"""What a speculative step reads and advances, on the device: for each row its last tokens, its context, how far it may go, and its blocks.
 
-The host writes all of it before each step, in one transfer; a step changes nothing here but the proposed tokens. So a step may be run
-again, as a graph is when it is captured, with the same result.
+A step ends by writing what the next one reads (`kernels/verify_step.py`), so steps follow one another without the host. The host writes
+everything when requests come or go (`load`), in two transfers, and the block table when sequences get new blocks (`hold`), in one, which
+waits for nothing: it lies in the host's memory in two places in turn, so that the last one may still be on its way.
 
-Rows beyond the requests fill up a batch to a size for which there is a graph: two tokens in the padding block. Positions behind the last
-block of a request are in that block too: what is proposed beyond a row's limit is computed like the rest and never looked at.
+Rows beyond the requests fill up a batch to a size for which there is a graph: two tokens in the padding block, which no step changes.
+Positions behind the last block of a request are in that block too: what is proposed beyond what a row may keep is computed like the rest
+and never looked at. So is a whole row of a request that turns out to have ended one step ago.
 
 Shapes: R rows of a step, S rows of the state, Q tokens of a row that are fed, K proposed, N = K + 1, T = R Q, B blocks of the longest
 sequence and of what may be proposed behind it, D hidden, E features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.decode_step import shared_memory
 from compress.kernels.paged import PADDING_BLOCK
+from compress.kernels.verify_step import CONTEXT, VerifyState, end_verify
 from compress.runtime.model_runner import Features, ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows
@@ -27,9 +33,11 @@ FILLER_LEN = 2
 
 @dataclass(frozen=True)
 class RunningRow:
-    """A running request as the host sees it: all its tokens, its blocks, and how many proposed tokens may be verified in this step."""
+    """A running request as the host sees it: all its tokens and how many they may become, its blocks, and how many proposed tokens may be
+    verified in this step."""
 
     tokens: Sequence[int]
+    end: int
     blocks: Sequence[int]
     params: SamplingParams
     limit: int
@@ -57,48 +65,91 @@ class SpeculativeState:
         self.device = device
         self._block_size = block_size
         self._last_position = max_model_len
-        num_columns = k + 3 + -(-(max_model_len + k) // block_size)
+        num_columns = 1 + -(-(max_model_len + k) // block_size)
         pinned = device.type == "cuda"
-        self._host = torch.zeros(max_rows, num_columns, dtype=torch.int64, pin_memory=pinned)
-        self._packed = torch.zeros(max_rows, num_columns, dtype=torch.int64, device=device)
-        self.last_SN = self._packed[:, : k + 1]  # the last tokens; of a shorter sequence zeros before them
-        self.context_lens_S = self._packed[:, k + 1]  # tokens known, the last of which is yet to be fed
-        self._limits_S = self._packed[:, k + 2]
-        self.table_SB = self._packed[:, k + 3 :]
-        self.drafts_SK = torch.zeros(max_rows, k, dtype=torch.int64, device=device)
-        self._host_drafts = torch.zeros(max_rows, k, dtype=torch.int64, pin_memory=pinned)
-        self._counts = torch.zeros(max_rows, dtype=torch.int64, pin_memory=pinned)
-        self.counts_S = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def on_host(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+
+        self.step = VerifyState(
+            rows_SC=zeros(max_rows, k + 5),
+            held_SX=zeros(max_rows, num_columns),
+            proposed_S=zeros(max_rows) + k,
+            drafts_SK=zeros(max_rows, k),
+            landed_2SY=shared_memory(2, max_rows, k + 3, dtype=torch.int64, device=device),
+            landed_logprobs_2SN=shared_memory(2, max_rows, k + 1, dtype=torch.float32, device=device),
+        )
+        self.last_SN, self.context_lens_S = self.step.rows_SC[:, :CONTEXT], self.step.rows_SC[:, CONTEXT]
+        self.table_SB = self.step.held_SX[:, 1:]
+        self._rows = on_host(max_rows, k + 5)
+        self._held = np.zeros((max_rows, num_columns), dtype=np.int64)
+        self._held_in_turn = on_host(max_rows, num_columns), on_host(max_rows, num_columns)
+        self._drafts, self._counts, self._counted = on_host(max_rows, k), on_host(max_rows) + k, False
         self.sampling = SamplingRows.of((), device, pad_to=max_rows)
         self._params: list[SamplingParams] = []
         self.plan = SamplingPlan.of(())
 
     def load(self, rows: Sequence[RunningRow]) -> None:
-        """Rows 0, 1, ... become these requests, the others fillers. The device must have finished all earlier steps."""
-        num_columns, num_last = self.table_SB.shape[1], self.last_SN.shape[1]
-        filler = [*[0] * num_last, FILLER_LEN, 0, *[PADDING_BLOCK] * num_columns]
-        packed = []
+        """Rows 0, 1, ... become these requests, the others fillers, no step begun. The device must have finished all earlier steps."""
+        num_last, spare = self.last_SN.shape[1], self.max_rows - len(rows)
+        loaded = []
         for row in rows:
             last = row.tokens[-num_last:]
-            blocks = [*row.blocks, *[PADDING_BLOCK] * (num_columns - len(row.blocks))]
-            packed.append([*[0] * (num_last - len(last)), *last, len(row.tokens), row.limit, *blocks])
-        self._host.copy_(torch.tensor(packed + [filler] * (self.max_rows - len(rows))))
-        self._packed.copy_(self._host, non_blocking=True)
+            loaded.append([*[0] * (num_last - len(last)), *last, len(row.tokens), 1, row.end, 0])
+        self._rows.copy_(torch.tensor(loaded + [[*[0] * num_last, FILLER_LEN, 0, 0, 0]] * spare))
+        self.step.rows_SC.copy_(self._rows, non_blocking=True)
+        self._held[:] = PADDING_BLOCK
+        self.hold({row_idx: row.blocks for row_idx, row in enumerate(rows)})
         if (params := [row.params for row in rows]) != self._params:
             self._params, self.plan = params, SamplingPlan.of(params)
             self.sampling.copy_(SamplingRows.of(params, self.device, pad_to=self.max_rows))
 
-    def propose(self, tokens_RK: Tensor, counts: Sequence[int]) -> None:
-        """These tokens are verified next, `counts` of each row and no more than its limit."""
-        num_rows = len(counts)
-        self._counts[:num_rows] = torch.tensor(counts)
-        self._counts[num_rows:] = 0
-        self.counts_S.copy_(self._counts, non_blocking=True)
-        torch.minimum(self.counts_S, self._limits_S, out=self.counts_S)
+    def hold(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """From the next step to be launched on, these rows hold these blocks; the step before the last one launched has been waited for."""
+        for row_idx, own in blocks.items():
+            self._held[row_idx, : 1 + len(own)] = [len(own) * self._block_size, *own]
+        here, other = self._held_in_turn
+        here.copy_(torch.from_numpy(self._held))
+        self._send(here)
+        self._held_in_turn = other, here
+
+    def _send(self, held_SX: Tensor) -> None:
+        self.step.held_SX.copy_(held_SX, non_blocking=True)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Fillers in place of all rows, for as long as that: steps change nothing then, and land nothing."""
+        kept = self.step.rows_SC.clone(), self.step.held_SX.clone()
+        self.step.rows_SC.zero_()
+        self.step.held_SX.fill_(PADDING_BLOCK)
+        self.context_lens_S.fill_(FILLER_LEN)
+        yield
+        self.step.rows_SC.copy_(kept[0])
+        self.step.held_SX.copy_(kept[1])
+
+    def propose(self, tokens_RK: Tensor, counts: Sequence[int] | None) -> None:
+        """These tokens are verified next, as many as may be kept, and no more than `counts` of each row."""
+        num_rows = len(tokens_RK)
+        if counts is not None or self._counted:
+            self._counts[:num_rows] = self.k if counts is None else torch.tensor(counts)
+            self.step.proposed_S.copy_(self._counts, non_blocking=True)
+            self._counted = counts is not None
         if tokens_RK.device.type == "cpu":
-            self._host_drafts[:num_rows] = tokens_RK
-            tokens_RK = self._host_drafts[:num_rows]
-        self.drafts_SK[:num_rows].copy_(tokens_RK, non_blocking=True)
+            self._drafts[:num_rows] = tokens_RK
+            tokens_RK = self._drafts[:num_rows]
+        self.step.drafts_SK[:num_rows].copy_(tokens_RK, non_blocking=True)
+
+    def end(self, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None) -> None:
+        """The step chose these tokens, and keeps proposals that are the same; or, with `accepted` given, these come out of it."""
+        end_verify(self.step, tokens_RQ, accepted_R, logprobs_RQ)
+
+    def landed(self, step: int) -> tuple[Tensor, Tensor]:
+        """What came of step 1, 2, ... since `load`, once it is done: [S, 2 + N], how many proposals could be kept, how many were, and the
+        tokens; and log probabilities [S, N]. Step + 2 takes the same place."""
+        return self.step.landed_2SY[step % 2], self.step.landed_logprobs_2SN[step % 2]
 
     def fed(self, tokens_RQ: Tensor, context_lens_R: Tensor, *, max_rows: int) -> Iterator[Fed]:
         """Rows that feed these tokens at the end of contexts of this length, in parts of at most `max_rows`."""
