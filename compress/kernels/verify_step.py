@@ -57,7 +57,7 @@ def leading(keep_RK: Tensor, counts_R: Tensor) -> Tensor:
 def end_verify(state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None) -> None:
     """The state after a step that chose these tokens, or from which, with `accepted` given, these come out."""
     device, (num_rows, q_len) = tokens_RQ.device, tokens_RQ.shape
-    if triton is None or not (device.type == "cuda" or interpreted()):
+    if not _by_kernel(device):
         return _end_by_torch(state, tokens_RQ, accepted_R, logprobs_RQ)
     (num_state_rows, columns), landed_columns = state.rows_SC.shape, state.landed_2SY.shape[2]
     _end[(-(-num_rows // _ROWS),)](
@@ -76,6 +76,10 @@ def end_verify(state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None,
         **pdl_options(device),
     )
     return None
+
+
+def _by_kernel(device: torch.device) -> bool:
+    return triton is not None and (device.type == "cuda" or interpreted())
 
 
 def _end_by_torch(state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None) -> None:

@@ -62,16 +62,6 @@ class _Prefilled:
         return self.logits_WV.unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """A token for the observer: its row and place there, its request and the position it has."""
-
-    row_idx: int
-    place: int
-    position: int
-    request: Request
-
-
 class Engine:
     """A loaded model with its cache and its queue.
 
@@ -210,22 +200,21 @@ class Engine:
         launched.wait()
         now = time.perf_counter()
         self.wait_s += now - started
-        tokens, logprobs = launched.read(), launched.logprobs
-        taken, finished = list[_Taken](), list[Finished]()
-        for row_idx, generation in enumerate(generations):
+        tokens, logprobs, finished = launched.read(), launched.logprobs, list[Finished]()
+        lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
+        for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
             if not generation.blocks:
                 continue  # it ended one step ago, and these are too many
-            first = len(generation.tokens)
-            ended = generation.take(tokens[row_idx], self._eos, now)
-            if logprobs is not None:
-                generation.logprobs += logprobs[row_idx][: len(generation.tokens) - first]
-            if self.observer is not None:
-                taken += [_Taken(row_idx, place, first + place, generation.request) for place in range(len(generation.tokens) - first)]
+            ended = generation.take(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
             if ended is not None:
                 finished.append(self._finish(generation, ended))
         if self.observer is not None:
-            rows, places = [each.row_idx for each in taken], [each.place for each in taken]
-            self.observer([each.request for each in taken], [each.position for each in taken], launched.logits[rows, places])
+            rows = [row_idx for row_idx, length in enumerate(lengths) for _ in range(len(generations[row_idx].tokens) - length)]
+            positions = [
+                position for length, each in zip(lengths, generations, strict=True) for position in range(length, len(each.tokens))
+            ]
+            places = [position - lengths[row_idx] for row_idx, position in zip(rows, positions, strict=True)]
+            self.observer([generations[row_idx].request for row_idx in rows], positions, launched.logits[rows, places])
         return finished
 
     def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":

@@ -8,7 +8,6 @@
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +17,7 @@ from compress.runtime.request import Request
 
 @dataclass(eq=False)
 class Generation:
-    """A request in progress. `num_computed` leading tokens have their keys and values in `blocks`."""
+    """A request in progress. `num_computed` leading tokens have their keys and values in `blocks`; it may have `end` tokens in all."""
 
     request: Request
     arrival_s: float
@@ -28,15 +27,14 @@ class Generation:
     prefill_end: int = 0  # tokens to be prefilled since the last admission; later ones are decoded
     token_times_s: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = len(self.request.prompt) + self.request.params.max_tokens
 
     @property
     def generated(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
-
-    @property
-    def end(self) -> int:
-        """Tokens that it may have in all."""
-        return len(self.request.prompt) + self.request.params.max_tokens
 
     @property
     def num_left(self) -> int:
@@ -47,18 +45,26 @@ class Generation:
     def decoding(self) -> bool:
         return self.num_computed >= self.prefill_end
 
-    def take(self, tokens: Sequence[int], eos: frozenset[int], now_s: float) -> Literal["stop", "length"] | None:
-        """Go on with these tokens, up to one that ends it or as many as are left: why it has ended, if it has."""
+    def take(
+        self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None
+    ) -> Literal["stop", "length"] | None:
+        """Go on with these tokens, up to one of `eos` or as many as are left: why it has ended, if it has."""
         reason: Literal["stop", "length"] | None = None
-        if len(tokens) >= (left := self.num_left):
-            tokens, reason = tokens[:left], "length"
-        if not (self.request.params.ignore_eos or eos.isdisjoint(tokens)):
-            stop = next(place for place, token in enumerate(tokens) if token in eos)
-            tokens, reason = tokens[: stop + 1], "stop"
+        if len(self.tokens) + len(tokens) >= self.end or not eos.isdisjoint(tokens):
+            tokens, reason = self._until_end(tokens, eos)
         self.tokens += tokens
         self.token_times_s += [now_s] * len(tokens)
         self.num_computed = len(self.tokens) - 1
+        if logprobs is not None:
+            self.logprobs += logprobs[: len(tokens)]
         return reason
+
+    def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Literal["stop", "length"] | None]:
+        tokens = tokens[: self.num_left]
+        stops = [] if self.request.params.ignore_eos else [place for place, token in enumerate(tokens) if token in eos]
+        if stops:
+            return tokens[: stops[0] + 1], "stop"
+        return tokens, "length" if len(tokens) == self.num_left else None
 
 
 @dataclass(frozen=True)
