@@ -1,6 +1,7 @@
-"""The end of a speculative step: how many proposals are kept, the state of the next step, and what came out, to the host. One small launch
-on a GPU, and no transfer.
+"""Where the rows of a speculative step are, and how it ends: how many proposals are kept, the state of the next step, and what came out, to
+the host. Two small launches on a GPU, and no transfer.
 
+    place      position of each of the last Q tokens of a context,   slot = block of the position * block size + offset in it
     count      how many proposals may be kept: those there are, one fewer than tokens are left, and as many as the blocks hold
     accepted   those before the first that is not what the model chose; another rule than that says it itself
     advance    last <- the last tokens of (last, tokens 0..accepted),   context <- context + accepted + 1
@@ -8,8 +9,8 @@ on a GPU, and no transfer.
 
 A filler row (`running` 0) is left as it is, and lands nothing.
 
-Shapes: R rows, S rows of the state (R or more), K proposals, Q tokens of a row of this step: K + 1, or 1 where nothing is proposed;
-N = K + 1; C = N + 4; X = 1 + blocks of the longest sequence; Y = 2 + N.
+Shapes: R rows, S rows of the state (R or more), K proposals, Q tokens of a row: K + 1, or 1 where nothing is proposed; T = R Q; N = K + 1;
+C = N + 4; B blocks of the longest sequence; X = 1 + B; Y = 2 + N.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from torch import Tensor
 from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton, wait
 
 CONTEXT, RUNNING, END, STEP = -4, -3, -2, -1
+_TOKENS = 128
+"""Tokens of a program of `_place`."""
 _ROWS = 32
-"""Rows of a program of one warp: a lane has a row to itself, so that it reads what it will overwrite before it does."""
+"""Rows of a program of `_end`, one warp: a lane has a row to itself, so that it reads what it will overwrite before it does."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,25 @@ class VerifyState:
         context_lens_R, ends_R = self.rows_SC[:num_rows, CONTEXT], self.rows_SC[:num_rows, END]
         may_R = torch.minimum(ends_R - 1, self.held_SX[:num_rows, 0]) - context_lens_R
         return torch.minimum(may_R, self.proposed_S[:num_rows]).clamp(min=0)
+
+
+def place_rows(context_lens_R: Tensor, table_RB: Tensor, q_len: int, *, block_size: int, last_position: int) -> tuple[Tensor, Tensor]:
+    """Positions, none of them above the last, and slots, int64 [T], of the last `q_len` tokens of each context."""
+    device, num_tokens = context_lens_R.device, len(context_lens_R) * q_len
+    if not _by_kernel(device):
+        return _place_by_torch(context_lens_R, table_RB, q_len, block_size, last_position)
+    positions_T, slots_T = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
+    _place[(-(-num_tokens // _TOKENS),)](
+        *(context_lens_R, table_RB, positions_T, slots_T, num_tokens, last_position),
+        CONTEXT_STRIDE=context_lens_R.stride(0),
+        TABLE_STRIDE=table_RB.stride(0),
+        Q_LEN=q_len,
+        BLOCK_SIZE=block_size,
+        TOKENS=_TOKENS,
+        num_warps=_TOKENS // 32,
+        **pdl_options(device),
+    )
+    return positions_T, slots_T
 
 
 def leading(keep_RK: Tensor, counts_R: Tensor) -> Tensor:
@@ -82,6 +104,13 @@ def _by_kernel(device: torch.device) -> bool:
     return triton is not None and (device.type == "cuda" or interpreted())
 
 
+def _place_by_torch(context_lens_R: Tensor, table_RB: Tensor, q_len: int, block_size: int, last_position: int) -> tuple[Tensor, Tensor]:
+    positions_RQ = context_lens_R.unsqueeze(1) + torch.arange(-q_len, 0, device=context_lens_R.device)
+    blocks_RQ = table_RB.gather(1, torch.div(positions_RQ, block_size, rounding_mode="floor"))
+    slots_RQ = blocks_RQ * block_size + positions_RQ % block_size
+    return positions_RQ.clamp(max=last_position).flatten(), slots_RQ.flatten()
+
+
 def _end_by_torch(state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None) -> None:
     num_rows, q_len = tokens_RQ.shape
     counts_R = state.counts(num_rows).clamp(max=q_len - 1)
@@ -101,6 +130,32 @@ def _end_by_torch(state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | No
         if logprobs_RQ is not None:
             landed_RQ = state.landed_logprobs_2SN[place, :num_rows, :q_len]
             landed_RQ.copy_(torch.where(here_R1, logprobs_RQ, landed_RQ))
+
+
+@jit(varying=["num_tokens", "last_position"])
+def _place(
+    context_lens_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    last_position: tl.tensor,
+    CONTEXT_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    wait(PDL)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    mask = token < num_tokens
+    row = token // Q_LEN
+    position = tl.load(context_lens_ptr + row * CONTEXT_STRIDE, mask=mask, other=Q_LEN) - Q_LEN + token % Q_LEN
+    block = tl.load(table_ptr + row * TABLE_STRIDE + position // BLOCK_SIZE, mask=mask, other=0)
+    tl.store(slots_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+    tl.store(positions_ptr + token, tl.minimum(position, last_position), mask=mask)
 
 
 @jit(varying=["num_rows"])

@@ -176,15 +176,19 @@ def test_a_full_cache_limits_proposals_ends_runs_and_loses_nothing(name: str, nu
     source = stopping()
     options, preempted = proposers(source)[name], 0
     for seed in range(2):
-        requests = make_requests(seed + 10, 7)
-        plain = served(Engine(source, device=CPU, config=EngineConfig(max_model_len=96)), requests, seed)
+        requests = [
+            replace(each, prompt=each.prompt[:16], params=replace(each.params, max_tokens=30 + idx, ignore_eos=idx % 3 > 0))
+            for idx, each in enumerate(make_requests(seed, 5))
+        ]
+        plain = Engine(source, device=CPU, config=EngineConfig(max_model_len=96)).generate(requests)
         config = EngineConfig(max_model_len=96, kv_cache_bytes=1 << 20, speculative=Speculative(options, k=4))
         roomy = Engine(source, device=CPU, config=config)
-        per_block = 16 * (roomy.kv_bytes_per_token + roomy._speculation._proposer.kv_bytes_per_token)  # type: ignore[union-attr]
-        engine = Ahead(source, device=CPU, config=replace(config, kv_cache_bytes=num_blocks * per_block + 1))
-        found = served(make_late(engine) if late else engine, requests, seed)
+        assert roomy._speculation is not None
+        per_block = 16 * (roomy.kv_bytes_per_token + roomy._speculation._proposer.kv_bytes_per_token)
+        engine = Ahead(source, device=CPU, config=replace(config, kv_cache_bytes=num_blocks * per_block))
+        finished = (make_late(engine) if late else engine).generate(requests)
         # Recomputed keys are equal within rounding only: a token differs where two were as likely, which does not happen here.
-        assert {key: value[:2] for key, value in found.items()} == {key: value[:2] for key, value in plain.items()}
+        assert [(each.tokens, each.reason) for each in finished] == [(each.tokens, each.reason) for each in plain]
         assert engine._scheduler._allocator.num_free == num_blocks - 1
         preempted += engine.num_preemptions
     assert preempted

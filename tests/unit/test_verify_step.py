@@ -1,4 +1,4 @@
-"""The end of a speculative step: the kernel in triton's interpreter and torch, against a plain account of sequences."""
+"""What speculative steps do to their state: kernels in triton's interpreter and torch, against a plain account of sequences."""
 
 import random
 
@@ -7,7 +7,7 @@ import torch
 from triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 from compress.kernels import verify_step
-from compress.kernels.verify_step import VerifyState, end_verify
+from compress.kernels.verify_step import VerifyState, end_verify, place_rows
 
 POISON = -77
 
@@ -21,20 +21,40 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("sm", [80, 90])
-def test_the_kernel_compiles_for_ampere_and_hopper(sm: int, given: bool) -> None:
+def test_kernels_compile_for_ampere_and_hopper(sm: int, given: bool) -> None:
     pytest.importorskip("triton")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = {"DRAFTS": 4, "GIVEN": given, "LOGPROBS": True, "LAST": 5, "HELD_COLUMNS": 18, "LANDED_COLUMNS": 7, "STATE_ROWS": 64}
-    constants |= {"ROWS": 32, "PDL": sm >= 90}
-    kernel, types = verify_step._end, ["*i64"] * 6 + ["*fp32", "*i64", "*fp32", "i32"]
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, types, strict=True))
-    options = {"launch_pdl": sm >= 90, "num_warps": 1}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", sm, 32), options=options)
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (sm >= 90)
+    constants |= {"ROWS": 32, "PDL": sm >= 90, "CONTEXT_STRIDE": 9, "TABLE_STRIDE": 18, "Q_LEN": 5, "BLOCK_SIZE": 64, "TOKENS": 128}
+    for kernel, types, num_warps in (
+        (verify_step._end, ["*i64"] * 6 + ["*fp32", "*i64", "*fp32", "i32"], 1),
+        (verify_step._place, ["*i64"] * 4 + ["i32"] * 2, 4),
+    ):
+        used = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        names = [name for name in kernel.arg_names if name not in used]
+        signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, types, strict=True))
+        options = {"launch_pdl": sm >= 90, "num_warps": num_warps}
+        compiled = triton.compile(ASTSource(kernel, signature, used), target=GPUTarget("cuda", sm, 32), options=options)
+        assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (sm >= 90)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize(("num_rows", "q_len"), [(1, 1), (3, 2), (17, 8), (140, 5)])
+def test_tokens_are_where_their_blocks_are(num_rows: int, q_len: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_kernel and not INTERPRETED:
+        pytest.skip("kernels run in the interpreter")
+    monkeypatch.setattr(verify_step, "_by_kernel", lambda device: by_kernel)
+    rng, block_size, last = random.Random(num_rows), 4, 20
+    lengths, blocks = [rng.randint(q_len, 24) for _ in range(num_rows)], [[rng.randrange(99) for _ in range(6)] for _ in range(num_rows)]
+    rows = torch.tensor([[POISON, length, POISON] for length in lengths])  # strided, as a state's columns are
+    held = torch.tensor([[POISON, *own] for own in blocks])
+    positions, slots = place_rows(rows[:, 1], held[:, 1:], q_len, block_size=block_size, last_position=last)
+    expected = [(row, position) for row, length in enumerate(lengths) for position in range(length - q_len, length)]
+    assert positions.tolist() == [min(position, last) for _, position in expected]
+    assert slots.tolist() == [blocks[row][position // block_size] * block_size + position % block_size for row, position in expected]
 
 
 class Account:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.kernels.decode_step import shared_memory
 from compress.kernels.paged import PADDING_BLOCK
-from compress.kernels.verify_step import CONTEXT, VerifyState, end_verify
+from compress.kernels.verify_step import CONTEXT, VerifyState, end_verify, place_rows
 from compress.runtime.model_runner import Features, ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows
@@ -89,6 +89,7 @@ class SpeculativeState:
         self._held_in_turn = on_host(max_rows, num_columns), on_host(max_rows, num_columns)
         self._drafts, self._counts, self._counted = on_host(max_rows, k), on_host(max_rows) + k, False
         self.sampling = SamplingRows.of((), device, pad_to=max_rows)
+        self.sampling_of_all = SamplingRows.of((), device, pad_to=max_rows * (k + 1))  # tokens of a step that verifies k proposals
         self._params: list[SamplingParams] = []
         self.plan = SamplingPlan.of(())
 
@@ -106,6 +107,7 @@ class SpeculativeState:
         if (params := [row.params for row in rows]) != self._params:
             self._params, self.plan = params, SamplingPlan.of(params)
             self.sampling.copy_(SamplingRows.of(params, self.device, pad_to=self.max_rows))
+            self.sampling_of_all.copy_(self.sampling.repeated(self.k + 1))
 
     def hold(self, blocks: Mapping[int, Sequence[int]]) -> None:
         """From the next step to be launched on, these rows hold these blocks; the step before the last one launched has been waited for."""
@@ -153,18 +155,14 @@ class SpeculativeState:
 
     def fed(self, tokens_RQ: Tensor, context_lens_R: Tensor, *, max_rows: int) -> Iterator[Fed]:
         """Rows that feed these tokens at the end of contexts of this length, in parts of at most `max_rows`."""
-        num_rows, q_len = tokens_RQ.shape
-        positions_RQ = context_lens_R.unsqueeze(1) + torch.arange(-q_len, 0, device=self.device)
-        table_RB = self.table_SB[:num_rows]
-        blocks_RQ = table_RB.gather(1, torch.div(positions_RQ, self._block_size, rounding_mode="floor"))
-        slots_RQ = blocks_RQ * self._block_size + positions_RQ % self._block_size
-        positions_RQ = positions_RQ.clamp(max=self._last_position)  # behind the last is only what is behind a limit
+        (num_rows, q_len), tokens_T = tokens_RQ.shape, tokens_RQ.flatten()
+        table_RB, last = self.table_SB[:num_rows], self._last_position  # behind the last position is only what is never kept
+        positions_T, slots_T = place_rows(context_lens_R, table_RB, q_len, block_size=self._block_size, last_position=last)
         per_part = max_rows // q_len
         for start in range(0, num_rows, per_part):
             part = slice(start, min(start + per_part, num_rows))
-            tokens_T, positions_T, slots_T = (each[part].flatten() for each in (tokens_RQ, positions_RQ, slots_RQ))
             rows = slice(part.start * q_len, part.stop * q_len)
-            yield Fed(rows, part, tokens_T, positions_T, slots_T, table_RB[part], context_lens_R[part])
+            yield Fed(rows, part, tokens_T[rows], positions_T[rows], slots_T[rows], table_RB[part], context_lens_R[part])
 
     def logits(self, runner: ModelRunner, tokens_RQ: Tensor, context_lens_R: Tensor, features: Features | None = None) -> Tensor:
         """Float32 [R Q, V] of rows that feed these tokens at the end of contexts of this length; `features` are filled in.

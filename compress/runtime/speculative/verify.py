@@ -100,7 +100,8 @@ class VerifySteps:
         if features is not None:
             self._proposer.verified(features, state, q_len=1 + k)
         positions_T = (first_R.unsqueeze(1) + torch.arange(1 + k, device=state.device)).flatten()
-        tokens_RQ = sample_rows(logits_TV, rows.repeated(1 + k), positions_T, replace(plan, logprobs=False)).tokens_R.view(num_rows, -1)
+        sampling = state.sampling_of_all.first(num_rows * (1 + k)) if k else rows
+        tokens_RQ = sample_rows(logits_TV, sampling, positions_T, replace(plan, logprobs=False)).tokens_R.view(num_rows, -1)
         accepted_R: Tensor | None = None
         if k and self._forced_rate is not None:
             kept = accept_forced(tokens_RQ, drafts_RK, state.step.counts(num_rows), first_R, rows.seeds_R, self._forced_rate)
