@@ -2,12 +2,12 @@
 
 One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens (`scheduler.py`).
 
-While the same requests decode and nobody waits, the host runs one step ahead: `step()` launches the next decode step and only then reads
-the tokens of the one before. A token's time is still the time its caller could have had it. A request that turns out to have ended was
-then served once more than needed; that token is dropped. With `sync` every step ends with its own tokens on the host.
+While the same requests decode and nobody waits, the host runs one step ahead (`running.py`): `step()` launches the next decode step and
+only then reads the tokens of the one before. A token's time is still the time its caller could have had it. A request that turns out to
+have ended was then served once more than needed; what that gave is dropped. With `sync` every step ends with its own tokens on the host.
 
 With `speculative` a decode is a verification of proposed tokens (`speculative/`), which gives a request one token or several; blocks for
-proposed tokens are taken where any are free, and nobody is preempted for them.
+proposed tokens are taken where any are free, and nobody is preempted for them. Steps run ahead where proposals are made on the device.
 """
 
 import time
@@ -268,11 +268,12 @@ class Engine:
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """One row for each linear and phase, then the head and the other ops: which kernel runs for which M, and why no faster one does.
+        Then the same of a draft model or an EAGLE-3 head, behind "draft ".
 
         Keys: layer (None outside layers), linear (fused names joined by "+", or the op), op, scheme, n, k, m_range [min, max], phase
         ("decode" or "prefill"), kernel, refused {faster candidate: reason}.
         """
-        return self.runner.kernel_report()
+        return self.runner.kernel_report() + ([] if self._speculation is None else self._speculation.kernel_report())
 
     def _finish(self, generation: Generation, reason: Literal["stop", "length"]) -> Finished:
         request = generation.request

@@ -112,6 +112,16 @@ def test_results_do_not_depend_on_what_was_served_before(name: str) -> None:
     assert [each.tokens for each in served.generate(wanted[::-1])] == alone[::-1]
 
 
+@each_proposer
+def test_kernels_that_propose_are_reported_behind_those_of_the_model(name: str) -> None:
+    rows, plain = engine(name).kernel_report(), Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4)).kernel_report()
+    drafts = [row for row in rows if row["linear"].startswith("draft ")]
+    assert len(rows) == len(plain) + len(drafts)
+    heads = [row for row in drafts if row["layer"] is None and row["linear"] == "draft head" and row["phase"] == "decode"]
+    assert len(heads) == (name != "ngram")
+    assert all(row.keys() == plain[0].keys() for row in drafts)
+
+
 def test_an_unknown_proposer_is_refused_with_a_neighbour() -> None:
     with pytest.raises(UsageError, match=r"unknown proposer 'n-gram'.*ngram"):
         PROPOSERS.get("n-gram")

@@ -1,4 +1,6 @@
-"""The state of decode steps on a GPU: what the host reads and writes without a transfer is what the CPU's state has."""
+"""The states of plain and of speculative decode steps on a GPU: what the host reads and writes there is what the CPU's state has."""
+
+import random
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch
 from compress.runtime.decode_state import DecodeRow, DecodeState
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import Choice
+from compress.runtime.speculative.state import RunningRow, SpeculativeState
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 4
@@ -45,3 +48,49 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
             assert not tokens_S.is_cuda
             assert torch.equal(tokens_S[:num_rows], choice.tokens_R)
             assert torch.equal(logprobs_S[:num_rows], choice.logprobs_R)
+
+
+@pytest.mark.parametrize(("k", "num_rows"), [(1, 1), (4, 70), (7, 33)])
+def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int) -> None:
+    rng, block_size, device = random.Random(k), 16, {"cuda": torch.device("cuda"), "cpu": torch.device("cpu")}
+    states = {
+        name: SpeculativeState(max_rows=num_rows + 3, max_model_len=400, block_size=block_size, k=k, device=each)
+        for name, each in device.items()
+    }
+    params = SamplingParams(1, ignore_eos=True)
+    for _ in range(2):  # loaded anew after an odd number of steps
+        rows = []
+        for row_idx in range(num_rows):
+            tokens = [rng.randrange(9) for _ in range(rng.choice([2, k + 1, 40]))]
+            blocks = [1 + 30 * row_idx + column for column in range(-(-len(tokens) // block_size))]
+            rows.append(RunningRow(tokens, len(tokens) + rng.choice([1, 3, 200]), blocks, params, k))
+        for state in states.values():
+            state.load(rows)
+        for step in range(1, 10):
+            q_len = 1 if step == 4 else k + 1
+            grown = {idx: [*row.blocks, *range(900 + 9 * step, 901 + 9 * step + idx % 3)] for idx, row in enumerate(rows) if step % 2}
+            tokens_RQ = torch.tensor([[rng.randrange(9) for _ in range(q_len)] for _ in range(num_rows)])
+            drafts_RK = torch.tensor([[rng.randrange(9) for _ in range(k)] for _ in range(num_rows)])
+            same = torch.rand(num_rows, q_len - 1, generator=torch.Generator().manual_seed(step)) < 0.8
+            drafts_RK[:, : q_len - 1] = torch.where(same, tokens_RQ[:, :-1], drafts_RK[:, : q_len - 1])
+            accepted_R = torch.zeros(num_rows, dtype=torch.int64) if step == 6 else None
+            found = []
+            for name, state in states.items():
+                here = device[name]
+                if grown:
+                    state.hold(grown)
+                fed = [*state.fed(state.last_SN[:num_rows, -1:], state.context_lens_S[:num_rows] + 0, max_rows=128)]
+                state.propose(drafts_RK.to(here), None)
+                given = None if accepted_R is None else accepted_R.to(here)
+                state.end(tokens_RQ.to(here), given, torch.ones(num_rows, q_len, device=here) * step)
+                if name == "cuda":
+                    torch.cuda.synchronize()
+                landed, logprobs = state.landed(step)
+                assert not landed.is_cuda
+                each = [
+                    *(one for part in fed for one in (part.tokens_T, part.positions_T, part.slots_T)),
+                    state.step.rows_SC,
+                    state.table_SB,
+                ]
+                found.append([one.cpu().clone() for one in (*each, landed[:num_rows, : 2 + q_len], logprobs[:num_rows, :q_len])])
+            assert all(torch.equal(on_gpu, on_cpu) for on_gpu, on_cpu in zip(*found, strict=True))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_speculative_gpu import CUDA, TARGETS, VOCAB, make_requests, make_source
+from test_speculative_gpu import CUDA, TARGETS, VOCAB, assert_ahead_changes_nothing, make_requests, make_source
 
 from compress.models.attention import FullAttention
 from compress.models.eagle3 import Eagle3Head, random_eagle3
@@ -49,11 +49,16 @@ def test_a_head_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format
         assert sum(engine.acceptance.proposed) > 0
 
 
+def test_steps_of_a_head_launched_ahead_give_what_plain_steps_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_ahead_changes_nothing(Eagle3(make_head("W4A16_G128")), monkeypatch)
+
+
 @torch.no_grad()
 def test_most_first_proposals_are_those_of_the_module() -> None:
     """In bfloat16 two words may be as likely within rounding, so not all."""
     source, head = make_source("BF16"), make_head("BF16")
-    engine = Engine(source, device=CUDA, config=config(max_batch_size=4, speculative=Speculative(Eagle3(head), k=4)))
+    # `sync`: the host's tokens are those of the state.
+    engine = Engine(source, device=CUDA, config=config(max_batch_size=4, sync=True, speculative=Speculative(Eagle3(head), k=4)))
     assert engine._speculation is not None
     proposer, same = engine._speculation._proposer, list[bool]()
     target, module = build_decoder(source, dtype=torch.float32, device=CUDA), head.decoder(dtype=torch.float32, device=CUDA)

@@ -1,5 +1,6 @@
-"""Speculation on a GPU, its steps in graphs: the tokens and log probabilities of plain decoding, bit for bit."""
+"""Speculation on a GPU, its steps in graphs and launched ahead: the tokens and log probabilities of plain decoding, bit for bit."""
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.runtime.request import Request, SamplingParams
+from compress.runtime.request import Finished, Request, SamplingParams
+from compress.runtime.running import Run
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
@@ -60,6 +62,71 @@ def test_speculation_in_graphs_changes_no_bit(target: str, batch_size: int, kv_f
             assert [(each.tokens, each.logprobs) for each in engine.generate(requests)] == plain
         assert engine.acceptance is not None
         assert sum(engine.acceptance.proposed) > 0
+
+
+def stopping(source: RandomSource) -> RandomSource:
+    """The same weights; one token of forty ends a request."""
+    arch = source.arch.replace(config={"eos_token_id": list(range(7, VOCAB, 40))})
+    return RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=TARGETS["W4A16_G128"])
+
+
+def served_as_they_come(engine: Engine, requests: list[Request]) -> dict[str, tuple[Any, ...]]:
+    """One arrives with every fifth step, or when there is nothing else to do."""
+    waiting, finished, num_steps = deque(requests), list[Finished](), 0
+    while waiting or engine.has_work:
+        if waiting and (num_steps % 5 == 0 or not engine.has_work):
+            engine.add(waiting.popleft())
+        finished += engine.step()
+        num_steps += 1
+    assert all(len(each.token_times_s) == len(each.tokens) for each in finished)
+    return {each.id: (each.tokens, each.reason, each.logprobs) for each in finished}
+
+
+def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends within a step, requests that come and go, blocks taken on the way; and counts, where nothing lies behind an end."""
+    ahead, launch_next = list[bool](), Run.launch_next
+    monkeypatch.setattr(Run, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
+    source, requests = stopping(make_source("W4A16_G128")), make_requests(14)
+    requests = [replace(each, params=replace(each.params, ignore_eos=idx % 3 == 0)) for idx, each in enumerate(requests)]
+    config = EngineConfig(max_batch_size=6, max_model_len=512, kv_cache_bytes=1 << 28, block_size=16)
+    plain = served_as_they_come(Engine(source, device=CUDA, config=config), requests)
+    assert {reason for _, reason, _ in plain.values()} == {"stop", "length"}
+    ahead.clear()
+    for k in (1, 4, 7):
+        engine = Engine(source, device=CUDA, config=replace(config, speculative=Speculative(proposer, k=k)))
+        for _ in range(2):  # with graphs captured on the way, and with all of them there
+            assert served_as_they_come(engine, requests) == plain
+        assert sum(ahead) > 20
+        ahead.clear()
+    requests = [replace(each, params=replace(each.params, ignore_eos=True)) for each in requests]
+    for rate in (None, 0.7):
+        found = []
+        for sync in (False, True):
+            speculative = Speculative(proposer, k=4, forced_rate=rate)
+            engine = Engine(source, device=CUDA, config=replace(config, sync=sync, speculative=speculative))
+            tokens = [each.tokens for each in engine.generate(requests)]
+            assert engine.acceptance is not None
+            found.append((tokens, engine.acceptance.num_rows, engine.acceptance.proposed, engine.acceptance.accepted))
+            assert bool(ahead) != sync
+            ahead.clear()
+        assert found[0] == found[1]
+
+
+def test_draft_steps_launched_ahead_give_what_plain_steps_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_ahead_changes_nothing(DraftModel(make_source("W4A16_G128", num_layers=2)), monkeypatch)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_full_cache_ends_runs_and_all_requests_end_as_they_should(rule: Any) -> None:
+    source = make_source("BF16")
+    config = EngineConfig(max_batch_size=4, max_model_len=192, block_size=16, speculative=Speculative(DraftModel(source), k=4, rule=rule))
+    position = 2 * 4 * 2 * 2 * 128 * 2  # of the model and of its draft: layers, keys and values, heads, dimensions, bytes
+    engine = Engine(source, device=CUDA, config=replace(config, kv_cache_bytes=20 * 16 * position))
+    requests = [Request(str(idx), (idx, 1, 2), SamplingParams(100 + idx, temperature=0.9, seed=idx, ignore_eos=True)) for idx in range(8)]
+    assert [len(each.tokens) for each in engine.generate(requests)] == [100 + idx for idx in range(8)]
+    assert engine.num_preemptions > 0
+    assert engine.acceptance is not None
+    assert engine.acceptance.acceptance_length > 4
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ class ScriptedProposer:
         self._options = options
         self._k = k
         self._vocab_size = vocab_size
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        return []
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None: ...
 

@@ -13,6 +13,7 @@ Shapes: R rows, S rows of the state, K tokens proposed, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,9 @@ class DraftModelProposer:
         if self._setting.draws:
             shape = self._graphs.max_rows, self._setting.k, self._arch.vocab_size
             self._probs_SKV = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        return self._runner.kernel_report()
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Writes the draft's keys and values; no logits are wanted."""

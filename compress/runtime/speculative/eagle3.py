@@ -18,6 +18,7 @@ the rings, D hidden, V vocabulary, W the head's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +137,12 @@ class Eagle3Proposer:
         max_rows, k = self._graphs.max_rows, self._setting.k
         self._logits_SV = torch.full((max_rows, arch.vocab_size), float("-inf"), dtype=torch.float32, device=device)
         self._probs_SKV = torch.zeros(max_rows, k, arch.vocab_size, dtype=torch.float64, device=device) if self._setting.draws else None
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """As of a model with one layer, and `fc`."""
+        weights = self._weights
+        rows = [row for each in weights.layer.projections for row in each.report(0)]
+        return [*weights.fc.report(None), *rows, *weights.head.report(None), *self._layers.kernel_report()]
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Writes the head's keys and values of a chunk, and what the next chunk or the first step reads of it."""

@@ -7,6 +7,7 @@ search through the request's own tokens, on the host: it costs no weights, no ca
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class NGramProposer:
     def __init__(self, options: NGram, k: int) -> None:
         self._options = options
         self._k = k
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """No kernels."""
+        return []
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Nothing is kept."""

@@ -9,7 +9,7 @@ Shapes: R requests, S rows of the state (R or more), K tokens proposed, V vocabu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -66,6 +66,9 @@ class Proposer(Protocol):
 
     @property
     def on_device(self) -> bool: ...
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Rows as of `ModelRunner.kernel_report`."""
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Called once, when the model's cache has its size, with the model's embedding."""

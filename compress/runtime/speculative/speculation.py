@@ -7,6 +7,7 @@ proposals a row may keep is the device's to say.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,6 +176,10 @@ class Speculation:
         any_kept = self._any_kept and (drafts.counts is None or any(drafts.counts))
         verified = self._steps.launch(len(self._rows), self._num_launched, drafts, any_kept=any_kept)
         return Launched(verified, self._generations, self._count)
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Of the proposer; linears and ops behind "draft "."""
+        return [{**row, "linear": f"draft {row['linear']}"} for row in self._proposer.kernel_report()]
 
     def reset(self) -> None:
         """Count anew."""
