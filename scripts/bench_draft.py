@@ -136,7 +136,7 @@ def target_of(bench: Bench) -> Artifact:
 
 def spec_of(bench: Bench, changes: dict[str, Any]) -> Draft:
     args = bench.args
-    num_tokens = int(args.tokens)
+    num_tokens = int(changes.get("tokens", args.tokens))
     said = {
         "tokens": num_tokens,
         "passes": -(-num_tokens // bench.stream.size),

@@ -11,14 +11,18 @@ from tiny_decoder import tiny_arch
 from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
 from compress.cli.plan import seconds_of
 from compress.models.arch import Arch
+from compress.models.checkpoint import read_config
 from compress.models.family import family_of
 from compress.models.known import known_config
+from compress.pipeline import resolve_text
 from compress.stages import STAGES, PlanFacts
 from compress.stages.calibrate import Calibrate
 
 ROOT = Path(__file__).parents[2]
-ROWS = json.loads((ROOT / "benchmarks" / "h200" / "quantize.json").read_text())["rows"]
-MEASURED = [row for row in ROWS if row.get("tool", "compress") == "compress"]
+H200_ROWS = json.loads((ROOT / "benchmarks" / "h200" / "quantize.json").read_text())["rows"]
+CPU_ROWS = json.loads((ROOT / "benchmarks" / "quality_peers.json").read_text())["rows"]
+MEASURED = [row for row in H200_ROWS if row.get("tool", "compress") == "compress"]
+MEASURED_ON_A_CPU = [row for row in CPU_ROWS if row["tool"] == "compress" and row["method"] != "best"]  # scales that train are another loop
 
 
 def known(name: str) -> Arch:
@@ -67,3 +71,16 @@ def test_a_plan_is_within_thirty_percent_of_what_was_measured(row: dict[str, obj
     assert planned.peak_bytes == pytest.approx(row["peak_device_bytes"], rel=0.3)
     assert planned.disk_bytes == pytest.approx(row["artifact_bytes"], rel=0.02)
     del sys.modules["bench_quantize"]
+
+
+@pytest.mark.parametrize("row", MEASURED_ON_A_CPU, ids=lambda row: row["method"])
+def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured(
+    row: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr("compress.calibrate.arithmetic.has_bfloat16_tiles", lambda: True)
+    methods = importlib.import_module("quality_bench.methods").METHODS
+    stage, source = STAGES.get("quantize"), read_config(resolve_text("builtin://reference").path)
+    facts = PlanFacts(family_of(source).read_config(source), "cpu", {"calibrate": Calibrate(num_samples=128, seq_len=512)})
+    planned = stage.estimate(stage.spec.model_validate({"scheme": row["scheme"], **methods[row["method"]]}), facts)
+    assert seconds_of(planned, "cpu") == pytest.approx(row["seconds"], rel=0.3)

@@ -2,15 +2,12 @@
 
 Both models run through the bundled runtime's own path; the numbers that are gated are the numbers that would be served.
 
-spec.py   what a recipe may say    speed.py   latency and roofline    speculation.py   serving with a draft    journey.py   stage by stage
-evidence.py   all that is not measured    estimate.py   for `plan`
+spec.py   what a recipe may say    measure.py   every measurement: accuracy, speed.py (latency, roofline), speculation.py (with a draft)
+journey.py   stage by stage    evidence.py   all that is not measured    estimate.py   for `plan`
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +17,11 @@ from compress.artifact.context import Context
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.card import identity, load_card
-from compress.calibrate.dataset import TokenSet
 from compress.digest import digest_json
-from compress.errors import UsageError
-from compress.export import open_weights, serve_command
+from compress.export import serve_command
 from compress.quant.scheme import ModelScheme
-from compress.runtime.engine import Engine
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.calibrate import data_identity, read_tokens
+from compress.stages.calibrate import data_identity
 from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
@@ -42,17 +36,14 @@ from compress.stages.validate.evidence import (
     sizes_of,
 )
 from compress.stages.validate.journey import Journey
+from compress.stages.validate.measure import Measured, measure
 from compress.stages.validate.spec import QUANTIZE, Speculation, Validate, read_gates
-from compress.stages.validate.speculation import draft_facts, draft_method, draft_path, proposers_of, speculate
-from compress.stages.validate.speed import roofs_of, time_engine
+from compress.stages.validate.speculation import draft_facts, draft_method, draft_path
 from compress.validate import stats
-from compress.validate.accuracy import Accuracy, measure_pairs
 from compress.validate.card import render_markdown_card
 from compress.validate.gates import GateResult, evaluate
-from compress.validate.latency import LatencyRow
 from compress.validate.report import build_report, render_html
-from compress.validate.roofline import RooflineRow, device_key, environment_facts, measure_bandwidth, measure_matmul_rate
-from compress.validate.speculation import SpeculationEvidence
+from compress.validate.roofline import device_key, environment_facts
 
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
 
@@ -97,139 +88,73 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     """Measure everything and return the report document.
 
     Raises:
-        UsageError: the models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
+        UsageError: as `measure`.
     """
-    device = torch.device(ctx.device)
-    _, candidate_input = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
-    paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_input.path}
-    proposers = proposers_of(spec.speculative, inputs)
-    num_steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers)
-    steps = count()
-    ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
-    config = spec.engine_config(speculates=bool(proposers))
-    weights = {side: open_weights(path) for side, path in paths.items()}
-    engines = {
-        side: Engine(each, device=device, config=replace(config, kv_format=spec.kv_format if side == "candidate" else None))
-        for side, each in weights.items()
-    }
-    source, candidate = engines["source"], engines["candidate"]
-    if source.arch.vocab_size != candidate.arch.vocab_size:
-        raise UsageError(
-            f"the source {inputs.source.name} has {source.arch.vocab_size} tokens and the artifact {candidate.arch.vocab_size}: "
-            "it was not made from this model. Name its own source."
-        )
-    tokens, data_facts = read_tokens(
-        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=None, offline=ctx.offline
-    )
-
-    ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
-    accuracy = _accuracy(engines, tokens, spec.windows_at_once(source.arch), device)
-    rows: dict[str, list[LatencyRow]] = {}
-    roofs: list[RooflineRow] = []
-    if spec.latency is not None:
-        bandwidth = measure_bandwidth(device)
-        for side, engine in engines.items():
-            ctx.boundary(next(steps), num_steps, f"latency of the {side}")
-            rows[side] = time_engine(engine, spec.latency.of(side), ctx.seed, bandwidth)
-        roofs = roofs_of(candidate, rows["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype))
-    del engines, source  # room for engines that speculate
-    speculation, conditions = None, None
-    if proposers:
-        step = next(steps), num_steps
-        speculation, conditions = speculate(spec, inputs, weights["candidate"], candidate, proposers, ctx, step=step)
-    ctx.progress.update(num_steps, num_steps, "done")
-
-    sizes, draft = sizes_of(paths["source"], paths["candidate"]), draft_path(inputs)
-    draft_bytes = None if draft is None else size_of(draft)
-    manifest = open_artifact(candidate_input.path).manifest
-    kv_cache = served_cache(manifest, candidate)
-    made = dense_facts(inputs)
+    _, candidate = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
+    measured, device = measure(spec, inputs, candidate.path, ctx), torch.device(ctx.device)
+    manifest, made = open_artifact(candidate.path).manifest, dense_facts(inputs)
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
-    journey = Journey(
-        made=made,
-        quantized=scheme is not None,
-        sizes={side: size_of(path) for side, path in paths.items()},
-        draft_bytes=draft_bytes,
-        accuracy=accuracy,
-        latency=rows,
-        speculation=speculation,
-    )
+    sizes, draft = sizes_of(measured.paths["source"], candidate.path), draft_path(inputs)
+    draft_bytes = None if draft is None else size_of(draft)
+    kv_cache = served_cache(manifest, measured.candidate)
+    quantized, speculation = quantization(inputs), measured.speculation
+    artifact = {
+        "digest": candidate.digest,
+        "source": inputs.source.name,
+        "source_revision": inputs.source.revision,
+        "source_digest": inputs.source.digest,
+        "scheme": None if scheme is None else scheme.name,
+        "exceptions": exceptions_of(scheme),
+        "format": manifest.facts.get("format"),
+        **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
+        "sizes": sizes,
+        **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),
+    }
     return build_report(
         title=f"{inputs.source.name}{', pruned,' if 'pruning' in made else ''} in {'dense weights' if scheme is None else scheme.name}",
-        artifact={
-            "digest": candidate_input.digest,
-            "source": inputs.source.name,
-            "source_revision": inputs.source.revision,
-            "source_digest": inputs.source.digest,
-            "scheme": None if scheme is None else scheme.name,
-            "exceptions": exceptions_of(scheme),
-            "format": manifest.facts.get("format"),
-            **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
-            "sizes": sizes,
-            **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),
-        },
+        artifact=artifact,
         layers=layer_rows(inputs, scheme),
-        guided=quantization(inputs).get("guided", False),
-        tuning=quantization(inputs).get("tuning"),
-        mixed=quantization(inputs).get("mixed"),
+        guided=quantized.get("guided", False),
+        tuning=quantized.get("tuning"),
+        mixed=quantized.get("mixed"),
         **made,
-        stages=journey.rows(),
-        accuracy=accuracy["source", "candidate"],
-        latency_source=rows.get("source", ()),
-        latency_candidate=rows.get("candidate", ()),
-        kernels=candidate.kernel_report(),
-        roofline=roofs,
-        speculation=None if speculation is None else {**(conditions or {}), **speculation.as_json(), "draft": draft_facts(inputs)},
-        gates=_gates(spec, Port.QUANTIZED in inputs.ports, accuracy, rows.get("candidate", []), sizes, speculation, device),
-        calibration=calibration_facts(inputs, tokens, data_facts),
+        stages=_journey(measured, made, draft_bytes, quantized=scheme is not None).rows(),
+        accuracy=measured.accuracy["source", "candidate"],
+        latency_source=measured.latency.get("source", ()),
+        latency_candidate=measured.latency.get("candidate", ()),
+        kernels=measured.candidate.kernel_report(),
+        roofline=measured.roofs,
+        speculation=None if speculation is None else {**measured.conditions, **speculation.as_json(), "draft": draft_facts(inputs)},
+        gates=_gates(spec, measured, sizes, device, quantized=Port.QUANTIZED in inputs.ports),
+        calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
         environment=environment_facts(device),
         kv_cache=kv_cache,
     )
 
 
-def _dense_path(inputs: Inputs) -> dict[str, Path]:
-    """The weights that were quantized, where they are another model than the source."""
-    dense = inputs.ports.get(Port.DENSE)
-    if dense is None or Port.QUANTIZED not in inputs.ports or dense.digest == inputs.source.digest:
-        return {}
-    return {"dense": dense.path}
+def _journey(measured: Measured, made: Mapping[str, Any], draft_bytes: int | None, *, quantized: bool) -> Journey:
+    return Journey(
+        made=made,
+        quantized=quantized,
+        sizes={side: size_of(path) for side, path in measured.paths.items()},
+        draft_bytes=draft_bytes,
+        accuracy=measured.accuracy,
+        latency=measured.latency,
+        speculation=measured.speculation,
+    )
 
 
-def _accuracy(engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device) -> dict[tuple[str, str], Accuracy]:
-    """Of the candidate against the source; and, where there is one between them, of that against the source and of the candidate against
-    that."""
-    sides = list(engines)
-    pairs = [("source", "candidate"), *([("source", "dense"), ("dense", "candidate")] if "dense" in engines else [])]
-    with torch.inference_mode():
-        measured = measure_pairs(
-            [engine.runner.score for engine in engines.values()],
-            [(sides.index(before), sides.index(after)) for before, after in pairs],
-            tokens.tokens_NS.to(device),
-            num_bytes=tokens.num_scored_bytes,
-            batch_size=batch_size,
-        )
-    return dict(zip(pairs, measured, strict=True))
-
-
-def _gates(
-    spec: Validate,
-    quantized: bool,
-    accuracy: Mapping[tuple[str, str], Accuracy],
-    latency: list[LatencyRow],
-    sizes: list[dict[str, Any]],
-    speculation: SpeculationEvidence | None,
-    device: torch.device,
-) -> list[GateResult]:
+def _gates(spec: Validate, measured: Measured, sizes: list[dict[str, Any]], device: torch.device, *, quantized: bool) -> list[GateResult]:
     """Latency gates look at the first batch size, those of the size at the model without its draft. `quantized`: the recipe has quantized,
     and what it quantized is the source unless it was measured too."""
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}
-    whole = accuracy["source", "candidate"]
+    whole = measured.accuracy["source", "candidate"]
     metrics = whole.metrics() | {"size_ratio": stats.Estimate.exact(total["candidate"] / total["source"])}
     if quantized:
-        alone = accuracy.get(("dense", "candidate"), whole).metrics()
+        alone = measured.accuracy.get(("dense", "candidate"), whole).metrics()
         metrics |= {f"{QUANTIZE}.{name}": value for name, value in alone.items()}
-    if latency:
+    if latency := measured.latency.get("candidate"):
         metrics |= latency[0].metrics()
-    if speculation is not None:
-        metrics |= speculation.metrics
+    if measured.speculation is not None:
+        metrics |= measured.speculation.metrics
     return evaluate(read_gates(spec.gates), metrics, device=device_key(device))

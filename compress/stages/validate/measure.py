@@ -1,0 +1,116 @@
+"""Everything that validation measures: both models, and what was quantized where that is a third, through the runtime that serves them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.artifact.context import Context
+from compress.calibrate.dataset import TokenSet
+from compress.errors import UsageError
+from compress.export import open_weights
+from compress.runtime.engine import Engine
+from compress.stages import Inputs, Port
+from compress.stages.calibrate import read_tokens
+from compress.stages.validate.spec import Validate
+from compress.stages.validate.speculation import proposers_of, speculate
+from compress.stages.validate.speed import roofs_of, time_engine
+from compress.validate.accuracy import Accuracy, measure_pairs
+from compress.validate.latency import LatencyRow
+from compress.validate.roofline import RooflineRow, measure_bandwidth, measure_matmul_rate
+from compress.validate.speculation import SpeculationEvidence
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Models are `source`, `dense` (what was quantized, where it is neither of the others) and `candidate`, which stays loaded.
+
+    `latency` has no rows where none was asked for; `speculation` is the evidence and its conditions.
+    """
+
+    paths: Mapping[str, Path]
+    candidate: Engine
+    tokens: TokenSet
+    data_facts: dict[str, Any]
+    accuracy: dict[tuple[str, str], Accuracy]
+    latency: dict[str, list[LatencyRow]]
+    roofs: list[RooflineRow]
+    speculation: SpeculationEvidence | None
+    conditions: dict[str, Any]
+
+
+def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) -> Measured:
+    """One model after the other where time is measured, all of them side by side where text is read.
+
+    Raises:
+        UsageError: the models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
+    """
+    device = torch.device(ctx.device)
+    paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
+    proposers = proposers_of(spec.speculative, inputs)
+    num_steps, steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers), count()
+    ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
+    engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
+    candidate = engines["candidate"]
+    tokens, data_facts = read_tokens(
+        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=None, offline=ctx.offline
+    )
+    ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
+    accuracy = _accuracy(engines, tokens, spec.windows_at_once(engines["source"].arch), device)
+    latency: dict[str, list[LatencyRow]] = {}
+    roofs: list[RooflineRow] = []
+    if spec.latency is not None:
+        bandwidth = measure_bandwidth(device)
+        for side, engine in engines.items():
+            ctx.boundary(next(steps), num_steps, f"latency of the {side}")
+            latency[side] = time_engine(engine, spec.latency.of(side), ctx.seed, bandwidth)
+        roofs = roofs_of(candidate, latency["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype))
+    del engines  # room for engines that speculate
+    speculation, conditions = None, dict[str, Any]()
+    if proposers:
+        step = next(steps), num_steps
+        speculation, conditions = speculate(spec, inputs, open_weights(candidate_path), candidate, proposers, ctx, step=step)
+    ctx.progress.update(num_steps, num_steps, "done")
+    return Measured(paths, candidate, tokens, data_facts, accuracy, latency, roofs, speculation, conditions)
+
+
+def _dense_path(inputs: Inputs) -> dict[str, Path]:
+    """The weights that were quantized, where they are another model than the source."""
+    dense = inputs.ports.get(Port.DENSE)
+    if dense is None or Port.QUANTIZED not in inputs.ports or dense.digest == inputs.source.digest:
+        return {}
+    return {"dense": dense.path}
+
+
+def _engines(spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: torch.device, *, speculates: bool) -> dict[str, Engine]:
+    config = spec.engine_config(speculates=speculates)
+    engines = {
+        side: Engine(open_weights(path), device=device, config=replace(config, kv_format=spec.kv_format if side == "candidate" else None))
+        for side, path in paths.items()
+    }
+    source, candidate = engines["source"].arch, engines["candidate"].arch
+    if source.vocab_size != candidate.vocab_size:
+        raise UsageError(
+            f"the source {inputs.source.name} has {source.vocab_size} tokens and the artifact {candidate.vocab_size}: it was not made from "
+            "this model. Name its own source."
+        )
+    return engines
+
+
+def _accuracy(engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device) -> dict[tuple[str, str], Accuracy]:
+    """Of the candidate against the source; and, where there is one between them, of that against the source and of the candidate against
+    that."""
+    sides = list(engines)
+    pairs = [("source", "candidate"), *([("source", "dense"), ("dense", "candidate")] if "dense" in engines else [])]
+    with torch.inference_mode():
+        measured = measure_pairs(
+            [engine.runner.score for engine in engines.values()],
+            [(sides.index(before), sides.index(after)) for before, after in pairs],
+            tokens.tokens_NS.to(device),
+            num_bytes=tokens.num_scored_bytes,
+            batch_size=batch_size,
+        )
+    return dict(zip(pairs, measured, strict=True))
