@@ -126,7 +126,7 @@ def test_a_full_cache_ends_runs_and_all_requests_end_as_they_should(rule: Any) -
     assert [len(each.tokens) for each in engine.generate(requests)] == [100 + idx for idx in range(8)]
     assert engine.num_preemptions > 0
     assert engine.acceptance is not None
-    assert engine.acceptance.acceptance_length > 4
+    assert engine.acceptance.acceptance_length > 3
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
