@@ -26,6 +26,7 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculation, Speculative
+from compress.runtime.speculative.state import SpeculativeState
 
 CPU = torch.device("cpu")
 
@@ -168,6 +169,17 @@ def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
     counts = [(each.num_rows, each.proposed, each.accepted) for each in (acceptance_of(waiting), acceptance_of(ahead))]
     assert counts[0] == counts[1]
     assert launched
+
+
+def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
+    """Nor by the one after, once the step before it is done."""
+    state, sent = SpeculativeState(max_rows=2, max_model_len=96, block_size=16, k=2, device=CPU), deque[torch.Tensor]()
+    state._send = sent.append  # type: ignore[method-assign]
+    for num_blocks in range(1, 6):
+        state.hold({1: range(1, 1 + num_blocks)})
+        for behind, held in enumerate([*sent][::-1][:2]):
+            own = max(0, num_blocks - behind)
+            assert held[1].tolist() == [16 * own, *range(1, 1 + own), *[0] * (held.shape[1] - 1 - own)]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])

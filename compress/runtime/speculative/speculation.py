@@ -82,7 +82,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Launched:
+class SpeculativeStep:
     """A step on its way, whose it is, and who counts what came of it."""
 
     verified: Verified
@@ -152,17 +152,15 @@ class Speculation:
     def make_ready(self) -> bool:
         """Take blocks for the case that the last step keeps all that it may: first those that the next one cannot do without, then those of
         what it may propose. False where some request has all its tokens with the last step, or finds no block."""
-        generations = self._generations
+        generations, extend = self._generations, self._scheduler.extend
         if any(each.num_left <= 1 for each in generations):
             return False
-        lengths = [len(each.tokens) + 1 + self._limit(each) for each in generations]
         held = [len(each.blocks) for each in generations]
-        for more in (0, self._k):
-            had = [
-                self._scheduler.extend(each, min(length + more, each.end - 1)) for each, length in zip(generations, lengths, strict=True)
-            ]
-            if not more and not all(had):
-                return False
+        most = [(each, len(each.tokens) + 1 + self._limit(each)) for each in generations]
+        if not all(extend(each, min(length, each.end - 1)) for each, length in most):
+            return False
+        for each, length in most:
+            extend(each, min(length + self._k, each.end - 1))
         grown = {row_idx: each.blocks for row_idx, each in enumerate(generations) if len(each.blocks) > held[row_idx]}
         if grown:
             self._state.hold(grown)
@@ -170,12 +168,13 @@ class Speculation:
         return True
 
     @torch.inference_mode()
-    def launch(self) -> Launched:
+    def launch(self) -> SpeculativeStep:
+        """The next step, of which the host need not know what the last one gave where the proposer is on the device."""
         self._num_launched += 1
         drafts = self._proposer.propose(self._rows, self._state)
         any_kept = self._any_kept and (drafts.counts is None or any(drafts.counts))
         verified = self._steps.launch(len(self._rows), self._num_launched, drafts, any_kept=any_kept)
-        return Launched(verified, self._generations, self._count)
+        return SpeculativeStep(verified, self._generations, self._count)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Of the proposer; linears and ops behind "draft "."""
