@@ -14,13 +14,14 @@ import pytest
 import torch
 from scripted_proposer import acceptance_of
 from test_speculative_eagle3 import make_head
-from test_speculative_engine import VOCAB, Noisy, make_source
+from test_speculative_engine import VOCAB, Noisy, Rehearsed, make_source
 
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
 from compress.runtime.running import Run
+from compress.runtime.speculative import draft_model, eagle3, speculation
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
@@ -176,6 +177,20 @@ def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
     assert [(each.tokens, each.logprobs) for each in finished] == [(each.tokens, each.logprobs) for each in expected]
     counts = [(each.num_rows, each.proposed, each.accepted) for each in (acceptance_of(waiting), acceptance_of(ahead))]
     assert counts[0] == counts[1]
+    assert launched
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_fillers_and_warming_up_while_a_step_is_unread_change_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    source, requests = stopping(), make_requests(8, 6)
+    config = EngineConfig(max_batch_size=3, max_model_len=128)
+    plain = served(Engine(source, device=CPU, config=config), requests, 8)
+    for module in (speculation, draft_model, eagle3):
+        monkeypatch.setattr(module, "Graphs", Rehearsed)
+    engine = Ahead(source, device=CPU, config=replace(config, speculative=Speculative(proposers(source)[name], k=2)))
+    assert served(engine, requests, 8) == plain
     assert launched
 
 
