@@ -5,8 +5,8 @@
 Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so speed alone is measured here;
 what a step costs in accuracy stands in the tables of `bench_quality.py`, `bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT
 and TPOT are medians at each batch size (`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill), `tokens/s`
-what a whole batch puts out, prefill included. The last row forces the acceptance of proposals (`--rate`): its draft is of the named shape,
-its tokens are nobody's text.
+what a whole batch puts out, prefill included. The last row forces the acceptance of proposals (`--rate`): its draft is an EAGLE-3 head or a
+model of a named shape (`--draft`), with random weights too, and its tokens are nobody's text.
 """
 
 import argparse
@@ -23,14 +23,19 @@ from bench_runtime import BASELINES, release_memory, transformers_rows
 from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 from compress.models.arch import Arch
+from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
+from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.latency import measure_latency
 from compress.validate.roofline import measure_bandwidth
+
+EAGLE3, HEAD_TOKENS = "eagle3", 32_000
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Setup:
     scheme: Scheme | None = None
     head_scheme: Scheme | None = None
     kv_format: str | None = None
-    draft: Arch | None = None
+    draft: str | None = None
 
 
 def setups(arch: Arch, args: argparse.Namespace) -> Iterator[tuple[str, Setup]]:
@@ -54,8 +59,16 @@ def setups(arch: Arch, args: argparse.Namespace) -> Iterator[tuple[str, Setup]]:
     layer = smaller.layers[0]
     yield f"pruned to {layer.num_heads} heads, FFN {layer.intermediate_size}", (setup := replace(setup, arch=smaller))
     yield f"KV cache {args.kv_format}", (setup := replace(setup, kv_format=args.kv_format))
-    _, draft = read_arch(args.draft)
-    yield f"draft {args.draft}, k = {args.k}, {args.rate:.0%} kept (forced)", replace(setup, draft=draft)
+    yield f"draft {args.draft}, k = {args.k}, {args.rate:.0%} kept (forced)", replace(setup, draft=args.draft)
+
+
+def proposer(setup: Setup, name: str, device: torch.device) -> ProposerOptions:
+    """In the schemes of what it proposes to."""
+    made: dict[str, Any] = {"device": device, "dtype": model_dtype(device), "scheme": setup.scheme}
+    if name != EAGLE3:
+        return DraftModel(RandomSource(read_arch(name)[1], **made))
+    vocab_size = min(HEAD_TOKENS, setup.arch.vocab_size)
+    return Eagle3(random_eagle3(setup.arch, draft_vocab_size=vocab_size, head_scheme=setup.head_scheme, **made))
 
 
 def measured(setup: Setup, args: argparse.Namespace, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
@@ -63,8 +76,7 @@ def measured(setup: Setup, args: argparse.Namespace, device: torch.device, bandw
     source = RandomSource(setup.arch, device=device, dtype=dtype, scheme=setup.scheme, head_scheme=setup.head_scheme)
     speculative = None
     if setup.draft is not None:
-        draft = RandomSource(setup.draft, device=device, dtype=dtype, scheme=setup.scheme)
-        speculative = Speculative(DraftModel(draft), k=args.k, forced_rate=args.rate)
+        speculative = Speculative(proposer(setup, setup.draft, device), k=args.k, forced_rate=args.rate)
     most = max(args.batch_sizes)
     config = EngineConfig(
         dtype=dtype,
@@ -115,7 +127,7 @@ def main() -> None:
     parser.add_argument("--heads", type=float, default=0.75, help="share of the query heads that stay, with their KV heads")
     parser.add_argument("--ffn", type=float, default=0.8, help="share of the FFN channels that stay")
     parser.add_argument("--multiple", type=int, default=128)
-    parser.add_argument("--draft", default="llama-3.2-1b")
+    parser.add_argument("--draft", default=EAGLE3, help="'eagle3' for a head, or the shape of a draft model")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rate", type=float, default=0.8, help="with which the last row keeps proposals")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
