@@ -194,6 +194,21 @@ def test_fillers_and_warming_up_while_a_step_is_unread_change_nothing(
     assert launched
 
 
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_sequences_up_to_the_last_position_are_served(name: str, launched: list[int]) -> None:
+    """A request with all its tokens may be served once more, behind the last position of the cache and of the rotary tables."""
+    source = make_source(max_position_embeddings=48)
+    requests = [
+        Request(str(idx), (idx + 1,) * (48 - length), SamplingParams(length, seed=idx, ignore_eos=True))
+        for idx, length in enumerate((9, 14, 19, 30))
+    ]
+    plain = Engine(source, device=CPU).generate(requests)
+    proposer = DraftModel(source) if name == "draft_model" else proposers(source)[name]  # which always keeps all, or hardly ever
+    finished = Ahead(source, device=CPU, config=EngineConfig(speculative=Speculative(proposer, k=7))).generate(requests)
+    assert [each.tokens for each in finished] == [each.tokens for each in plain]
+    assert launched
+
+
 def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
     """Nor by the one after, once the step before it is done."""
     state, sent = SpeculativeState(max_rows=2, max_model_len=96, block_size=16, k=2, device=CPU), deque[torch.Tensor]()
