@@ -1,7 +1,7 @@
 """What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text, by kind of text, beside the
 same draft as it begins and beside n-gram lookup.
 
-    python scripts/bench_draft.py --data TEXT_DIR --more-python 4 --tokens 100e6 --out benchmarks/speculation.json
+    python scripts/bench_draft.py --data TEXT_DIR --more-python 4 --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
     python scripts/bench_draft.py --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
     python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
@@ -43,7 +43,7 @@ from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.calibrate.card import documents, load_card
 from compress.calibrate.corpus import Document
 from compress.calibrate.dataset import TokenSet, save_token_set
-from compress.digest import digest_json
+from compress.digest import digest_bytes, digest_json
 from compress.export import open_weights
 from compress.models.eagle3 import draft_head
 from compress.models.pruning import LayerSubset
@@ -97,6 +97,7 @@ class Bench:
     stream: np.ndarray
     held_out: dict[str, Tensor]
     workspace: Workspace
+    stream_digest: str
 
     def windows(self, length: int, num: int) -> Tensor:
         """Of the training text, spread over all of it."""
@@ -126,7 +127,7 @@ def categories(args: argparse.Namespace, by_source: dict[str, list[Document]], t
 def target_of(bench: Bench) -> Artifact:
     """The model in codes, made once for a work directory."""
     spec = Quantize.model_validate({"scheme": bench.args.scheme, "preset": bench.args.preset})
-    key = "target-" + digest_json([bench.source.digest, spec.model_dump(mode="json", serialize_as_any=True)])[7:23]
+    key = "target-" + digest_json([bench.source.digest, bench.stream_digest, spec.model_dump(mode="json", serialize_as_any=True)])[7:23]
     text = bench.workspace.root / f"{key}-text"
     text.mkdir(parents=True, exist_ok=True)
     save_token_set(TokenSet(bench.windows(CALIBRATION_LEN, bench.args.num_samples), 0, 0, {}), text / TOKENS_NAME)
@@ -156,7 +157,8 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
     held_out_NS = torch.cat([each[: spec.eval_samples] for each in bench.held_out.values()])
     text = Text(TokenSet(tokens_NS, 0, 0, {"title": str(bench.args.data), "license": ""}), held_out_NS, 1)
     weights, dtype = open_weights(target.path), spec.computes_in(bench.device)
-    key = f"draft-{name}-" + digest_json([target.digest, spec.model_dump(mode="json", serialize_as_any=True), str(dtype)])[7:23]
+    said = spec.model_dump(mode="json", serialize_as_any=True)
+    key = f"draft-{name}-" + digest_json([target.digest, bench.stream_digest, said, str(dtype)])[7:23]
 
     def build(out: ArtifactWriter) -> None:
         started_s, context = time.perf_counter(), bench.context(key)
@@ -257,7 +259,10 @@ def measure(bench: Bench, target: Artifact) -> list[dict[str, Any]]:
                 for name, engine in engines.items():
                     said = {"model": bench.source.name, "scheme": args.scheme, "proposer": name, "k": args.k, "temperature": temperature}
                     trained_on = (
-                        {"tokens": facts[name]["tokens"], "expected_length": facts[name]["after"]["acceptance_length"]}
+                        {
+                            **{key: facts[name][key] for key in ("tokens", "seconds", "params")},
+                            "expected_length": facts[name]["after"]["acceptance_length"],
+                        }
                         if name in facts
                         else {}
                     )
@@ -323,7 +328,15 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(source.path / "tokenizer.json"))
     training, evaluation = read_text(args.data)
     stream = token_stream(args, tokenizer, training)
-    bench = Bench(args, pick_device(), source, stream, categories(args, evaluation, tokenizer), Workspace(args.work / "workspace"))
+    bench = Bench(
+        args,
+        pick_device(),
+        source,
+        stream,
+        categories(args, evaluation, tokenizer),
+        Workspace(args.work / "workspace"),
+        digest_bytes(stream.tobytes()),
+    )
     print(
         f"{stream.size / 1e6:.1f} M training tokens; windows held out { ({key: len(each) for key, each in bench.held_out.items()}) }",
         flush=True,
@@ -336,7 +349,6 @@ def main() -> int:
             "more_python": args.more_python,
             "prompt_tokens": args.prompt_tokens,
             "output_tokens": args.output_tokens,
-            "tokens": args.tokens,
         }
         write_results(args.out, rows, device=bench.device, commit=args.commit, facts=conditions | {"drafts": args.draft})
     return int(any(row["temperature"] == 0 and row["identical"] != row["num_requests"] for row in rows))

@@ -4,9 +4,10 @@
 
 Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so speed alone is measured here;
 what a step costs in accuracy stands in the tables of `bench_quality.py`, `bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT
-and TPOT are medians at each batch size (`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill), `tokens/s`
-what a whole batch puts out, prefill included. The last row forces the acceptance of proposals (`--rate`): its draft is an EAGLE-3 head or a
-model of a named shape (`--draft`), with random weights too, and its tokens are nobody's text.
+and TPOT are medians at each batch size (`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill),
+`tokens/s` what a whole batch puts out, prefill included; `weights` are the model's, without its draft. The last row forces the acceptance
+of proposals (`--rate`): its draft is an EAGLE-3 head or a model of a named shape (`--draft`), with random weights too, and its tokens are
+nobody's text.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def setups(arch: Arch, args: argparse.Namespace) -> Iterator[tuple[str, Setup]]:
 
 
 def proposer(setup: Setup, name: str, device: torch.device) -> ProposerOptions:
-    """In the schemes of what it proposes to."""
+    """Its linears in the scheme of what it proposes to, and an EAGLE-3 head's output head, too."""
     made: dict[str, Any] = {"device": device, "dtype": model_dtype(device), "scheme": setup.scheme}
     if name != EAGLE3:
         return DraftModel(RandomSource(read_arch(name)[1], **made))
@@ -99,7 +100,8 @@ def measured(setup: Setup, args: argparse.Namespace, device: torch.device, bandw
         bandwidth_bytes_per_s=bandwidth,
     )
     kept = ("batch_size", "ttft_ms_p50", "tpot_ms_p50", "output_tokens_per_s", "floor_ms")
-    return [{name: row.as_json()[name] for name in kept} | {"weight_bytes": engine.weight_bytes} for row in rows]
+    found = [{name: row.as_json()[name] for name in kept} | {"weight_bytes": engine.weight_bytes} for row in rows]
+    return found if speculative is None else [{**row, "floor_ms": None} for row in found]  # of a step, not of a token
 
 
 def table(rows: list[dict[str, Any]]) -> str:

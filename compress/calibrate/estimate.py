@@ -53,7 +53,16 @@ class Work:
     @property
     def width(self) -> int:
         """Bytes of a number of the computation."""
-        return compute_dtype(self.device, getattr(torch, self.arch.dtype)).itemsize
+        return self._dtype.itemsize
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether it is a CPU that computes in bfloat16."""
+        return self.device == "cpu" and self._dtype == torch.bfloat16
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return compute_dtype(self.device, getattr(torch, self.arch.dtype))
 
 
 def peak_bytes(work: Work) -> int:

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from compress.registry.model_source import ModelSource
     from compress.stages import Estimate
 
-ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "cpu with AMX": 2.4e11, "cuda": 2.5e14}
-"""Sustained rates that the time estimate assumes: two server cores in float32, one that multiplies bf16 in tiles, one data-centre GPU in
-bf16."""
+ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "tiles": 2.4e11, "cuda": 2.5e14}
+"""Sustained rates that the time estimate assumes: two server cores in float32, one core in bf16 by AMX, one data-centre GPU in bf16."""
 LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
 """Time of one small operation, launch included."""
 
@@ -41,7 +40,8 @@ def plan(
     target = device_kind(device) if device is not None else _default_device()
     cached = _cached(loaded, steps, source, workspace, target)
     rows: list[dict[str, Any]] = []
-    for step, hit, estimate in zip(steps, cached, estimates(steps, arch, target, num_ranks=ranks), strict=True):
+    found = list(estimates(steps, arch, target, num_ranks=ranks))
+    for step, hit, estimate in zip(steps, cached, found, strict=True):
         rows.append(
             {
                 "kind": step.stage.kind,
@@ -58,7 +58,7 @@ def plan(
         "model": {"name": loaded.model, "params": arch.num_params, "layers": arch.num_layers, "dtype": arch.dtype},
         "device": target,
         "ranks": ranks,
-        "assumed_flops_per_s": _assumed_rate(target),
+        "assumed_flops_per_s": sorted({_assumed_rate(each, target) for each in found}),
         "stages": rows,
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
@@ -69,14 +69,11 @@ def plan(
 
 def seconds_of(estimate: "Estimate", device: str) -> float:
     """Time of a stage at the rates assumed."""
-    return estimate.flops / _assumed_rate(device) + estimate.num_launches * LAUNCH_S[device]
+    return estimate.flops / _assumed_rate(estimate, device) + estimate.num_launches * LAUNCH_S[device]
 
 
-def _assumed_rate(device: str) -> float:
-    """Of a GPU, or of this CPU."""
-    from compress.calibrate.arithmetic import has_bfloat16_tiles
-
-    return ASSUMED_FLOPS_PER_S["cpu with AMX" if device == "cpu" and has_bfloat16_tiles() else device]
+def _assumed_rate(estimate: "Estimate", device: str) -> float:
+    return ASSUMED_FLOPS_PER_S["tiles" if estimate.in_tiles else device]
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
@@ -153,5 +150,6 @@ def _text(document: dict[str, Any]) -> str:
         f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself;",
         "the interpreter and its libraries take about half a gigabyte more",
     ]
-    lines.append(f"times assume {document['assumed_flops_per_s'] / 1e12:g} TFLOP/s sustained")
+    rates = " and ".join(f"{rate / 1e12:g}" for rate in document["assumed_flops_per_s"])
+    lines.append(f"times assume {rates} TFLOP/s sustained")
     return "\n".join(lines)

@@ -7,7 +7,8 @@ only then reads the tokens of the one before. A token's time is still the time i
 have ended was then served once more than needed; what that gave is dropped. With `sync` every step ends with its own tokens on the host.
 
 With `speculative` a decode is a verification of proposed tokens (`speculative/`), which gives a request one token or several; blocks for
-proposed tokens are taken where any are free, and nobody is preempted for them. Steps run ahead where proposals are made on the device.
+proposed tokens are taken where any are free, never from another request, and kept until the request ends. Steps run ahead where proposals
+are made on the device.
 """
 
 import time

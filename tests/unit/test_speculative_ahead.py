@@ -209,6 +209,13 @@ def test_sequences_up_to_the_last_position_are_served(name: str, launched: list[
     assert launched
 
 
+def test_all_proposals_are_meant_where_none_are_counted_whatever_was_counted_before() -> None:
+    state = SpeculativeState(max_rows=4, max_model_len=96, block_size=16, k=3, device=CPU)
+    for num_rows, counts in ((4, [0, 2, 0, 1]), (2, None), (4, None)):
+        state.propose(torch.zeros(num_rows, 3, dtype=torch.int64), counts)
+        assert state.step.proposed_S[:num_rows].tolist() == (counts or [3] * num_rows)
+
+
 def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
     """Nor by the one after, once the step before it is done."""
     state, sent = SpeculativeState(max_rows=2, max_model_len=96, block_size=16, k=2, device=CPU), deque[torch.Tensor]()

@@ -58,7 +58,6 @@ class Speculative:
 class Acceptance:
     """Counts of a run. A row is one request in one step; of `proposed[j]` rows whose token j was verified, `accepted[j]` kept it."""
 
-    num_steps: int
     num_rows: int
     proposed: tuple[int, ...]
     accepted: tuple[int, ...]
@@ -78,7 +77,7 @@ class Acceptance:
             tuple(a + b for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((self.proposed, other.proposed), (self.accepted, other.accepted))
         )
-        return Acceptance(self.num_steps + other.num_steps, self.num_rows + other.num_rows, proposed, accepted)
+        return Acceptance(self.num_rows + other.num_rows, proposed, accepted)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Speculation:
         self._generations: Sequence[Generation] = ()
         self._rows: list[RunningRow] = []
         self._num_launched, self._any_kept = 0, False
-        self.last = self._nothing = Acceptance(0, 0, (0,) * config.k, (0,) * config.k)
+        self.last = self._nothing = Acceptance(0, (0,) * config.k, (0,) * config.k)
         self.total = self.last
 
     @property
@@ -193,5 +192,5 @@ class Speculation:
         places = range(self._k)
         proposed = tuple(sum(count > place for count, _ in rows) for place in places)
         accepted = tuple(sum(len(tokens) > place + 1 for _, tokens in rows) for place in places)
-        self.last = Acceptance(1, len(rows), proposed, accepted)
+        self.last = Acceptance(len(rows), proposed, accepted)
         self.total += self.last

@@ -1,8 +1,8 @@
 """What a speculative step reads and advances, on the device: for each row its last tokens, its context, how far it may go, and its blocks.
 
 A step ends by writing what the next one reads (`kernels/verify_step.py`), so steps follow one another without the host. The host writes
-everything when requests come or go (`load`), in two transfers, and the block table when sequences get new blocks (`hold`), in one, which
-waits for nothing: it lies in the host's memory in two places in turn, so that the last one may still be on its way.
+everything when requests come or go (`load`), and the block table when sequences get new blocks (`hold`), in one transfer that waits for
+nothing: it lies in the host's memory in two places in turn, so that the last one may still be on its way.
 
 Rows beyond the requests fill up a batch to a size for which there is a graph: two tokens in the padding block, which no step changes.
 Positions behind the last block of a request are in that block too: what is proposed beyond what a row may keep is computed like the rest
@@ -128,15 +128,19 @@ class SpeculativeState:
         self.step.rows_SC.zero_()
         self.step.held_SX.fill_(PADDING_BLOCK)
         self.context_lens_S.fill_(FILLER_LEN)
-        yield
-        self.step.rows_SC.copy_(kept[0])
-        self.step.held_SX.copy_(kept[1])
+        try:
+            yield
+        finally:
+            self.step.rows_SC.copy_(kept[0])
+            self.step.held_SX.copy_(kept[1])
 
     def propose(self, tokens_RK: Tensor, counts: Sequence[int] | None) -> None:
         """These tokens are verified next, as many as may be kept, and no more than `counts` of each row."""
         num_rows = len(tokens_RK)
         if counts is not None or self._counted:
-            self._counts[:num_rows] = self.k if counts is None else torch.tensor(counts)
+            self._counts.fill_(self.k)
+            if counts is not None:
+                self._counts[:num_rows] = torch.tensor(counts)
             self.step.proposed_S.copy_(self._counts, non_blocking=True)
             self._counted = counts is not None
         if tokens_RK.device.type == "cpu":

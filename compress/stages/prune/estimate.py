@@ -55,6 +55,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         if one_by_one
         else 0,
         notes=tuple(notes),
+        in_tiles=work.in_tiles,
     )
 
 

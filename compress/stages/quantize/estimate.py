@@ -59,6 +59,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         total,
         num_launches=_launches(spec, facts.device, num_columns(work)),
         notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *on_host),
+        in_tiles=work.in_tiles,
     )
 
 
