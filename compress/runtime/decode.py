@@ -43,7 +43,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Launched:
+class DecodeStep:
     """A step on its way. After `wait`, and until two more steps were launched, the rest may be read."""
 
     num_rows: int
@@ -121,7 +121,7 @@ class DecodeSteps:
             self._state.set_next_block(row_idx, generation.blocks[-1])
         return True
 
-    def launch(self) -> Launched:
+    def launch(self) -> DecodeStep:
         """One step of the loaded rows."""
         self._num_launched += 1
         landing, step = self._landings[self._num_launched % 2], self._step
@@ -131,7 +131,7 @@ class DecodeSteps:
             step = self._run(len(self._generations), self._plan)
         if landing.done is not None:
             landing.done.record()
-        return Launched(len(self._generations), self._plan.logprobs, step, landing)
+        return DecodeStep(len(self._generations), self._plan.logprobs, step, landing)
 
     @torch.inference_mode()
     def _run(self, num_rows: int, plan: SamplingPlan) -> _Step:
