@@ -63,7 +63,7 @@ class Inputs:
 @dataclass(frozen=True)
 class Estimate:
     """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations, and
-    small operations that must run one after the other (GPTQ's columns). `in_tiles`: a CPU would do the former in bfloat16 (AMX).
+    small operations that must run one after the other (GPTQ's columns). `in_tiles`: a CPU multiplies in bfloat16 (AMX).
     """
 
     peak_bytes: int
