@@ -1,15 +1,7 @@
-"""Columns of a block, one after the other: the inner loops of GPTQ and of coordinate descent, in torch and as one launch.
+"""Columns of a block in one launch: a program holds what the columns so far have left behind for a few outputs.
 
-    round      w_i -= sum_{j < i} U_ji e_j;   c_i = nearest(w_i);   e_i = (w_i - value(c_i)) / U_ii
-    refit      s' = stored(s - (g . l) / (l . H l));   g += (H l) (s' - s)
-    descend    g_i += sum_{j < i} H_ji m_j;   l'_i = nearest(l_i s' - g_i pull_i);   m_i = (l'_i - l_i) s'
-
-`methods/gptq.py` and `methods/descent.py` say what they mean. A column waits for those before it, and outputs do not know one another: a
-program holds what the columns so far have left behind for a few outputs, and a block is one launch where torch needs ten for each column.
-It sums over j in another order than torch, so last bits differ.
-
-Shapes: B columns of a block, O outputs. Everything is float32, and contiguous but for H and U, which may have any strides (a factor comes
-transposed from some libraries).
+It sums over j in another order than torch, so last bits differ from `reference.py`. H and U may have any strides (a factor comes transposed
+from some libraries).
 """
 
 from typing import Any
@@ -18,89 +10,12 @@ import torch
 from torch import Tensor
 
 from compress.kernels.launch import jit, tl, triton
-from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import Scheme
 
 OUTPUTS, WARPS = 64, 4
 """Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
 DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
 """Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
-
-
-def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and errors e [B, O]; U is upper triangular."""
-    if w_BO.is_cuda and triton is not None:
-        return launch_round(w_BO, factor_BB, scheme, scale_BO, zero_BO)
-    w_BO, codes_BO, errors_BO = w_BO.clone(), torch.empty_like(w_BO), torch.empty_like(w_BO)
-    for i in range(len(w_BO)):
-        zero_O = None if zero_BO is None else zero_BO[i]
-        codes_BO[i] = nearest_codes(w_BO[i], scheme, scale_BO[i], zero_O)
-        value_O = (codes_BO[i] if zero_O is None else codes_BO[i] - zero_O) * scale_BO[i]
-        errors_BO[i] = (w_BO[i] - value_O) / factor_BB[i, i]
-        w_BO[i + 1 :].addr_(factor_BB[i, i + 1 :], errors_BO[i], alpha=-1)
-    return codes_BO, errors_BO
-
-
-def descend_block(
-    levels_BO: Tensor,
-    g_BO: Tensor,
-    h_BB: Tensor,
-    pull_B: Tensor,
-    scheme: Scheme,
-    scale_O: Tensor,
-    zero_O: Tensor | None,
-    *,
-    slope_BO: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """New levels, which are codes less their zero points [B, O], new scales [O], and what they move the values by [B, O]; H is symmetric.
-
-    `slope_BO` is H l, of a block that is a whole group: its scales, stored in `scale_dtype`, become the best for its old codes first.
-    """
-    state = levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O
-    if levels_BO.is_cuda and triton is not None:
-        return launch_descend(*state, slope_BO=slope_BO, scale_dtype=scale_dtype)
-    if slope_BO is None:
-        new_BO, moves_BO = _descend(*state)
-        return new_BO, scale_O, moves_BO
-    best_O = best_scale(scale_O, (g_BO * levels_BO).sum(dim=0), (slope_BO * levels_BO).sum(dim=0), scheme, scale_dtype)
-    turn_O = best_O - scale_O
-    new_BO, moves_BO = _descend(levels_BO, torch.addcmul(g_BO, slope_BO, turn_O), h_BB, pull_B, scheme, best_O, zero_O)
-    return new_BO, best_O, moves_BO.addcmul_(levels_BO, turn_O)
-
-
-def best_scale(scale_O: Tensor, fall_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
-    """The stored value nearest to the bottom of a parabola; a scale of zeros only, or whose best is not positive, stays as it is."""
-    best_O = storable(scale_O - fall_O / curvature_O, scheme, scale_dtype).to(torch.float32)
-    return torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
-
-
-def _descend(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if scheme.type == "int":
-        return _descend_integers(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
-    g_BO, new_BO, moves_BO = g_BO.clone(), torch.empty_like(levels_BO), torch.empty_like(levels_BO)
-    for i, old_O in enumerate(levels_BO):
-        new_BO[i] = nearest_codes(old_O * scale_O - g_BO[i] * pull_B[i], scheme, scale_O, zero_O)
-        moves_BO[i] = (new_BO[i] - old_O) * scale_O
-        g_BO.addr_(h_BB[i], moves_BO[i])
-    return new_BO, moves_BO
-
-
-def _descend_integers(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """In units of the scales, where a column is five small operations."""
-    g_BO, new_BO, steps_BO = g_BO / scale_O, torch.empty_like(levels_BO), torch.empty_like(levels_BO)
-    lowest, highest = (
-        torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O) for code in (scheme.min_code, scheme.max_code)
-    )
-    for i, pull in enumerate(pull_B.tolist()):
-        torch.sub(levels_BO[i], g_BO[i], alpha=pull, out=new_BO[i]).round_().clamp_(lowest, highest)
-        torch.sub(new_BO[i], levels_BO[i], out=steps_BO[i])
-        g_BO[i + 1 :].addr_(h_BB[i, i + 1 :], steps_BO[i])
-    return new_BO, steps_BO.mul_(scale_O)
 
 
 def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
