@@ -10,7 +10,7 @@ pytest.importorskip("pydantic")
 
 from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import SecondMoment
-from compress.kernels import columns
+from compress.kernels.columns import descend_block, reference
 from compress.methods.descent import Descent
 from compress.methods.gptq import Gptq
 from compress.quant.numerics import output_error
@@ -50,11 +50,11 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bo
     w_BO = (levels_BO + scheme.max_code / 8 * torch.randn(size, num_outputs, generator=generator)) * scale_O
     state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
     refit: dict[str, Any] = {"slope_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16} if refitted else {}
-    expected = columns.descend_block(*state, scheme, scale_O, zero_O, **refit)
+    expected = reference.descend_block(*state, scheme, scale_O, zero_O, **refit)
     on_device = [each.cuda() for each in (*state, scale_O)]
     on_device_refit = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in refit.items()}
     zero = None if zero_O is None else zero_O.cuda()
-    found = columns.descend_block(*on_device[:4], scheme, on_device[4], zero, **on_device_refit)
+    found = descend_block(*on_device[:4], scheme, on_device[4], zero, **on_device_refit)
     same_O = (found[0].cpu() == expected[0]).all(dim=0) & (found[1].cpu() == expected[1])
     assert same_O.float().mean() > 0.9
     for each, other in zip(found, expected, strict=True):

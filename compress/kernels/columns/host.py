@@ -7,7 +7,7 @@ decided on what it leaves to those behind it; T [B, B] has ones on its diagonal,
     descend    x_i = T_i R = l_i - pull_i (g_i / s + sum_{j < i} H_ij r_j);    l'_i = clamp(round(x_i));         r_i := l'_i - l_i
 
 so all that columns have to do with one another is one product of a row with the rows so far: with a few of them, because every few columns
-one matrix product tells all that are left. Then e_i = r_i / U_ii and m_i = r_i s. Levels l are codes less their zero points, and clamped so.
+one matrix product tells all that are left. Then e_i = r_i / U_ii, m_i = r_i s. Levels l are codes less their zero points, clamped as such.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def descend(
 
 
 def _columns(rows_BO: Tensor, shares_BB: Tensor) -> Iterator[Floats]:
-    """x_i of one column after the other, in the same memory. Before the next is asked for, what the column leaves has to stand in its row."""
+    """x_i, one after the other in the same memory. Before the next is asked for, what the column leaves has to stand in its row."""
     size, num_outputs = rows_BO.shape
     shares_BB = shares_BB.contiguous()
     shares_BB.diagonal().fill_(1)

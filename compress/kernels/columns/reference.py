@@ -1,4 +1,4 @@
-"""Columns of a block in torch, for any scheme on any device: a column is a few small operations and one rank-one update of those to come."""
+"""Columns of a block in torch, for any scheme on any device: a column is a few small operations and an update of those to come."""
 
 from collections.abc import Callable
 

@@ -16,7 +16,7 @@ from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
 
 COLUMNS_OF_A_LAUNCH = 128
-"""That are rounded, or descended, in one on a GPU (`kernels/columns.py`)."""
+"""That are rounded, or descended, in one on a GPU (`kernels/columns`)."""
 LOSS, EXACT = {"cpu": 1.0, "cuda": 1.5}, {"cpu": 1.0, "cuda": 5.0}
 """Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or reports, on a GPU three in bf16
 with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."""
