@@ -113,7 +113,7 @@ class Descent(Spec):
         first = loss = coupled_loss(error_IO, h_II, segments)
         for _ in range(self.coupled_rounds):
             found = point.copy()
-            for phase in range(PHASES):
+            for phase in range(min(PHASES, w_IO.shape[1])):
                 rows = slice(phase, None, PHASES)
                 some = found.rows(rows)
                 step_IR = newton_step(error_IO, pulls[phase])
