@@ -27,7 +27,8 @@ from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.dataset import TokenSet
 from compress.calibrate.kv import cache_warning
-from compress.calibrate.sequential import Row, run_sequential
+from compress.calibrate.layer_state import Row
+from compress.calibrate.sequential import run_sequential
 from compress.cli.run import pick_device
 from compress.export import open_weights
 from compress.kernels.paged import TOKEN_HEAD_FORMATS

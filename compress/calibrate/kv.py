@@ -49,7 +49,8 @@ COARSE = 0.1
 the whole cache grows from 0.0027 to 0.0028 on the bundled model, at 0.20 to 0.0068, at 0.73 to 0.068 (`scripts/bench_kv.py`)."""
 _SATURATED = FP8_MAX + 16.0
 """What lies beyond is cut, not rounded: half a step behind the largest number."""
-_READ = ("attn_norm.", "attn.k", "attn.v.")
+READ = ("attn_norm.", "attn.k", "attn.v.")
+"""What the parameters begin with that fill a cache."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class KeysValues:
         """Only what is read leaves the meta device."""
         with torch.device("meta"):
             layer = DecoderLayer(arch, layer_idx).requires_grad_(False)
-        read = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items() if name.startswith(_READ)}
+        read = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items() if name.startswith(READ)}
         layer.load_state_dict(read, strict=False, assign=True)
         return KeysValues(layer, {name: torch.ones((), device=device) for name in KV_SCALES})
 

@@ -47,10 +47,39 @@ class Shards:
         return Shards(begin, tuple(bounds[begin:end]))
 
 
+@dataclass(frozen=True)
+class Flow:
+    """A rank's samples on their way through the layers, those of the source beside them where a pass compares, and who computes what."""
+
+    samples: Samples
+    of_source: Samples | None
+    shards: Shards
+    room: Room
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Samples, what they go through, and the samples, which may be the same, that become what comes out."""
+
+    forward: Forward
+    samples: Samples
+    into: Samples | None = None
+
+    def sample(self, idx: int, room: Room) -> dict[str, Tensor]:
+        """One sample on its way; what its linears read, by tap."""
+        taps: dict[str, Tensor] = {}
+        y_1SD = room.attempt(lambda: forward(self.forward, self.samples[idx], taps.__setitem__), "observing a layer")
+        if self.into is not None:
+            self.into[idx] = y_1SD
+        return taps
+
+
 def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
     samples = Samples.of(x_NSD)
-    return together(observe_shards(layer, samples, factories, Shards.of(len(samples)), Room(None, samples)), OneRank())
+    flow = Flow(samples, None, Shards.of(len(samples)), Room(None, samples), OneRank())
+    return together(observe_shards(Stream(layer, samples), factories, flow), OneRank())
 
 
 def together(parts: Trees, ranks: Ranks) -> Stats:
@@ -68,38 +97,28 @@ def together(parts: Trees, ranks: Ranks) -> Stats:
 
 
 def observe_shards(
-    layer: Forward,
-    samples: Samples,
+    stream: Stream,
     factories: Mapping[str, StatFactory],
-    shards: Shards,
-    room: Room,
-    source: Samples | None = None,
+    flow: Flow,
+    source: Stream | None = None,
     weights: TokenWeights | None = None,
 ) -> Trees:
-    """The sums over some shards, whose samples are given. `source`, where given, is what the source model has in the place of the samples;
-    it becomes the layer's output. `weights` are of all samples, by tap."""
+    """The sums over the shards of a rank. `source`, where given, is what the source model has in the place of the stream. `weights` are of
+    all samples, by tap."""
     trees: Trees = {}
-    for begin, end in shards.bounds:
+    first = flow.shards.samples.start
+    for begin, end in flow.shards.bounds:
         shard: dict[tuple[str, str], Stat] = {}
-        for idx in range(begin - shards.samples.start, end - shards.samples.start):
-            beside: Mapping[str, Tensor] = {}
-            if source is not None:
-                source[idx], beside = room.attempt(partial(_taps, layer, source, idx), "observing a layer")
-            _, taps = room.attempt(partial(_taps, layer, samples, idx), "observing a layer")
-            for tap, x in taps.items():
-                roots_S = None if weights is None else weights[tap][shards.samples.start + idx].sqrt().to(x)
+        for idx in range(begin, end):
+            beside = {} if source is None else source.sample(idx - first, flow.room)
+            for tap, x in stream.sample(idx - first, flow.room).items():
+                roots_S = None if weights is None else weights[tap][idx].sqrt().to(x)
                 for name, factory in factories.items():
                     stat = shard.setdefault((tap, name), factory())
-                    room.attempt(partial(_update, stat, x, beside.get(tap), roots_S), "observing a layer")
+                    flow.room.attempt(partial(_update, stat, x, beside.get(tap), roots_S), "observing a layer")
         for key in list(shard):
-            trees.setdefault(key, MergeTree(shards.first)).push(shard.pop(key))
+            trees.setdefault(key, MergeTree(flow.shards.first)).push(shard.pop(key))
     return trees
-
-
-def _taps(layer: Forward, samples: Samples, idx: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a layer makes of one sample, and what its linears read."""
-    taps: dict[str, Tensor] = {}
-    return forward(layer, samples[idx], taps.__setitem__), taps
 
 
 def _update(stat: Stat, x_1SD: Tensor, source_1SD: Tensor | None, roots_S: Tensor | None) -> None:

@@ -7,7 +7,8 @@ is left to give way, the run ends with a sentence, at a layer from which it resu
 Shapes: N samples, S sequence, D hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -30,13 +31,15 @@ def rounds_as_one(num_weights: int, *, on_cpu: bool) -> bool:
 class Samples:
     """The activations [N, S, D] of a rank's samples between two layers; each comes as [1, S, D] on the device."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._device = device
-        self._x_NSD, self.on_host = torch.empty(0), True
-        try:
-            self._x_NSD, self.on_host = torch.empty(*shape, dtype=dtype, device=device), False
-        except torch.OutOfMemoryError:
-            self._x_NSD = torch.empty(*shape, dtype=dtype, pin_memory=True)
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False) -> None:
+        self._device, self.on_host = device, on_host
+        if not on_host:
+            try:
+                self._x_NSD = torch.empty(*shape, dtype=dtype, device=device)
+            except torch.OutOfMemoryError:
+                self.on_host = True
+        if self.on_host:
+            self._x_NSD = torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
 
     @staticmethod
     def of(x_NSD: Tensor) -> "Samples":
@@ -44,6 +47,10 @@ class Samples:
         for idx in range(len(samples)):
             samples[idx] = x_NSD[idx : idx + 1]
         return samples
+
+    def like(self, width: int) -> "Samples":
+        """A place for as many, of another width, on the host if these are."""
+        return Samples((*self._x_NSD.shape[:2], width), self._x_NSD.dtype, self._device, on_host=self.on_host)
 
     def copy(self) -> "Samples":
         """The same numbers in a place of their own."""
@@ -73,7 +80,16 @@ class Room:
     """Tries work again with more room, or in smaller pieces."""
 
     def __init__(self, progress: Progress | None = None, *samples: Samples) -> None:
-        self._progress, self._samples = progress or SilentProgress(), samples
+        self._progress, self._samples = progress or SilentProgress(), list(samples)
+
+    @contextmanager
+    def beside(self, samples: Samples) -> Iterator[Samples]:
+        """For as long as they are there, these give way too."""
+        self._samples.append(samples)
+        try:
+            yield samples
+        finally:
+            self._samples.remove(samples)
 
     def attempt(self, work: Callable[[], T], what: str, *, smaller: Callable[[], T] | None = None) -> T:
         """The result of `work`, which must be safe to begin again; when nothing else helps, that of `smaller`.

@@ -16,9 +16,11 @@ from torch import Tensor
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
 
-RETURNED_BYTES = 1 << 20
+RETURNED_BYTES = 1 << 24
 """Size from which on a freed block of host memory goes back to the system."""
-_M_MMAP_THRESHOLD = -3
+KEPT_BYTES = 1 << 25
+"""Of smaller blocks, as many freed bytes stay for the next ones."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class _Thread:
@@ -88,6 +90,7 @@ def return_freed_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)  # said once one of the two is set, or it is 128 KB: every activation, page by page, anew
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:

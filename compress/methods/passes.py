@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.calibrate.layer_state import LayerState
 from compress.calibrate.room import rounds_as_one
-from compress.calibrate.sequential import LayerState
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods import Refiner, Rounder, Smoother, Target

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compress.calibrate.sequential import LayerState
+from compress.calibrate.layer_state import LayerState
 from compress.calibrate.stats import Mean, SecondMoment, StatFactory
 from compress.errors import UsageError
 from compress.methods import Candidates, Compensated, Compensation, Scorer

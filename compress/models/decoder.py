@@ -14,6 +14,7 @@ Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -96,17 +97,21 @@ class Attention(nn.Module):
         self.qk_norm = arch.qk_norm
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap) -> Tensor:
-        shape, leading = self.shape, x_BSD.shape[:-1]
         tap("attn_in", x_BSD)
+        out = self.heads(x_BSD, positions, attention, layer_idx=layer_idx)
+        tap("attn_out", out)
+        return self.o(out)
+
+    def heads(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, *, layer_idx: int) -> Tensor:
+        """What all heads read, side by side: the input of `o`."""
+        shape, leading = self.shape, x_BSD.shape[:-1]
         q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
         if self.qk_norm:
             q_BSHC = self.q_norm(q_BSHC)
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
         q_BSHC = rotate(q_BSHC, *cos_sin_SC)
         k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC)
-        out = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
-        tap("attn_out", out)
-        return self.o(out)
+        return attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
 
     def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What a cache holds: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
@@ -130,9 +135,42 @@ class Ffn(nn.Module):
 
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
         tap("ffn_in", x_BSD)
-        mid_BSF = activation(self.activation, self.gate(x_BSD)) * self.up(x_BSD)
+        mid_BSF = self.gated(x_BSD)
         tap("ffn_mid", mid_BSF)
         return self.down(mid_BSF)
+
+    def gated(self, x_BSD: Tensor) -> Tensor:
+        """The input of `down`."""
+        return activation(self.activation, self.gate(x_BSD)) * self.up(x_BSD)
+
+
+@dataclass(frozen=True)
+class HalfLayer:
+    """x + out(inner(norm(x))), attention or the FFN of a layer, with what its two taps part."""
+
+    taps: tuple[str, str]
+    norm: nn.Module
+    inner: Callable[[Tensor, Tensor, AttentionFn], Tensor]
+    out: nn.Linear
+
+    def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """To the first tap; x."""
+        tap(self.taps[0], self.norm(x_BSD))
+        return x_BSD
+
+    def cross(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """To the second tap; the value there."""
+        value = self.inner(self.norm(x_BSD), positions, attention)
+        tap(self.taps[1], value)
+        return value
+
+    def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
+        """From the second tap to the end."""
+        return x_BSD + self.out(value)
+
+    def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """By the second tap to the end."""
+        return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap))
 
 
 class DecoderLayer(nn.Module):
@@ -150,6 +188,14 @@ class DecoderLayer(nn.Module):
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), positions, attention, self.layer_idx, tap)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
+
+    def halves(self) -> tuple[HalfLayer, HalfLayer]:
+        """What `forward` is, one after the other."""
+        heads = partial(self.attn.heads, layer_idx=self.layer_idx)
+        return (
+            HalfLayer(("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o),
+            HalfLayer(("ffn_in", "ffn_mid"), self.ffn_norm, lambda x_BSD, positions, attention: self.ffn.gated(x_BSD), self.ffn.down),
+        )
 
     def linear(self, name: str) -> nn.Linear:
         module = self.get_submodule(name)

@@ -79,6 +79,11 @@ def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: to
     module.load_state_dict(state, strict=True, assign=True)
 
 
+def refill_(linear: nn.Linear, value: Tensor | QuantizedWeight) -> None:
+    """Another weight, as `fill_` would put it there."""
+    linear.weight = nn.Parameter(dense(value).to(linear.weight), requires_grad=False)
+
+
 def build_layer(
     arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False
 ) -> DecoderLayer:

@@ -23,6 +23,7 @@ MODULES = {
     "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
     "prune": (
         "calibrate/gradients.py",
+        "calibrate/layer_state.py",
         "calibrate/observe.py",
         "calibrate/residual.py",
         "calibrate/room.py",
@@ -64,6 +65,9 @@ MODULES = {
     ),
     "quantize": (
         "calibrate/gradients.py",
+        "calibrate/guide.py",
+        "calibrate/in_turn.py",
+        "calibrate/layer_state.py",
         "calibrate/observe.py",
         "calibrate/room.py",
         "calibrate/sequential.py",

@@ -21,6 +21,7 @@ Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
 METHODS: dict[str, dict[str, Any]] = {
     "balanced": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}},
+    "at once": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}, "true_sequential": False},
     "awq": {"smooth": {"kind": "awq", "num_ratios": 4}, "round": {"kind": "rtn", "scale": "hessian"}},
     "smoothquant": {"scheme": "INT8_DYNAMIC", "smooth": {"kind": "smoothquant"}, "round": {"kind": "gptq"}, "kv_cache": "fp8"},
 }
@@ -62,7 +63,7 @@ def alone(command: Command, path: Path) -> str:
     return str(json.loads(out)["artifact"]["digest"])
 
 
-@pytest.mark.parametrize(("size", "method"), [(2, "balanced"), (3, "awq"), (2, "smoothquant")])
+@pytest.mark.parametrize(("size", "method"), [(2, "balanced"), (2, "at once"), (3, "awq"), (2, "smoothquant")])
 def test_ranks_give_the_artifact_of_one_rank(size: int, method: str, recipe: Recipe, command: Command) -> None:
     path = recipe(stages=stages(method, num_samples=11))
     results = launch(size, "run", path, "--workspace", "many", "--json")
@@ -101,13 +102,13 @@ def test_ranks_stop_together_and_another_number_of_them_goes_on(recipe: Recipe, 
 
 FAILS_ON_RANK_1 = """
 import os, signal, sys
-import compress.calibrate.sequential as sequential
+import compress.calibrate.in_turn as in_turn
 from compress.cli.app import main
 from compress.errors import UnsupportedFormat
 def fails(*args):
     {how}
 if os.environ["RANK"] == "1":
-    sequential.observe_shards = fails
+    in_turn.observe_shards = fails
 sys.exit(main(sys.argv[1:]))
 """
 

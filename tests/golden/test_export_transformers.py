@@ -11,7 +11,8 @@ from tiny_hf import CASES, SMALL, saved, tokens
 from torch import Tensor
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import LayerPass, run_sequential
+from compress.calibrate.layer_state import LayerPass
+from compress.calibrate.sequential import run_sequential
 from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.export.conversion import stated_scheme
 from compress.methods.awq import Awq

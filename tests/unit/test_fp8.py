@@ -9,7 +9,8 @@ from tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
 from torch import Tensor
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import LayerState, run_sequential
+from compress.calibrate.layer_state import LayerState
+from compress.calibrate.sequential import run_sequential
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.kernels.rows import FP8, INT8, ActivationQuant, quantize

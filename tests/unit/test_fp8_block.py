@@ -7,7 +7,7 @@ import torch
 from tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
 from torch import Tensor
 
-from compress.calibrate.sequential import LayerState
+from compress.calibrate.layer_state import LayerState
 from compress.calibrate.stats import SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
 from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize

@@ -13,7 +13,8 @@ from tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 from torch import Tensor
 
 from compress.artifact.context import Context
-from compress.calibrate.sequential import LayerPass, LayerState, run_sequential
+from compress.calibrate.layer_state import LayerPass, LayerState
+from compress.calibrate.sequential import run_sequential
 from compress.calibrate.stats import CrossMoment, MergeTree, SecondMoment, Stat, StatFactory
 from compress.errors import Interrupted, UsageError
 from compress.methods.descent import Descent

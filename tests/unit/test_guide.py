@@ -13,7 +13,7 @@ from compress.artifact.context import Context, OneRank
 from compress.calibrate import guide as guides
 from compress.calibrate.arithmetic import gram
 from compress.calibrate.guide import Guide, GuideFiles, OutputMoment, make_guide
-from compress.calibrate.observe import Shards, observe_shards, together
+from compress.calibrate.observe import Flow, Shards, Stream, observe_shards, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import AbsMax, CrossMoment, SecondMoment
 from compress.errors import RecipeError
@@ -34,26 +34,29 @@ EACH_SCHEME = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(("windows", "walked"), [(1.0, [0, 1, 2, 3, 4]), (0.5, [0, 2]), (0.01, [0])])
 def test_a_guide_says_what_gradients_of_the_whole_graph_say(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], windows: float, walked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guides, "SEGMENT_ROWS", 24)
     monkeypatch.setattr(guides, "TOKENS_OF_A_WALK", 3 * SEQ_LEN)  # two walks; moments are of the first
     source = tiny_source(tiny_arch(config))
     tokens_NS, ctx = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN), Context("cpu", 3, tmp_path)
-    make_guide(Guide(share=0.6), source, tokens_NS, ctx, compute_dtype=torch.float32)
+    make_guide(Guide(share=0.6, windows=windows), source, tokens_NS, ctx, compute_dtype=torch.float32)
     gradients = _of_the_whole_graph(source, tokens_NS, torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels")))
     for layer_idx in range(source.arch.num_layers):
         layer, told = build_decoder(source, dtype=torch.float32, device=torch.device("cpu")).layers[layer_idx], GuideFiles(tmp_path)
         for group in layer.groups():  # type: ignore[operator]
             g_NSO = torch.cat([gradients[layer_idx, name] for name in group.linears], dim=-1)
-            squares_NS = g_NSO.square().sum(-1)
-            weights_NS = told.layer(layer_idx).weights[group.tap]
-            assert torch.allclose(weights_NS, 0.4 + 0.6 * squares_NS / squares_NS.mean(), rtol=1e-3, atol=1e-4)
+            expected_NS = torch.ones(tokens_NS.shape)
+            squares_NS = g_NSO[walked].square().sum(-1)
+            expected_NS[walked] = 0.4 + 0.6 * squares_NS / squares_NS.mean()
+            assert torch.allclose(told.layer(layer_idx).weights[group.tap], expected_NS, rtol=1e-3, atol=1e-4)
+            u_NSO = F.normalize(g_NSO[walked], dim=-1)
             first = 0
             for segment_RR in told.layer(layer_idx).outputs[group.tap].segments:
-                g_TR = g_NSO[:3, :, first : first + len(segment_RR)].flatten(0, 1)
-                expected_RR = g_TR.t() @ g_TR
+                u_TR = u_NSO[:3, :, first : first + len(segment_RR)].flatten(0, 1)
+                expected_RR = u_TR.t() @ u_TR
                 expected_RR /= expected_RR.diagonal().mean()
                 assert torch.allclose(segment_RR.float(), expected_RR, rtol=0.01, atol=0.01 * float(expected_RR.abs().max()))
                 first += len(segment_RR)
@@ -101,7 +104,8 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     weights = {group.tap: weights_NS for group in layer.groups()}
     factories = {"second_moment": SecondMoment, "cross_moment": CrossMoment, "abs_max": AbsMax}
     samples, beside = Samples.of(x_NSD), Samples.of(source_NSD)
-    trees = observe_shards(layer, samples, factories, Shards.of(NUM_SAMPLES), Room(None, samples), beside, weights)
+    flow = Flow(samples, beside, Shards.of(NUM_SAMPLES), Room(None, samples), OneRank())
+    trees = observe_shards(Stream(layer, samples), factories, flow, Stream(layer, beside, beside), weights)
     stats = together(trees, OneRank())["attn_in"]
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from compress.artifact.context import Context
 from compress.calibrate.kv import CacheError, cache_warning
-from compress.calibrate.sequential import Row, run_sequential
+from compress.calibrate.layer_state import Row
+from compress.calibrate.sequential import run_sequential
 from compress.errors import UsageError
 from compress.kernels.paged import PagedKV
 from compress.models.arch import Arch
@@ -29,13 +30,12 @@ W4 = Quantize.model_validate({"scheme": "W4A16_G32", "round": {"kind": "rtn"}})
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2, "dtype": "bfloat16"}
 
 
-def quantized(source: WeightSource, out: Path) -> list[Row]:
+def quantized(source: WeightSource, out: Path, *, in_turn: bool = False) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     tokens = tiny_tokens(source.arch, 5, 24)
     passes = quantization_passes(W4, SCHEMES["W4A16_G32"], torch.bfloat16)
-    return run_sequential(
-        source, tokens, passes, out, Context("cpu", 0, out), scheme=SCHEMES["W4A16_G32"], compute_dtype=torch.float32, kv_scales=True
-    )
+    scheme, ctx = SCHEMES["W4A16_G32"], Context("cpu", 0, out)
+    return run_sequential(source, tokens, passes, out, ctx, scheme=scheme, compute_dtype=torch.float32, kv_scales=True, in_turn=in_turn)
 
 
 class Stored:
@@ -69,10 +69,13 @@ class Listening:
         return self._full(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=window)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
-def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linears(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linears(
+    config: dict[str, Any], in_turn: bool, tmp_path: Path
+) -> None:
     source = tiny_source(tiny_arch(config, **WIDTHS))
-    rows = quantized(source, tmp_path)
+    rows = quantized(source, tmp_path, in_turn=in_turn)
     listening, dense = Listening(), Listening()
     for of, attention in ((Stored(source, tmp_path), listening), (source, dense)):
         build_decoder(of, dtype=torch.float32, device=CPU)(tiny_tokens(source.arch, 5, 24), attention=attention)

@@ -11,7 +11,7 @@ from compress.stages import STAGES, PlanFacts
 from compress.stages.quantize.spec import PRESETS, Quantize
 
 EACH_PRESET = pytest.mark.parametrize("preset", PRESETS)
-METHOD_KEYS = {"guide", "smooth", "target", "round", "refine", "tune"}
+METHOD_KEYS = {"guide", "smooth", "target", "round", "refine", "true_sequential", "tune"}
 
 
 def parsed(text: str) -> Quantize:
@@ -77,7 +77,8 @@ def test_the_plan_says_what_a_preset_stands_for(preset: str) -> None:
     plan = STAGES.get("quantize").estimate
     notes = plan(parsed(f"{{scheme: W8A16, preset: {preset}}}"), facts).notes
     for key, settings in PRESETS[preset].items():
-        assert any(note.startswith(f"{preset}: ") and f"{key}: {settings['kind']} (" in note for note in notes)
+        said = key if settings is True else f"{key}: {settings['kind']} ("
+        assert any(note.startswith(f"{preset}: ") and said in note for note in notes)
     assert "sweeps 7" in " ".join(plan(parsed(f"{{scheme: W8A16, preset: {preset}, refine: {{kind: descent, sweeps: 7}}}}"), facts).notes)
 
 

@@ -19,7 +19,10 @@ from compress.quant.scheme import SCHEMES
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
 
-SPEC = Quantize.model_validate({"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "preset": "balanced"})
+SPECS = {
+    "at once": Quantize.model_validate({"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "preset": "balanced"}),
+    "in turn": Quantize.model_validate({"scheme": "W8A16", "preset": "balanced"}),
+}
 
 
 class Said:
@@ -32,17 +35,19 @@ class Said:
         self.lines.append(text)
 
 
-def run(out: Path) -> tuple[dict[str, bytes], list[str]]:
+def run(out: Path, how: str) -> tuple[dict[str, bytes], list[str]]:
     out.mkdir()
+    spec = SPECS[how]
     source, said = tiny_source(tiny_arch(QWEN3, dtype="bfloat16")), Said()
     sequential.run_sequential(
         source,
         tiny_tokens(source.arch, 5, 13),
-        quantization_passes(SPEC, SCHEMES["W8A16"], torch.bfloat16),
+        quantization_passes(spec, SCHEMES["W8A16"], torch.bfloat16),
         out,
         Context("cpu", 0, out, said),
         scheme=SCHEMES["W8A16"],
         compute_dtype=torch.float32,
+        in_turn=spec.true_sequential,
     )
     return {path.name: path.read_bytes() for path in out.iterdir()}, said.lines
 
@@ -61,17 +66,24 @@ def failing(work: Callable[..., Any], when: Callable[[int, tuple[Any, ...]], boo
     return call
 
 
+@pytest.fixture(scope="module", params=SPECS)
+def how(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    files, said = run(tmp_path_factory.mktemp("room") / "undisturbed")
+def undisturbed(how: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    files, said = run(tmp_path_factory.mktemp("room") / "undisturbed", how)
     assert said == []
     return files
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])  # observing the first sample or a later one, replaying
-def test_activations_give_way_first(call: int, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_give_way_first(
+    call: int, how: str, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(observe, "forward", failing(observe.forward, lambda number, args: number == call))
-    files, said = run(tmp_path / "out")
+    files, said = run(tmp_path / "out", how)
     assert files == undisturbed
     assert len(said) == 1
     assert "activations go to host memory" in said[0]
@@ -79,11 +91,11 @@ def test_activations_give_way_first(call: int, undisturbed: dict[str, bytes], tm
 
 @pytest.mark.parametrize(("owner", "method"), [(Gptq, "round"), (Descent, "refine")])
 def test_stacked_linears_are_rounded_one_by_one_when_activations_do_not_suffice(
-    owner: type, method: str, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, how: str, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest = tiny_arch(QWEN3).layers[0].intermediate_size
     monkeypatch.setattr(owner, method, failing(getattr(owner, method), lambda number, args: args[1].shape[0] > largest))
-    files, said = run(tmp_path / "out")
+    files, said = run(tmp_path / "out", how)
     assert files == undisturbed
     assert ["host memory" in line for line in said] == [True] + [False] * (len(said) - 1)
     assert said[1:] == [
@@ -93,10 +105,10 @@ def test_stacked_linears_are_rounded_one_by_one_when_activations_do_not_suffice(
     ]
 
 
-def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "forward", failing(observe.forward, lambda number, args: True))
     with pytest.raises(EnvironmentUnfit, match=r"observing a layer.*Tried to allocate 2 GiB\.\).*resumes") as stopped:
-        run(tmp_path / "out")
+        run(tmp_path / "out", how)
     assert stopped.value.exit_code == 4
     assert "\n" not in str(stopped.value)
 

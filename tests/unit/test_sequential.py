@@ -13,8 +13,9 @@ from tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source, tin
 from torch import Tensor
 
 from compress.artifact.context import Context
+from compress.calibrate.layer_state import LayerPass, LayerState, Row
 from compress.calibrate.observe import observe
-from compress.calibrate.sequential import LayerPass, LayerState, Row, run_sequential
+from compress.calibrate.sequential import run_sequential
 from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
 from compress.errors import Interrupted
 from compress.methods.gptq import Gptq

@@ -18,7 +18,7 @@ from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
 from compress.calibrate.kv import cache_warning
-from compress.calibrate.sequential import Row
+from compress.calibrate.layer_state import Row
 from compress.digest import digest_json
 from compress.errors import UnsupportedFormat
 from compress.export import open_weights

@@ -10,7 +10,8 @@ from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.dataset import load_token_set
 from compress.calibrate.guide import GuideFiles, make_guide
-from compress.calibrate.sequential import LayerPass, Row, run_sequential
+from compress.calibrate.layer_state import LayerPass, Row
+from compress.calibrate.sequential import run_sequential
 from compress.export import open_weights
 from compress.methods import Refiner, Rounder, Smoother, Target
 from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
@@ -64,6 +65,7 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
         compute_dtype=in_dtype,
         kv_scales=kv_scales,
         guide=None if spec.guide is None else GuideFiles(ctx.scratch),
+        in_turn=spec.true_sequential,
     )
     if spec.tune is not None and scheme is not None:
         ctx.ranks.broadcast(None)  # nobody reads layers before they are written

@@ -21,19 +21,21 @@ from compress.stages.quantize.mixed import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
 
 HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
-PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
     "balanced": {
         "guide": {"kind": "gradients"},
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq"},
         "refine": {"kind": "descent", "sweeps": 2, "coupled_rounds": 3},
+        "true_sequential": True,
     },
     "best": {
-        "guide": {"kind": "gradients"},
+        "guide": {"kind": "gradients", "windows": 1.0},
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq"},
         "refine": {"kind": "descent", "sweeps": 4, "coupled_rounds": 6},
+        "true_sequential": True,
         "tune": {"kind": "scales"},
     },
 }
@@ -98,7 +100,8 @@ class Quantize(Spec):
     preset: Annotated[str | None, checked_by(_preset_named)] = Field(
         None,
         exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
-        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, refine and tune that are left out",
+        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, refine, tune and true_sequential "
+        "that are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     guide: Guide | None = Field(
@@ -110,6 +113,11 @@ class Quantize(Spec):
     target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
     round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
     refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    true_sequential: bool = Field(
+        False,
+        exclude_if=lambda in_turn: not in_turn,  # as `kv_cache`
+        description="the linears of a layer are rounded one group after the other, each behind those before it; not with `smooth`",
+    )
     tune: Tune | None = Field(
         None,
         exclude_if=lambda tune: tune is None,  # as `kv_cache`
@@ -129,7 +137,10 @@ class Quantize(Spec):
         """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
         if not isinstance(raw, Mapping) or not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
             return raw  # None, or a value that its field refuses
-        return {**PRESETS[raw["preset"]], **raw}
+        filled = {**PRESETS[raw["preset"]], **raw}
+        if filled.get("smooth") is not None and "true_sequential" not in raw:
+            filled.pop("true_sequential", None)  # the two exclude one another, and the recipe asks for the first
+        return filled
 
     @model_validator(mode="after")
     def _refuse_what_nothing_guides(self) -> Self:
@@ -143,6 +154,7 @@ class Quantize(Spec):
     def _refuse_what_does_nothing(self) -> Self:
         if self.only_cache:
             said = [name for name in ("preset", "guide", "smooth", "target", "refine", "tune", "head") if getattr(self, name) is not None]
+            said += ["true_sequential"] if self.true_sequential else []
             said += ["round"] if self.round != Gptq() else []
             if said:
                 raise ValueError(f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}.")
@@ -150,6 +162,11 @@ class Quantize(Spec):
                 raise ValueError(f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead.")
         if self.smooth is None:
             return self
+        if self.true_sequential:
+            raise ValueError(
+                "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one of the two, or say "
+                "`true_sequential: false`."
+            )
         names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
         schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
         reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
@@ -168,7 +185,8 @@ class Quantize(Spec):
         if self.only_cache:
             return "none: weights stay dense"
         parts = {name: getattr(self, name) for name in ("guide", "smooth", "target", "round", "refine", "tune")}
-        return "; ".join(f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None)
+        said = [f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None]
+        return "; ".join([*said, *(["true_sequential"] if self.true_sequential else [])])
 
     def model_scheme(self, arch: Arch) -> ModelScheme | None:
         """None where all weights stay dense.
