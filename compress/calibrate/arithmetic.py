@@ -5,12 +5,10 @@ nothing faster. Products of two bfloat16 numbers are exact in float32, so a sum 
 same values would give.
 """
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
+
+from compress.models.tiles import bfloat16_factors, has_bfloat16_tiles
 
 
 def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
@@ -26,12 +24,6 @@ def computes_in(device: str) -> dict[str, str]:
     return {"device": kind, "compute": "bfloat16"} if kind == "cpu" and has_bfloat16_tiles() else {"device": kind}
 
 
-@functools.cache
-def has_bfloat16_tiles() -> bool:
-    """Whether this CPU multiplies bfloat16 several times as fast as float32."""
-    return bool(torch.cpu._is_amx_tile_supported()) and torch.backends.mkldnn.is_available()
-
-
 def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     """a^T b, float32 [D, D]."""
     if a_TD.dtype != torch.bfloat16:
@@ -39,17 +31,5 @@ def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     if a_TD.is_cuda:
         return torch.mm(a_TD.t(), b_TD, out_dtype=torch.float32)
     wide_TD = a_TD.to(torch.float32)
-    with _bfloat16_factors():
+    with bfloat16_factors():
         return wide_TD.t() @ (wide_TD if b_TD is a_TD else b_TD.to(torch.float32))
-
-
-@contextmanager
-def _bfloat16_factors() -> Iterator[None]:
-    """Inside, a CPU's float32 products may take their factors as bfloat16, which loses nothing where they are bfloat16 numbers."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set up when the module is loaded
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if has_bfloat16_tiles() else before
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.models import causal_gradient
+
 
 class AttentionFn(Protocol):
     def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor: ...
@@ -30,6 +32,8 @@ def _attend(q_BSHC: Tensor, k_BPKC: Tensor, v_BPKC: Tensor, window: int | None) 
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
     if num_queries == num_keys and (window is None or window >= num_keys):
+        if causal_gradient.is_faster(q, k, v):
+            return causal_gradient.attend(q, k, v).transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         mask = causal_mask(num_queries, num_keys, window, q.device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch, LayerShape
 from compress.models.attention import AttentionFn, FullAttention
+from compress.models.norm_gradient import norm_cpu
 from compress.models.rope import cos_sin, rotate
 
 Tap = Callable[[str, Tensor], None]
@@ -75,6 +76,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return norm_cpu(x, self.weight, self.eps)
         x_f32 = x.to(torch.float32)
         normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)

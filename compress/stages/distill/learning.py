@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from compress.artifact.context import Context
-from compress.calibrate.arithmetic import has_bfloat16_tiles
 from compress.calibrate.dataset import TokenSet
 from compress.distill.kept import KeptLogits
 from compress.distill.learn import Curve
 from compress.distill.losses import Divergence, Kind
 from compress.distill.objective import Teacher
 from compress.distill.train import Batch, TrainConfig, Windows
+from compress.models.tiles import has_bfloat16_tiles
 from compress.recipe import Spec
 
 LOG_ROWS = 200
