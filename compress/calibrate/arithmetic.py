@@ -5,6 +5,8 @@ nothing faster. Products of two bfloat16 numbers are exact in float32, so a sum 
 same values would give.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,15 @@ def computes_in(device: str) -> dict[str, str]:
 
 def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     """a^T b, float32 [D, D]."""
-    if a_TD.dtype != torch.bfloat16:
-        return a_TD.to(torch.float32).t() @ b_TD.to(torch.float32)
-    if a_TD.is_cuda:
-        return torch.mm(a_TD.t(), b_TD, out_dtype=torch.float32)
+    return add_gram(None, a_TD, b_TD)
+
+
+def add_gram(sum_DD: Tensor | None, a_TD: Tensor, b_TD: Tensor) -> Tensor:
+    """sum + a^T b, float32 [D, D], where no sum is zero. The sum is used up, on a GPU only once there was room for the product."""
+    if a_TD.is_cuda and a_TD.dtype == torch.bfloat16:
+        product_DD = torch.mm(a_TD.t(), b_TD, out_dtype=torch.float32)
+        return product_DD if sum_DD is None else sum_DD.add_(product_DD)
     wide_TD = a_TD.to(torch.float32)
-    with bfloat16_factors():
-        return wide_TD.t() @ (wide_TD if b_TD is a_TD else b_TD.to(torch.float32))
+    other_TD = wide_TD if b_TD is a_TD else b_TD.to(torch.float32)
+    with bfloat16_factors() if a_TD.dtype == torch.bfloat16 else nullcontext():
+        return wide_TD.t() @ other_TD if sum_DD is None else sum_DD.addmm_(wide_TD.t(), other_TD)

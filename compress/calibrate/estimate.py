@@ -17,7 +17,7 @@ import torch
 
 from compress.artifact.context import OneRank
 from compress.calibrate.arithmetic import compute_dtype
-from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK
+from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK, Guide
 from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import deal
 from compress.calibrate.stats import NUM_SHARDS
@@ -35,7 +35,7 @@ LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 @dataclass(frozen=True)
 class Work:
     """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along;
-    `factorises`: moments are, as GPTQ does."""
+    `factorises`: moments are, as GPTQ does; `in_turn`: the linears of a layer wait for one another."""
 
     arch: Arch
     num_samples: int
@@ -44,6 +44,7 @@ class Work:
     num_ranks: int = OneRank.size
     compares: bool = False
     factorises: bool = True
+    in_turn: bool = False
 
     @property
     def streams(self) -> int:
@@ -70,7 +71,8 @@ def peak_bytes(work: Work) -> int:
     arch = work.arch
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
-    activations = work.streams * rank_samples * work.seq_len * arch.hidden_size * work.width
+    widest = max(max(_taps(arch, layer).values()) for layer in arch.layers) if work.in_turn else 0  # what is kept at a second tap
+    activations = (work.streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.width
     return LIBRARY_BYTES[work.device] + activations + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
 
 
@@ -84,17 +86,18 @@ def flops(work: Work, *, products: float) -> tuple[float, float]:
     like it."""
     arch, tokens = work.arch, work.num_samples * work.seq_len
     grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
-    forward = (1 + work.streams) * 2.0 * arch.num_linear_params * tokens
+    replays = 0 if work.in_turn else 1
+    forward = (replays + work.streams) * 2.0 * arch.num_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes))
 
 
-def guide_effort(work: Work) -> tuple[int, float]:
+def guide_effort(work: Work, guide: Guide) -> tuple[int, float]:
     """Bytes that a walk holds, on the host, and operations of all walks (`calibrate/guide.py`): forward, forward again and back, and the
     output moments of the first. One rank walks."""
-    arch = work.arch
-    samples = min(max(1, TOKENS_OF_A_WALK // work.seq_len), work.num_samples)
+    arch, walked = work.arch, len(guide.walked(work.num_samples))
+    samples = min(max(1, TOKENS_OF_A_WALK // work.seq_len), walked)
     outer = 3 * 2.0 * arch.vocab_size * arch.hidden_size
-    walks = (3 * 2.0 * arch.num_linear_params + outer) * work.num_samples * work.seq_len
+    walks = (3 * 2.0 * arch.num_linear_params + outer) * walked * work.seq_len
     rows = [layer.linear_shape(name, arch.hidden_size)[0] for layer in arch.layers for name in layer.linears]
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
     held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.width
@@ -107,11 +110,12 @@ def num_columns(work: Work) -> int:
 
 
 def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> float:
-    """Over all layers, the cost of the groups of linears that fall to the rank with the most to do."""
-    arch, total = work.arch, 0.0
+    """Over all layers, the cost of the groups of linears that fall to the rank with the most to do; of all groups where they wait for one
+    another."""
+    arch, total, num_ranks = work.arch, 0.0, 1 if work.in_turn else work.num_ranks
     for idx, layer in enumerate(arch.layers):
         groups = _groups(layer)
-        owners, load = deal(arch, idx, groups, work.num_ranks), [0.0] * work.num_ranks
+        owners, load = deal(arch, idx, groups, num_ranks), [0.0] * num_ranks
         for group in groups:
             load[owners[group.tap]] += cost([layer.linear_shape(name, arch.hidden_size) for name in group.linears])
         total += max(load)
@@ -126,7 +130,8 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     cross = moments if work.compares else 0
     observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(taps.values()) ** 2
     ahead = 2 * params if on_cpu else 0
-    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work, layer)
+    unchanged = 2 * params if work.in_turn else 0
+    compress = 2 * params + ahead + params + moments // 2 + cross + unchanged + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
     return max(observe, compress, replay)
 

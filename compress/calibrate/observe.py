@@ -111,27 +111,40 @@ def observe_shards(
         shard: dict[tuple[str, str], Stat] = {}
         for idx in range(begin, end):
             beside = {} if source is None else source.sample(idx - first, flow.room)
-            for tap, x in stream.sample(idx - first, flow.room).items():
-                roots_S = None if weights is None else weights[tap][idx].sqrt().to(x)
+            for tap, x_1SD in stream.sample(idx - first, flow.room).items():
+                rows = partial(_Rows.of, x_1SD, beside.get(tap), None if weights is None else weights[tap][idx])
+                seen = flow.room.attempt(rows, "observing a layer")
                 for name, factory in factories.items():
-                    stat = shard.setdefault((tap, name), factory())
-                    flow.room.attempt(partial(_update, stat, x, beside.get(tap), roots_S), "observing a layer")
+                    flow.room.attempt(partial(seen.update, shard.setdefault((tap, name), factory())), "observing a layer")
         for key in list(shard):
             trees.setdefault(key, MergeTree(flow.shards.first)).push(shard.pop(key))
     return trees
 
 
-def _update(stat: Stat, x_1SD: Tensor, source_1SD: Tensor | None, roots_S: Tensor | None) -> None:
-    """Statistics allocate before they add, so that one that found no room can be tried again."""
+@dataclass(frozen=True)
+class _Rows:
+    """One sample at one tap, [T, D], beside what the source has there: as it is, and times the roots of the weights."""
 
-    def rows(each_1SD: Tensor) -> Tensor:
-        each_SD = each_1SD.flatten(0, -2)
-        return each_SD if roots_S is None or not stat.of_squares else each_SD * roots_S.unsqueeze(1)
+    x_TD: Tensor
+    source_TD: Tensor | None
+    weighed_TD: Tensor
+    weighed_source_TD: Tensor | None
 
-    if isinstance(stat, SourceStat) and source_1SD is not None:
-        stat.update_beside(rows(x_1SD), rows(source_1SD))
-    else:
-        stat.update(rows(x_1SD))
+    @staticmethod
+    def of(x_1SD: Tensor, source_1SD: Tensor | None, weights_S: Tensor | None) -> "_Rows":
+        x_TD, source_TD = x_1SD.flatten(0, -2), None if source_1SD is None else source_1SD.flatten(0, -2)
+        if weights_S is None:
+            return _Rows(x_TD, source_TD, x_TD, source_TD)
+        roots_T1 = weights_S.sqrt().to(x_TD).unsqueeze(1)
+        return _Rows(x_TD, source_TD, x_TD * roots_T1, None if source_TD is None else source_TD * roots_T1)
+
+    def update(self, stat: Stat) -> None:
+        """Statistics allocate before they add, so that one that found no room can be tried again."""
+        x_TD, source_TD = (self.weighed_TD, self.weighed_source_TD) if stat.of_squares else (self.x_TD, self.source_TD)
+        if isinstance(stat, SourceStat) and source_TD is not None:
+            stat.update_beside(x_TD, source_TD)
+        else:
+            stat.update(x_TD)
 
 
 def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:

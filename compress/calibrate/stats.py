@@ -15,7 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from compress.calibrate.arithmetic import gram
+from compress.calibrate.arithmetic import add_gram
 
 NUM_SHARDS = 8
 """Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
@@ -60,8 +60,7 @@ class SecondMoment:
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        gram_DD = gram(x_TD, x_TD)
-        self._sum_DD = gram_DD if self._sum_DD is None else self._sum_DD.add_(gram_DD)
+        self._sum_DD = add_gram(self._sum_DD, x_TD, x_TD)
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "SecondMoment") -> None:
@@ -132,8 +131,7 @@ class CrossMoment:
         self.update_beside(x_TD, x_TD)
 
     def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None:
-        product_DD = gram(source_TD - x_TD, x_TD)
-        self._sum_DD = product_DD if self._sum_DD is None else self._sum_DD.add_(product_DD)
+        self._sum_DD = add_gram(self._sum_DD, source_TD - x_TD, x_TD)
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "CrossMoment") -> None:

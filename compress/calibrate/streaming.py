@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
 
-RETURNED_BYTES = 1 << 24
+RETURNED_BYTES = 1 << 22
 """Size from which on a freed block of host memory goes back to the system."""
 KEPT_BYTES = 1 << 25
 """Of smaller blocks, as many freed bytes stay for the next ones."""

@@ -34,10 +34,10 @@ def is_faster(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor) -> bool:
     """Whether `attend` is to be used, and may be: eagerly, with a gradient to come."""
     return (
         q_BHSC.device.type == "cpu"
+        and not torch.compiler.is_compiling()
         and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q_BHSC.dtype) == torch.bfloat16
         and torch.is_grad_enabled()
         and (q_BHSC.requires_grad or k_BKSC.requires_grad or v_BKSC.requires_grad)
-        and not torch.compiler.is_compiling()
         and has_bfloat16_tiles()
     )
 

@@ -10,6 +10,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "rtn+search": {"round": SEARCH},
     "gptq": {"round": {"kind": "gptq", "scale": "min_max"}},
     "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
+    "gptq+search+in-turn": {"round": {"kind": "gptq", "scale": "hessian"}, "true_sequential": True},
     "rtn+search+descent": {"round": SEARCH, "refine": {"kind": "descent"}},
     "gptq+search+codes": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent", "refit": False}},
     "awq-scales": {"smooth": {"kind": "awq"}, "round": MIN_MAX},
@@ -18,11 +19,18 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "smoothquant": {"smooth": {"kind": "smoothquant"}, "round": MIN_MAX},
     "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
     "gptaq+search+descent": {"target": {"kind": "gptaq"}, "round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
-    "guided": {  # the same with tokens that count by their gradients
+    "in-turn": {  # the same, linears of a layer one after the other
+        "target": {"kind": "gptaq"},
+        "round": {"kind": "gptq", "scale": "hessian"},
+        "refine": {"kind": "descent"},
+        "true_sequential": True,
+    },
+    "guided": {  # and tokens that count by their gradients
         "guide": {"kind": "gradients"},
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq", "scale": "hessian"},
         "refine": {"kind": "descent"},
+        "true_sequential": True,
     },
     "balanced": {"preset": "balanced"},  # and rows that know of each other's errors; `preset: fast` is rtn+search
     "best": {"preset": "best"},

@@ -49,7 +49,7 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
 
 @STAGES.stage(
     "quantize",
-    version=6,
+    version=7,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.QUANTIZED,
     spec=Quantize,

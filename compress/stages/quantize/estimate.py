@@ -37,6 +37,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         facts.num_ranks,
         compares=spec.target is not None,
         factorises=isinstance(spec.round, Gptq) or spec.target is not None,
+        in_turn=spec.true_sequential,
     )
     kv_format = spec.kv_format()
     kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
@@ -47,7 +48,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     host = host_bytes(work)
     on_host = [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"] if host else []
     if spec.guide is not None:
-        held, more = guide_effort(work)
+        held, more = guide_effort(work, spec.guide)
         peak, total = peak if host else max(peak, held), total + more
         on_host += [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"] if host else []
     if spec.tune is not None and scheme is not None:
