@@ -22,7 +22,7 @@ from torch import Tensor
 from compress.artifact.context import Context
 from compress.calibrate.observe import observe
 from compress.calibrate.stats import Stat, StatFactory
-from compress.calibrate.streaming import Ahead
+from compress.calibrate.streaming import Ahead, return_freed_blocks
 from compress.errors import UsageError
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, LinearGroup, RMSNorm
@@ -86,6 +86,8 @@ def visit_gradients(
         Interrupted: between layers, when the context says so.
     """
     arch, device, dtype = source.arch, torch.device(ctx.device), gradient_dtype(compute_dtype)
+    if device.type == "cpu":
+        return_freed_blocks()
     ends = ends or Ends.of(source, compute_dtype=compute_dtype, device=device)
     x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
     inputs, last, total = list[Tensor](), arch.num_layers - 1, 2 * arch.num_layers

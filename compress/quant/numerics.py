@@ -57,24 +57,36 @@ def min_max_scale(
     w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, range_frac: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """Scale [O, G] in `scale_dtype` and zero point int8 [O, G] (None if symmetric) from the range of each group times `range_frac`."""
-    num_steps = scheme.max_code - scheme.min_code
+    return _scale_of(*_range(w_OGN, scheme), scheme, scale_dtype, range_frac)
+
+
+def _range(w_OGN: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest number that each group has to reach, float32 [O, G]."""
     if scheme.symmetric:
-        absmax = w_OGN.abs().amax(dim=-1).to(torch.float32) * range_frac
-        return stored_scale(absmax * 2 / num_steps, scheme, scale_dtype), None
-    low = w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0) * range_frac
-    high = w_OGN.amax(dim=-1).to(torch.float32).clamp(min=0) * range_frac
-    scale = stored_scale((high - low) / num_steps, scheme, scale_dtype)
+        absmax = w_OGN.abs().amax(dim=-1).to(torch.float32)
+        return -absmax, absmax
+    return w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0), w_OGN.amax(dim=-1).to(torch.float32).clamp(min=0)
+
+
+def _scale_of(
+    low: Tensor, high: Tensor, scheme: Scheme, scale_dtype: torch.dtype, range_frac: float | Tensor
+) -> tuple[Tensor, Tensor | None]:
+    low, high = low * range_frac, high * range_frac
+    scale = stored_scale((high - low) / (scheme.max_code - scheme.min_code), scheme, scale_dtype)
+    if scheme.symmetric:
+        return scale, None
     zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(scheme.min_code, scheme.max_code)
     return scale, zero_point.to(torch.int8)
 
 
 def search_scale(w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_GNN: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """As `min_max_scale`, with the range of each group that minimises d^T H d over d = dequantized - w (H None: the identity)."""
-    best_scale, best_zero = min_max_scale(w_OGN, scheme, scale_dtype)
+    low, high = _range(w_OGN, scheme)
+    best_scale, best_zero = _scale_of(low, high, scheme, scale_dtype, 1.0)
     best_error = _group_error(w_OGN, scheme, best_scale, best_zero, h_GNN)
     for step in range(1, GRID_SIZE):
         range_frac = 1 - step / (GRID_SIZE - 1) * (1 - SMALLEST_RANGE_FRAC)
-        scale, zero = min_max_scale(w_OGN, scheme, scale_dtype, range_frac=range_frac)
+        scale, zero = _scale_of(low, high, scheme, scale_dtype, range_frac)
         error = _group_error(w_OGN, scheme, scale, zero, h_GNN)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -90,6 +102,8 @@ def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
     return h_II.reshape(num_groups, len(h_II) // num_groups, num_groups, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
+CPU_SEARCH = 1 << 18
+"""Weights whose scales a CPU searches for at once: what one try computes of them stays in its cache for the next."""
 ScaleChoice = Literal["min_max", "mse", "hessian"]
 """How the range of a group is chosen: all of it, least squared error, or least output error under the group's block of H."""
 
@@ -102,8 +116,10 @@ def choose_scale(
     if choice == "min_max":
         return min_max_scale(w_OGN, scheme, scale_dtype)
     assert choice == "mse" or h_II is not None, "the choice 'hessian' needs H"
-    h_GNN = diagonal_blocks(h_II, scheme) if choice == "hessian" and h_II is not None else None
-    return search_scale(w_OGN, scheme, scale_dtype, h_GNN=h_GNN)
+    h_GNN = diagonal_blocks(h_II, scheme).contiguous() if choice == "hessian" and h_II is not None else None
+    rows = len(w_OGN) if w_OI.is_cuda else max(1, CPU_SEARCH * len(w_OGN) // w_OGN.numel())
+    scales, zeros = zip(*(search_scale(some, scheme, scale_dtype, h_GNN=h_GNN) for some in w_OGN.split(rows)), strict=True)
+    return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
 
 
 def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -111,10 +127,10 @@ def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor |
     scaled = w.to(torch.float32) / scale.to(torch.float32)
     if scheme.type == "float":
         return scaled.clamp(scheme.min_code, scheme.max_code).to(scheme.code_dtype).to(torch.float32)
-    codes = torch.round(scaled)
+    codes = scaled.round_()
     if zero_point is not None:
-        codes = codes + zero_point.to(torch.float32)
-    return codes.clamp(scheme.min_code, scheme.max_code)
+        codes += zero_point.to(torch.float32)
+    return codes.clamp_(scheme.min_code, scheme.max_code)
 
 
 def round_to_nearest(w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None) -> QuantizedWeight:
@@ -161,7 +177,8 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 def _group_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None) -> Tensor:
     scale, zero = scale_OG.unsqueeze(-1), None if zero_OG is None else zero_OG.unsqueeze(-1)
     codes = nearest_codes(w_OGN, scheme, scale, zero)
-    delta_OGN = (codes if zero is None else codes - zero.to(torch.float32)) * scale.to(torch.float32) - w_OGN.to(torch.float32)
+    levels = codes if zero is None else codes.sub_(zero.to(torch.float32))
+    delta_OGN = levels.mul_(scale.to(torch.float32)).sub_(w_OGN)
     if h_GNN is None:
         return delta_OGN.square().sum(dim=-1)
     by_channel = delta_OGN.unflatten(-1, (scheme.block_rows, -1)).transpose(1, 2).flatten(0, 1)

@@ -31,7 +31,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "true_sequential": True,
     },
     "best": {
-        "guide": {"kind": "gradients", "windows": 1.0},
+        "guide": {"kind": "gradients", "windows": 0.5},
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq"},
         "refine": {"kind": "descent", "sweeps": 4, "coupled_rounds": 6},
