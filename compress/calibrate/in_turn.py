@@ -12,6 +12,7 @@ a replay would leave them, bit for bit.
 Groups of linears wait for one another, so of several ranks only one compresses at a time; what they share is the observation.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,13 +54,13 @@ def compress_in_turn(
         with flow.room.beside(xs.like(half.out.in_features)) as values:
             beside = None if of_source is None else Stream(theirs.pass_through, of_source, of_source)
             _compress_behind(second, state, layer, passes, flow, Stream(half.cross, xs, values), beside)
-            for idx in range(len(xs)):
-                xs[idx] = flow.room.attempt(partial(_left, half, xs, values, idx), "replaying a layer")
+            for piece in itertools.chain(*flow.pieces):
+                xs[piece] = flow.room.attempt(partial(_left, half, xs, values, piece), "replaying a layer")
 
 
 @torch.no_grad()
-def _left(half: HalfLayer, xs: Samples, values: Samples, idx: int) -> Tensor:
-    return half.leave(xs[idx], values[idx])
+def _left(half: HalfLayer, xs: Samples, values: Samples, piece: slice) -> Tensor:
+    return half.leave(xs[piece], values[piece])
 
 
 def _compress_behind(

@@ -3,9 +3,10 @@
 A rank observes the shards that are its own. The sums of a tap then meet on one rank, the one that compresses the linears behind the tap,
 where the tree of merges is finished: it is the same tree whoever computed its parts (`stats.MergeTree`).
 
-Shapes: N samples, S sequence, D hidden.
+Shapes: N samples, B of them together, S sequence, T = B S tokens, D hidden.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,11 @@ TokenWeights = Mapping[str, Tensor]
 """Tap -> how much each token counts in sums of squares, float32 [N, S], 1 on average; on the CPU."""
 
 
+PIECE_TOKENS = 2048
+"""So many tokens, or one sample, go through a layer together and make one product: a part of the order of summation. Fewer leave a GPU
+waiting for launches and a CPU for weights; on a CPU more of them leave its cache."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """Consecutive virtual shards of a calibration set: the index of the first, and half-open ranges of samples."""
@@ -38,6 +44,12 @@ class Shards:
     @property
     def samples(self) -> slice:
         return slice(self.bounds[0][0], self.bounds[-1][1]) if self.bounds else slice(0, 0)
+
+    def pieces(self, seq_len: int) -> list[list[slice]]:
+        """By shard: the samples that go through a layer together, among those of the rank."""
+        step, start = max(1, PIECE_TOKENS // seq_len), self.samples.start
+        edges = [[*range(begin - start, end - start, step), end - start] for begin, end in self.bounds]
+        return [[slice(*pair) for pair in itertools.pairwise(each)] for each in edges]
 
     @staticmethod
     def of(num_samples: int, *, rank: int = 0, size: int = 1) -> "Shards":
@@ -57,6 +69,11 @@ class Flow:
     room: Room
     ranks: Ranks
 
+    @property
+    def pieces(self) -> list[list[slice]]:
+        """By shard, which samples go together."""
+        return self.shards.pieces(self.samples.seq_len)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -66,19 +83,19 @@ class Stream:
     samples: Samples
     into: Samples | None = None
 
-    def sample(self, idx: int, room: Room) -> dict[str, Tensor]:
-        """One sample on its way; what its linears read, by tap."""
+    def send(self, piece: slice, room: Room) -> dict[str, Tensor]:
+        """Some samples on their way; what their linears read, by tap."""
         taps: dict[str, Tensor] = {}
-        y_1SD = room.attempt(lambda: forward(self.forward, self.samples[idx], taps.__setitem__), "observing a layer")
+        y_BSD = room.attempt(lambda: forward(self.forward, self.samples[piece], taps.__setitem__), "observing a layer")
         if self.into is not None:
-            self.into[idx] = y_1SD
+            self.into[piece] = y_BSD
         return taps
 
 
 def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
     samples = Samples.of(x_NSD)
-    flow = Flow(samples, None, Shards.of(len(samples)), Room(None, samples), OneRank())
+    flow = Flow(samples, None, Shards.of(len(x_NSD)), Room(None, samples), OneRank())
     return together(observe_shards(Stream(layer, samples), factories, flow), OneRank())
 
 
@@ -107,15 +124,15 @@ def observe_shards(
     all samples, by tap."""
     trees: Trees = {}
     first = flow.shards.samples.start
-    for begin, end in flow.shards.bounds:
+    for pieces in flow.pieces:
         shard: dict[tuple[str, str], Stat] = {}
-        for idx in range(begin, end):
-            beside = {} if source is None else source.sample(idx - first, flow.room)
-            for tap, x_1SD in stream.sample(idx - first, flow.room).items():
-                rows = partial(_Rows.of, x_1SD, beside.get(tap), None if weights is None else weights[tap][idx])
-                seen = flow.room.attempt(rows, "observing a layer")
+        for piece in pieces:
+            beside = {} if source is None else source.send(piece, flow.room)
+            for tap, x_BSD in stream.send(piece, flow.room).items():
+                weights_BS = None if weights is None else weights[tap][first + piece.start : first + piece.stop]
+                rows = flow.room.attempt(partial(_Rows.of, x_BSD, beside.get(tap), weights_BS), "observing a layer")
                 for name, factory in factories.items():
-                    flow.room.attempt(partial(seen.update, shard.setdefault((tap, name), factory())), "observing a layer")
+                    flow.room.attempt(partial(rows.update, shard.setdefault((tap, name), factory())), "observing a layer")
         for key in list(shard):
             trees.setdefault(key, MergeTree(flow.shards.first)).push(shard.pop(key))
     return trees
@@ -123,7 +140,7 @@ def observe_shards(
 
 @dataclass(frozen=True)
 class _Rows:
-    """One sample at one tap, [T, D], beside what the source has there: as it is, and times the roots of the weights."""
+    """Some samples at one tap, [T, D], beside what the source has there: as it is, and times the roots of the weights."""
 
     x_TD: Tensor
     source_TD: Tensor | None
@@ -131,11 +148,11 @@ class _Rows:
     weighed_source_TD: Tensor | None
 
     @staticmethod
-    def of(x_1SD: Tensor, source_1SD: Tensor | None, weights_S: Tensor | None) -> "_Rows":
-        x_TD, source_TD = x_1SD.flatten(0, -2), None if source_1SD is None else source_1SD.flatten(0, -2)
-        if weights_S is None:
+    def of(x_BSD: Tensor, source_BSD: Tensor | None, weights_BS: Tensor | None) -> "_Rows":
+        x_TD, source_TD = x_BSD.flatten(0, -2), None if source_BSD is None else source_BSD.flatten(0, -2)
+        if weights_BS is None:
             return _Rows(x_TD, source_TD, x_TD, source_TD)
-        roots_T1 = weights_S.sqrt().to(x_TD).unsqueeze(1)
+        roots_T1 = weights_BS.flatten().sqrt().to(x_TD).unsqueeze(1)
         return _Rows(x_TD, source_TD, x_TD * roots_T1, None if source_TD is None else source_TD * roots_T1)
 
     def update(self, stat: Stat) -> None:
@@ -164,12 +181,12 @@ def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owne
     return stats
 
 
-def replay_(layer: Forward, samples: Samples, room: Room) -> None:
-    """Each sample becomes what the layer makes of it."""
-    for idx in range(len(samples)):
-        samples[idx] = room.attempt(lambda idx=idx: forward(layer, samples[idx], no_tap), "replaying a layer")
+def replay_(layer: Forward, samples: Samples, flow: Flow) -> None:
+    """Samples of a flow become what the layer makes of them."""
+    for piece in itertools.chain(*flow.pieces):
+        samples[piece] = flow.room.attempt(lambda piece=piece: forward(layer, samples[piece], no_tap), "replaying a layer")
 
 
 @torch.no_grad()
-def forward(layer: Forward, x_1SD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
-    return layer(x_1SD, torch.arange(x_1SD.shape[1], device=x_1SD.device), FullAttention(), tap)
+def forward(layer: Forward, x_BSD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    return layer(x_BSD, torch.arange(x_BSD.shape[1], device=x_BSD.device), FullAttention(), tap)

@@ -1,8 +1,8 @@
 """What gives way when a device has no memory left: things that cost time and change no bit.
 
-First the activations of the calibration set go to pinned host memory and come back a sample at a time; then linears that are compressed as
-one matrix are compressed one by one, since rows are independent. One sample stays whole: its product is the unit of every sum. When nothing
-is left to give way, the run ends with a sentence, at a layer from which it resumes.
+First the activations of the calibration set go to pinned host memory and come back a piece at a time; then linears that are compressed as
+one matrix are compressed one by one, since rows are independent. A piece stays whole (`observe.py`): its product is the unit of every sum.
+When nothing is left to give way, the run ends with a sentence, at a layer from which it resumes.
 
 Shapes: N samples, S sequence, D hidden.
 """
@@ -29,7 +29,7 @@ def rounds_as_one(num_weights: int, *, on_cpu: bool) -> bool:
 
 
 class Samples:
-    """The activations [N, S, D] of a rank's samples between two layers; each comes as [1, S, D] on the device."""
+    """The activations [N, S, D] of a rank's samples between two layers; some of them come as [B, S, D] on the device."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False) -> None:
         self._device, self.on_host = device, on_host
@@ -44,8 +44,7 @@ class Samples:
     @staticmethod
     def of(x_NSD: Tensor) -> "Samples":
         samples = Samples(x_NSD.shape, x_NSD.dtype, x_NSD.device)
-        for idx in range(len(samples)):
-            samples[idx] = x_NSD[idx : idx + 1]
+        samples._x_NSD.copy_(x_NSD)
         return samples
 
     def like(self, width: int) -> "Samples":
@@ -58,14 +57,15 @@ class Samples:
         other._x_NSD.copy_(self._x_NSD)
         return other
 
-    def __len__(self) -> int:
-        return self._x_NSD.shape[0]
+    @property
+    def seq_len(self) -> int:
+        return self._x_NSD.shape[1]
 
-    def __getitem__(self, idx: int) -> Tensor:
-        return self._x_NSD[idx : idx + 1].to(self._device, non_blocking=True)
+    def __getitem__(self, some: slice) -> Tensor:
+        return self._x_NSD[some].to(self._device, non_blocking=True)
 
-    def __setitem__(self, idx: int, x_1SD: Tensor) -> None:
-        self._x_NSD[idx : idx + 1] = x_1SD.to(self._x_NSD.dtype)
+    def __setitem__(self, some: slice, x_BSD: Tensor) -> None:
+        self._x_NSD[some] = x_BSD.to(self._x_NSD.dtype)
 
     def retreat(self) -> bool:
         """Move to the host; False if they are there."""

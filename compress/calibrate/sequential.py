@@ -13,7 +13,7 @@ take them through the layers of the source: a second store of activations, and o
 
 The next layer is read while this one is compressed, and this one's file is written while it is replayed, so what is in memory does not
 grow with the number of layers. A layer is replayed as its file holds it, so a run that was cut and resumed replays the same numbers as one
-that was not, and gives the same bits. One sample is one product: the result does not depend on how many samples fit at once.
+that was not, and gives the same bits. How many samples go together is fixed: the result does not depend on how many would fit at once.
 
 With several ranks each has its own samples, all have every layer. The groups of linears are dealt out by what they cost; the statistics of
 a group meet where it is compressed, the codes come back to all. Sums are made in one order wherever they are made (`stats.py`), so the
@@ -112,7 +112,7 @@ def run_sequential(
             read_next = partial(layers.start, idx + 1) if idx < last else _nothing
             if stored[idx]:
                 if of_source is not None:
-                    replay_(work.built(arch, idx, source.layer(idx)), of_source, room)
+                    replay_(work.built(arch, idx, source.layer(idx)), of_source, flow)
             else:
                 disk.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
@@ -126,7 +126,7 @@ def run_sequential(
                     disk.write(partial(_store, out, idx, _on_host(weights), rows))
             if idx < last and (stored[idx] or not in_turn):
                 read_next()
-                replay_(work.built(work.after, idx, weights), samples, room)
+                replay_(work.built(work.after, idx, weights), samples, flow)
             del weights  # before the next layer comes
         disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
@@ -219,7 +219,7 @@ def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device:
     embed_VD = dense(outer["embed.weight"]).to(device)
     samples = Samples((*tokens_NS.shape, embed_VD.shape[1]), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx] = embed_VD[tokens_S].unsqueeze(0)
+        samples[idx : idx + 1] = embed_VD[tokens_S].unsqueeze(0)
     return samples
 
 

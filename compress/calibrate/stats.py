@@ -1,10 +1,10 @@
 """Statistics of the inputs of linears: small, mergeable, and independent of how the samples were split over work.
 
-Floating-point addition is not associative, so the order of summation is part of the definition: one product per sample, samples of a
-virtual shard in order, shards by a fixed binary tree (`MergeTree`). One rank, four ranks, a resumed run or a smaller batch give the same
-bits.
+Floating-point addition is not associative, so the order of summation is part of the definition: one product for each piece of a few samples
+(`observe.py`), pieces of a virtual shard in order, shards by a fixed binary tree (`MergeTree`). One rank, four ranks, or a resumed run give
+the same bits.
 
-Shapes: T tokens of one sample, D features.
+Shapes: T tokens of one piece, D features.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ PARKED_ROWS = 256
 
 
 class Stat(Protocol):
-    """A sum over samples. `update` sees all tokens of one sample at once; `merge` adds a later one, which is used up, into this one; `park`
+    """A sum over samples. `update` sees all tokens of one piece at once; `merge` adds a later one, which is used up, into this one; `park`
     says that only `merge` and reading are to come. A statistic `of_squares` can weigh tokens: it is given rows times the root of their
     weights."""
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
 
-RETURNED_BYTES = 1 << 22
+RETURNED_BYTES = 1 << 24
 """Size from which on a freed block of host memory goes back to the system."""
-KEPT_BYTES = 1 << 25
+KEPT_BYTES = 1 << 26
 """Of smaller blocks, as many freed bytes stay for the next ones."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

@@ -10,7 +10,8 @@ from tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 
 import compress.calibrate.observe as observe
 import compress.calibrate.sequential as sequential
-from compress.artifact.context import Context
+from compress.artifact.context import Context, OneRank
+from compress.calibrate.observe import Flow, Shards
 from compress.calibrate.room import Room, Samples
 from compress.errors import EnvironmentUnfit
 from compress.methods.descent import Descent
@@ -115,10 +116,11 @@ def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(how: str, tm
 
 def test_what_is_replayed_already_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = Samples.of(torch.zeros(4, 2, 3))
+    flow = Flow(samples, None, Shards.of(4), Room(None, samples), OneRank())
     monkeypatch.setattr(observe, "forward", failing(lambda layer, x_1SD, tap: x_1SD + 1, lambda number, args: number == 3))
-    observe.replay_(None, samples, Room(None, samples))  # type: ignore[arg-type]
+    observe.replay_(None, samples, flow)  # type: ignore[arg-type]
     assert samples.on_host
-    assert all(torch.equal(samples[idx], torch.ones(1, 2, 3)) for idx in range(4))
+    assert torch.equal(samples[0:4], torch.ones(4, 2, 3))
 
 
 def test_activations_for_which_a_device_has_no_room_start_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ def test_activations_for_which_a_device_has_no_room_start_on_the_host(monkeypatc
 
     monkeypatch.setattr(torch, "empty", empty)
     samples = Samples((2, 3, 4), torch.float32, torch.device("cpu"))
-    samples[1] = torch.full((1, 3, 4), 7.0)
+    samples[1:2] = torch.full((1, 3, 4), 7.0)
     assert samples.on_host
     assert not samples.retreat()
-    assert torch.equal(samples[1], torch.full((1, 3, 4), 7.0))
+    assert torch.equal(samples[1:2], torch.full((1, 3, 4), 7.0))
