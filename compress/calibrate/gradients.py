@@ -87,7 +87,7 @@ def visit_gradients(
     """
     arch, device, dtype = source.arch, torch.device(ctx.device), gradient_dtype(compute_dtype)
     if device.type == "cpu":
-        return_freed_blocks()
+        return_freed_blocks(arch)
     ends = ends or Ends.of(source, compute_dtype=compute_dtype, device=device)
     x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
     inputs, last, total = list[Tensor](), arch.num_layers - 1, 2 * arch.num_layers

@@ -94,7 +94,7 @@ def run_sequential(
     arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
     leads, last = ranks.rank == 0, arch.num_layers - 1
     if device.type == "cpu":
-        return_freed_blocks()
+        return_freed_blocks(arch)
     shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
     samples = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
     of_source = samples.copy() if _compares(passes) else None

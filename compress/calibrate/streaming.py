@@ -13,13 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from compress.models.arch import Arch
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
 
-RETURNED_BYTES = 1 << 24
-"""Size from which on a freed block of host memory goes back to the system."""
-KEPT_BYTES = 1 << 26
-"""Of smaller blocks, as many freed bytes stay for the next ones."""
+SMALL_LAYER = 1 << 24
+"""Parameters of a layer up to which its memory may stay when it is freed."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -84,13 +83,15 @@ class Behind(_Thread):
             last.result()
 
 
-def return_freed_blocks() -> None:
+def return_freed_blocks(arch: Arch) -> None:
     """From here on the memory of a large tensor goes back to the system when the tensor does. glibc by itself keeps blocks of up to 32 MB,
-    in pieces that the next matrices do not fit: half as much again as is in use. Larger blocks it returns anyway."""
+    in pieces that the next matrices do not fit: half as much again as is in use. Larger blocks it returns anyway. Where layers are small,
+    it is activations that come and go, which are paid for page by page: they stay."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    small = arch.num_linear_params <= SMALL_LAYER * arch.num_layers
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)  # said once one of the two is set, or it is 128 KB: every activation, page by page, anew
+        mallopt(_M_MMAP_THRESHOLD, 1 << (24 if small else 20))
+        mallopt(_M_TRIM_THRESHOLD, 1 << (26 if small else 22))  # 128 KB once the other is set, if nothing is said
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:

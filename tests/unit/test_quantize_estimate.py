@@ -19,7 +19,8 @@ from compress.stages import STAGES, PlanFacts
 from compress.stages.calibrate import Calibrate
 
 ROOT = Path(__file__).parents[2]
-H200_ROWS = json.loads((ROOT / "benchmarks" / "h200" / "quantize.json").read_text())["rows"]
+H200_FILES = (ROOT / "benchmarks" / "h200" / "quantize.json", ROOT / "benchmarks" / "h200" / "quantize_balanced.json")
+H200_ROWS = [row for file in H200_FILES for row in json.loads(file.read_text())["rows"]]
 CPU_ROWS = json.loads((ROOT / "benchmarks" / "quality_peers.json").read_text())["rows"]
 MEASURED = [row for row in H200_ROWS if row.get("tool", "compress") == "compress"]
 MEASURED_ON_A_CPU = [row for row in CPU_ROWS if row["tool"] == "compress" and row["method"] != "best"]  # scales that train are another loop

@@ -64,7 +64,7 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
 
 @STAGES.stage(
     "prune",
-    version=1,
+    version=2,
     takes=(Port.DENSE, Port.CALIB),
     gives=Port.DENSE,
     spec=Prune,
