@@ -80,7 +80,7 @@ def _products(spec: Quantize, device: str) -> float:
 
 
 def _launches(spec: Quantize, device: str, num_columns: int) -> int:
-    """Small operations one after the other. A CPU takes eight for each column that is rounded or descended, and the time of two and a half
+    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or descended, and of less than one
     where only the rows of a phase are. On a GPU a block of columns is one launch: where it is descended it takes as long as thirteen small
     ones (190 us on an H200, 8B shape), with a product behind it, and what GPTQ's loop and the search of scales take is still best said by
     columns: 18 us for both there."""
@@ -90,7 +90,7 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     sweeps, coupled = _sweeps(spec)
     visits = sweeps + coupled * PHASES
     if device == "cpu":
-        return int((8 * (rounds + sweeps) + 2.5 * coupled * PHASES) * num_columns)
+        return int((3 * (rounds + sweeps) + 0.6 * coupled * PHASES) * num_columns)
     return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_OF_A_LAUNCH
 
 
