@@ -80,10 +80,10 @@ def _products(spec: Quantize, device: str) -> float:
 
 
 def _launches(spec: Quantize, device: str, num_columns: int) -> int:
-    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or descended, and of less than one
-    where only the rows of a phase are. On a GPU a block of columns is one launch: where it is descended it takes as long as thirteen small
-    ones (190 us on an H200, 8B shape), with a product behind it, and what GPTQ's loop and the search of scales take is still best said by
-    columns: 18 us for both there."""
+    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or descended, and of less than
+    one where only the rows of a phase are. On a GPU a block of columns is one launch: where it is descended it takes as long as thirteen
+    small ones (190 us on an H200, 8B shape), with a product behind it, and what GPTQ's loop and the search of scales take is still best
+    said by columns: 18 us for both there."""
     if spec.only_cache:
         return 0
     rounds, searches = isinstance(spec.round, Gptq), getattr(spec.round, "scale", "min_max") != "min_max"
