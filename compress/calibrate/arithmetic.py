@@ -31,6 +31,17 @@ def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
     return add_gram(None, a_TD, b_TD)
 
 
+def add_lower_gram(sum_DD: Tensor | None, x_TD: Tensor, rows: int) -> Tensor:
+    """sum + x^T x on a CPU, float32 [D, D], in blocks of rows up to the diagonal: above them is whatever was there. The sum is used up."""
+    size, wide_TD = x_TD.shape[1], x_TD.to(torch.float32)
+    sum_DD = torch.zeros(size, size) if sum_DD is None else sum_DD
+    with bfloat16_factors() if x_TD.dtype == torch.bfloat16 else nullcontext():
+        for begin in range(0, size, rows):
+            end = min(begin + rows, size)
+            sum_DD[begin:end, :end] += wide_TD[:, begin:end].t() @ wide_TD[:, :end]
+    return sum_DD
+
+
 def add_gram(sum_DD: Tensor | None, a_TD: Tensor, b_TD: Tensor) -> Tensor:
     """sum + a^T b, float32 [D, D], where no sum is zero. The sum is used up, on a GPU only once there was room for the product."""
     if a_TD.is_cuda and a_TD.dtype == torch.bfloat16:

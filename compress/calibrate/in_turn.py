@@ -43,7 +43,6 @@ def compress_in_turn(
         unchanged: that of the source.
         keys_values_stand: called when what gives keys and values is compressed, and the samples are still what goes into the layer.
     """
-
     xs, of_source = flow.samples, flow.of_source
     for half, theirs in zip(layer.halves(), unchanged.halves(), strict=True):
         first, second = half.taps

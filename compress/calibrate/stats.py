@@ -15,7 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from compress.calibrate.arithmetic import add_gram
+from compress.calibrate.arithmetic import add_gram, add_lower_gram
 
 NUM_SHARDS = 8
 """Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
@@ -57,10 +57,14 @@ class SecondMoment:
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
         self._lower: list[Tensor] = []  # of a parked sum: blocks of rows up to the diagonal
+        self._half = False  # whether the sum holds but these blocks, as a CPU computes them
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        self._sum_DD = add_gram(self._sum_DD, x_TD, x_TD)
+        if x_TD.is_cuda:
+            self._sum_DD = add_gram(self._sum_DD, x_TD, x_TD)
+        else:
+            self._sum_DD, self._half = add_lower_gram(self._sum_DD, x_TD, PARKED_ROWS), True
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "SecondMoment") -> None:
@@ -68,13 +72,14 @@ class SecondMoment:
         if other.num_tokens == 0:
             return
         if self.num_tokens == 0:
-            self._sum_DD, self._lower = other._sum_DD, other._lower
+            self._sum_DD, self._lower, self._half = other._sum_DD, other._lower, other._half
         elif self._lower:
-            self._sum_DD, self._lower = _plus_lower_(other._whole(), self._lower), []
+            self._sum_DD, self._lower, self._half = _plus_lower_(other._sum(), self._lower), [], other._half
         elif other._lower:
-            self._sum_DD = _plus_lower_(self._whole(), other._lower)
+            self._sum_DD = _plus_lower_(self._sum(), other._lower)
         else:
-            self._whole().add_(other._whole())
+            self._sum().add_(other._sum())
+            self._half |= other._half
         self.num_tokens += other.num_tokens
 
     def park(self) -> None:
@@ -84,12 +89,12 @@ class SecondMoment:
             self._keep_half()
 
     def _keep_half(self) -> None:
-        if self._sum_DD is not None and torch.equal(self._sum_DD, self._sum_DD.t()):
+        if self._sum_DD is not None and (self._half or torch.equal(self._sum_DD, self._sum_DD.t())):
             blocks = [rows[:, :end] for rows, end in _row_blocks(self._sum_DD)]
             flat = torch.cat([block.reshape(-1) for block in blocks])  # one piece of memory, given back as one
             parts = flat.split([block.numel() for block in blocks])
             self._lower = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
-            self._sum_DD = None
+            self._sum_DD, self._half = None, False
 
     def rescale_(self, scale_D: Tensor) -> None:
         """Become the moment of x / s, after s was folded into whatever produces x."""
@@ -102,8 +107,15 @@ class SecondMoment:
     def _whole(self) -> Tensor:
         """The sum; a copy of a parked one, which stays parked."""
         if self._lower:
-            size = self._lower[-1].shape[1]
-            return _plus_lower_(self._lower[0].new_zeros(size, size), self._lower)
+            return _whole_of(self._lower)
+        if self._half:
+            self._sum_DD, self._half = _whole_of([rows[:, :end] for rows, end in _row_blocks(self._sum())]), False
+        return self._sum()
+
+    def _sum(self) -> Tensor:
+        """Of one that is not parked; above the blocks on the diagonal it may not be whole."""
+        if self._lower:
+            return self._whole()
         assert self._sum_DD is not None
         return self._sum_DD
 
@@ -284,6 +296,12 @@ def shard_bounds(num_samples: int) -> list[tuple[int, int]]:
 def _row_blocks(sum_DD: Tensor) -> list[tuple[Tensor, int]]:
     """Blocks of rows, each with the index behind its last one."""
     return [(rows, min((idx + 1) * PARKED_ROWS, len(sum_DD))) for idx, rows in enumerate(sum_DD.split(PARKED_ROWS))]
+
+
+def _whole_of(lower: list[Tensor]) -> Tensor:
+    """The symmetric matrix of its blocks of rows."""
+    size = lower[-1].shape[1]
+    return _plus_lower_(lower[0].new_zeros(size, size), lower)
 
 
 def _plus_lower_(sum_DD: Tensor, lower: list[Tensor]) -> Tensor:

@@ -168,9 +168,12 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
     that both have, so that every format holds them as they are."""
     stored = scale.to(dtype)
     if dtype == torch.bfloat16 and scheme.type == "int":
+        small = stored.abs() < _SMALL_SCALE
+        if not stored.is_cuda and not bool(small.any()):  # which a GPU would have to be asked and waited for
+            return stored
         both = stored.to(torch.float16).to(dtype)
         both = torch.where((both == 0) & (stored != 0), torch.full_like(both, _LEAST_SCALE).copysign(stored), both)
-        stored = torch.where(stored.abs() < _SMALL_SCALE, both, stored)
+        stored = torch.where(small, both, stored)
     return stored
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compress.calibrate.observe import PIECE_TOKENS, Shards
 from compress.calibrate.stats import NUM_SHARDS, AbsMax, AbsMean, MergeTree, SecondMoment, shard_bounds
 
 Kind = type[SecondMoment] | type[AbsMean]
@@ -164,3 +165,35 @@ def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(nu
     assert float(total.max()) == max(float(x_TD.abs().max()) for x_TD in xs)
     total.rescale_(scale_D)
     assert float(total.max()) == max(float((x_TD / scale_D).abs().max()) for x_TD in xs)
+
+
+@pytest.mark.parametrize(("num_samples", "seq_len", "ranks"), [(128, 512, 1), (11, 13, 3), (37, 700, 2), (5, 4096, 1), (2, 64, 3)])
+def test_pieces_are_whole_samples_of_one_shard_and_the_same_whoever_owns_it(num_samples: int, seq_len: int, ranks: int) -> None:
+    found = []
+    for rank in range(ranks):
+        shards = Shards.of(num_samples, rank=rank, size=ranks)
+        start = shards.samples.start
+        for (begin, end), pieces in zip(shards.bounds, shards.pieces(seq_len), strict=True):
+            assert [idx for piece in pieces for idx in range(piece.start, piece.stop)] == list(range(begin - start, end - start))
+            assert all((piece.stop - piece.start) * seq_len <= max(PIECE_TOKENS, seq_len) for piece in pieces)
+            assert all((piece.stop - piece.start + 1) * seq_len > PIECE_TOKENS for piece in pieces[:-1])  # no smaller than they must be
+            found += [(piece.start + start, piece.stop + start) for piece in pieces]
+    alone = Shards.of(num_samples).pieces(seq_len)
+    assert found == [(piece.start, piece.stop) for pieces in alone for piece in pieces]
+
+
+def test_a_moment_is_symmetric_however_its_halves_met() -> None:
+    """A CPU sums the blocks up to the diagonal alone; parked or not, merged or not, the rest follows from them."""
+    x_TD = torch.randn(40, 600, generator=torch.Generator().manual_seed(0))
+    parts = [SecondMoment() for _ in range(4)]
+    for part, rows in zip(parts, x_TD.split(10), strict=True):
+        part.update(rows)
+    parts[1].park()
+    parts[2].park()
+    parts[0].merge(parts[1])
+    parts[2].merge(parts[3])
+    parts[0].merge(parts[2])
+    parts[0].park()
+    whole = parts[0].mean()
+    assert torch.equal(whole, whole.t())
+    assert torch.allclose(whole, x_TD.t() @ x_TD / 40, atol=1e-4)
