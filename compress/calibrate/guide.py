@@ -53,9 +53,7 @@ class Guide(Spec):
 
     kind: Literal["gradients"] = "gradients"
     share: float = Field(0.8, ge=0, le=1, description="of a token's weight that its gradient decides; the rest is the same for all tokens")
-    windows: float = Field(
-        0.125, gt=0, le=1, description="share of the calibration windows that gradients are taken on; it is most of the time"
-    )
+    windows: float = Field(0.125, gt=0, le=1, description="share of the calibration windows that gradients are taken on")
 
     def walked(self, num_samples: int) -> list[int]:
         """Which samples, evenly spread."""
