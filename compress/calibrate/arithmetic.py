@@ -26,11 +26,6 @@ def computes_in(device: str) -> dict[str, str]:
     return {"device": kind, "compute": "bfloat16"} if kind == "cpu" and has_bfloat16_tiles() else {"device": kind}
 
 
-def gram(a_TD: Tensor, b_TD: Tensor) -> Tensor:
-    """a^T b, float32 [D, D]."""
-    return add_gram(None, a_TD, b_TD)
-
-
 def add_lower_gram(sum_DD: Tensor | None, x_TD: Tensor, rows: int) -> Tensor:
     """sum + x^T x on a CPU, float32 [D, D], in blocks of rows up to the diagonal: above them is whatever was there. The sum is used up."""
     size, wide_TD = x_TD.shape[1], x_TD.to(torch.float32)
