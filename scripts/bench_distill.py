@@ -1,6 +1,6 @@
 """How fast a student learns from a teacher on this device: tokens a second, and the share of the device's arithmetic that is the models'.
 
-    python scripts/bench_distill.py --student llama-3.2-1b --teacher llama-3.1-8b --out benchmarks/h200/distill.json
+    python -m scripts.bench_distill --student llama-3.2-1b --teacher llama-3.1-8b --out benchmarks/h200/distill.json
 
 Random weights of the named shapes and random tokens: time depends on shapes, not values. A step is what the distil stage does: the
 teacher's forward, the student's forward, the divergence of the two through their heads slice by slice, backward, clipping, fused AdamW on
@@ -22,7 +22,6 @@ import time
 from typing import Any
 
 import torch
-from bench_setup import argument_parser, markdown, pick_device, read_arch, write_results
 
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, checkpoint_layers_
@@ -30,13 +29,17 @@ from compress.distill.train import TrainConfig, Training
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
 from compress.models.weights import build_decoder
+from scripts.bench_setup import argument_parser, markdown, pick_device, read_arch, write_results
 
 PEAK_TFLOPS = {"H200": 989.5, "H100": 989.5, "A100": 312.0}
 
 
 def forward_flops(arch: Arch, seq_len: int) -> float:
     """Of one token, averaged over a window."""
-    attention = sum(2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len) for layer in arch.layers)
+    attention = sum(
+        2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len)
+        for layer in arch.layers
+    )
     return 2.0 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size) + attention
 
 
@@ -44,10 +47,14 @@ def flops_of(student: Arch, teacher: Arch, seq_len: int) -> float:
     return 3.0 * forward_flops(student, seq_len) + forward_flops(teacher, seq_len)
 
 
-def measure(args: argparse.Namespace, student_arch: Arch, teacher_arch: Arch, device: torch.device) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, student_arch: Arch, teacher_arch: Arch, device: torch.device
+) -> dict[str, Any]:
     """Seconds of each step after the warm-up, and bytes of the device at most."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    student = build_decoder(RandomSource(student_arch, device=device, dtype=torch.float32), dtype=torch.float32, device=device)
+    student = build_decoder(
+        RandomSource(student_arch, device=device, dtype=torch.float32), dtype=torch.float32, device=device
+    )
     student.requires_grad_(True)
     teacher = Teacher(
         build_decoder(RandomSource(teacher_arch, device=device, dtype=dtype), dtype=dtype, device=device),
@@ -56,16 +63,28 @@ def measure(args: argparse.Namespace, student_arch: Arch, teacher_arch: Arch, de
     )
     if args.checkpoint_layers:
         checkpoint_layers_(student)
-    objective = Objective(Divergence(args.loss, args.temperature), teacher, compute_dtype=dtype, compile=args.compile)
+    objective = Objective(
+        Divergence(args.loss, args.temperature), teacher, compute_dtype=dtype, compile=args.compile
+    )
     generator = torch.Generator(device).manual_seed(0)
-    tokens_BS = torch.randint(student_arch.vocab_size, (args.batch_size, args.seq_len + 1), device=device, generator=generator)
+    tokens_BS = torch.randint(
+        student_arch.vocab_size, (args.batch_size, args.seq_len + 1), device=device, generator=generator
+    )
     config = TrainConfig(
-        args.warmups + args.steps, args.batch_size, args.micro_batch_size, 1e-5, args.optimizer, compute_dtype=dtype, log_every=1
+        args.warmups + args.steps,
+        args.batch_size,
+        args.micro_batch_size,
+        1e-5,
+        args.optimizer,
+        compute_dtype=dtype,
+        log_every=1,
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds, started_s = list[float](), time.perf_counter()
-    for _ in Training(student, objective, lambda step: tokens_BS, config, device=device).rows():  # a row reads the loss, so it waits
+    for _ in Training(
+        student, objective, lambda step: tokens_BS, config, device=device
+    ).rows():  # a row reads the loss, so it waits
         now = time.perf_counter()
         seconds.append(now - started_s)
         started_s = now
@@ -87,7 +106,18 @@ def peak_flops(device: torch.device, given: float | None) -> float | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ["student <- teacher", "batch x seq", "micro", "compile", "checkpoint", "s a step", "tokens/s", "TFLOP/s", "MFU", "peak GB"]
+    header = [
+        "student <- teacher",
+        "batch x seq",
+        "micro",
+        "compile",
+        "checkpoint",
+        "s a step",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak GB",
+    ]
     lines = [
         [
             f"{row['student']} <- {row['teacher']}",
@@ -108,7 +138,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--student", default="llama-3.2-1b", help="a model that ships with the package, or a config.json")
+    parser.add_argument(
+        "--student", default="llama-3.2-1b", help="a model that ships with the package, or a config.json"
+    )
     parser.add_argument("--teacher", default="llama-3.1-8b")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences a step")
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[8], help="each is measured")
@@ -118,9 +150,21 @@ def main() -> None:
     parser.add_argument("--loss", default="forward_kl", choices=["forward_kl", "reverse_kl", "js"])
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"])
-    parser.add_argument("--compile", nargs="+", default=["on"], choices=["on", "off"], dest="compiles", help="each is measured")
+    parser.add_argument(
+        "--compile",
+        nargs="+",
+        default=["on"],
+        choices=["on", "off"],
+        dest="compiles",
+        help="each is measured",
+    )
     parser.add_argument("--checkpoint-layers", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, default=None, help="of dense bfloat16, where the device is not known here")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=None,
+        help="of dense bfloat16, where the device is not known here",
+    )
     args = parser.parse_args()
     device = pick_device()
     (student, student_arch), (teacher, teacher_arch) = read_arch(args.student), read_arch(args.teacher)
@@ -133,9 +177,22 @@ def main() -> None:
         measured = measure(args, student_arch, teacher_arch, device)
         tokens_per_s = args.batch_size * args.seq_len / measured["step_s"]
         rate = flops_of(student_arch, teacher_arch, args.seq_len) * tokens_per_s
-        keys = ("batch_size", "micro_batch_size", "seq_len", "loss", "temperature", "optimizer", "compile", "checkpoint_layers")
+        keys = (
+            "batch_size",
+            "micro_batch_size",
+            "seq_len",
+            "loss",
+            "temperature",
+            "optimizer",
+            "compile",
+            "checkpoint_layers",
+        )
         facts = {"student": student, "teacher": teacher, **{key: getattr(args, key) for key in keys}}
-        speed = {"tokens_per_s": tokens_per_s, "flops_per_s": rate, "mfu": None if peak is None else rate / peak}
+        speed = {
+            "tokens_per_s": tokens_per_s,
+            "flops_per_s": rate,
+            "mfu": None if peak is None else rate / peak,
+        }
         rows.append({"tool": "compress", "experiment": "distill_step", **facts, **speed, **measured})
         print(table(rows[-1:]), flush=True)
         if args.out is not None:

@@ -1,9 +1,9 @@
 """What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text, by kind of text, beside the
 same draft as it begins and beside n-gram lookup.
 
-    python scripts/bench_draft.py --data TEXT_DIR --more-python 4 --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
-    python scripts/bench_draft.py --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
-    python scripts/bench_draft.py --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
+    python -m scripts.bench_draft --data TEXT_DIR --more-python 4 --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
+    python -m scripts.bench_draft --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
+    python -m scripts.bench_draft --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
 The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft NAME=JSON` is what a recipe
 says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the stage on the text of `--data` and served by the engine.
@@ -30,19 +30,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_recovery import read_text
-from bench_setup import markdown, pick_device, write_results
-from bench_speculative import repeated_4grams, tpot_ms
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_reference import encode
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
-from compress.calibrate.card import documents, load_card
-from compress.calibrate.corpus import Document
-from compress.calibrate.dataset import TokenSet, save_token_set
+from compress.context import Context
+from compress.data.card import documents, load_card
+from compress.data.corpus import Document
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import TokenSet, save_token_set
 from compress.digest import digest_bytes, digest_json
 from compress.export import open_weights
 from compress.models.eagle3 import draft_head
@@ -58,7 +55,6 @@ from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Acceptance, Speculative
 from compress.stages import Input, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
 from compress.stages.distill.text import Text, sampled
@@ -67,6 +63,10 @@ from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.draft.spec import Draft
 from compress.stages.quantize import quantize
 from compress.stages.quantize.spec import Quantize
+from scripts.bench_recovery import read_text
+from scripts.bench_setup import markdown, pick_device, write_results
+from scripts.bench_speculative import repeated_4grams, tpot_ms
+from scripts.train_reference import encode
 
 SEED = 0
 CALIBRATION_LEN = 512
@@ -108,7 +108,9 @@ class Bench:
         return Context(str(self.device), SEED, self.workspace.scratch(key), Printed())
 
 
-def categories(args: argparse.Namespace, by_source: dict[str, list[Document]], tokenizer: Tokenizer) -> dict[str, Tensor]:
+def categories(
+    args: argparse.Namespace, by_source: dict[str, list[Document]], tokenizer: Tokenizer
+) -> dict[str, Tensor]:
     texts: dict[str, list[Document]] = {}
     for source, docs in sorted(by_source.items()):
         texts.setdefault("code" if "python" in source.lower() else "prose", []).extend(docs)
@@ -117,7 +119,10 @@ def categories(args: argparse.Namespace, by_source: dict[str, list[Document]], t
         texts[name] = list(documents(load_card(card)))
     found = {}
     for name, docs in texts.items():
-        tokens = torch.tensor(tokenizer.encode("\n\n".join(each.text for each in docs), add_special_tokens=False).ids, dtype=torch.int32)
+        tokens = torch.tensor(
+            tokenizer.encode("\n\n".join(each.text for each in docs), add_special_tokens=False).ids,
+            dtype=torch.int32,
+        )
         length = args.seq_len + 1
         windows = tokens[: tokens.numel() // length * length].view(-1, length)
         found[name] = windows[torch.linspace(0, len(windows) - 1, min(args.num_prompts, len(windows))).long()]
@@ -127,12 +132,23 @@ def categories(args: argparse.Namespace, by_source: dict[str, list[Document]], t
 def target_of(bench: Bench) -> Artifact:
     """The model in codes, made once for a work directory."""
     spec = Quantize.model_validate({"scheme": bench.args.scheme, "preset": bench.args.preset})
-    key = "target-" + digest_json([bench.source.digest, bench.stream_digest, spec.model_dump(mode="json", serialize_as_any=True)])[7:23]
+    key = (
+        "target-"
+        + digest_json(
+            [bench.source.digest, bench.stream_digest, spec.model_dump(mode="json", serialize_as_any=True)]
+        )[7:23]
+    )
     text = bench.workspace.root / f"{key}-text"
     text.mkdir(parents=True, exist_ok=True)
-    save_token_set(TokenSet(bench.windows(CALIBRATION_LEN, bench.args.num_samples), 0, 0, {}), text / TOKENS_NAME)
-    inputs = Inputs(bench.source, {Port.DENSE: Input(bench.source.path, bench.source.digest), Port.CALIB: Input(text, "")})
-    return bench.workspace.commit(key, "quantize", {}, lambda out: quantize(spec, inputs, out, bench.context(key)))
+    save_token_set(
+        TokenSet(bench.windows(CALIBRATION_LEN, bench.args.num_samples), 0, 0, {}), text / TOKENS_NAME
+    )
+    inputs = Inputs(
+        bench.source, {Port.DENSE: Input(bench.source.path, bench.source.digest), Port.CALIB: Input(text, "")}
+    )
+    return bench.workspace.commit(
+        key, "quantize", {}, lambda out: quantize(spec, inputs, out, bench.context(key))
+    )
 
 
 def spec_of(bench: Bench, changes: dict[str, Any]) -> Draft:
@@ -164,12 +180,20 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
         started_s, context = time.perf_counter(), bench.context(key)
         learns_on = text
         if spec.sample is not None:
-            learns_on = text.with_training(sampled(spec.sample, tokens_NS, weights, context, device=bench.device))
+            learns_on = text.with_training(
+                sampled(spec.sample, tokens_NS, weights, context, device=bench.device)
+            )
         decoder = build_decoder(weights, dtype=dtype, device=bench.device)
         named = NamedTeacher("target", target.digest, target.path, weights)
-        made = spec.start.make(Setting(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context)
+        made = spec.start.make(
+            Setting(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context
+        )
         described = made.write(out)
-        facts = {**learning_facts(spec, dtype, made.curve), **made.facts, "seconds": round(time.perf_counter() - started_s, 1)}
+        facts = {
+            **learning_facts(spec, dtype, made.curve),
+            **made.facts,
+            "seconds": round(time.perf_counter() - started_s, 1),
+        }
         out.describe(role="draft", facts={"draft": facts}, **described)
 
     return bench.workspace.commit(key, "draft", {}, build)
@@ -182,7 +206,9 @@ def undistilled(target: Artifact, spec: Draft) -> WeightSource:
     return LayerSubset(weights if spec.quantize is not None else Dense(weights), spec.init.kept(weights.arch))
 
 
-def proposers_of(bench: Bench, target: Artifact) -> tuple[dict[str, ProposerOptions], dict[str, dict[str, Any]]]:
+def proposers_of(
+    bench: Bench, target: Artifact
+) -> tuple[dict[str, ProposerOptions], dict[str, dict[str, Any]]]:
     """By name, and what is known of those that were trained."""
     proposers: dict[str, ProposerOptions] = {"ngram": NGram()}
     facts: dict[str, dict[str, Any]] = {}
@@ -191,7 +217,11 @@ def proposers_of(bench: Bench, target: Artifact) -> tuple[dict[str, ProposerOpti
         spec = spec_of(bench, json.loads(text or "{}"))
         artifact = trained(bench, target, name, spec)
         facts[name] = artifact.manifest.facts["draft"]
-        proposers[name] = Eagle3(draft_head(artifact)) if facts[name]["kind"] == "eagle3" else DraftModel(open_weights(artifact.path))
+        proposers[name] = (
+            Eagle3(draft_head(artifact))
+            if facts[name]["kind"] == "eagle3"
+            else DraftModel(open_weights(artifact.path))
+        )
         if isinstance(spec.init, Pruned) and spec.init.heads is None and spec.init.ffn is None:
             proposers.setdefault("draft_undistilled", DraftModel(undistilled(target, spec)))
         print(f"{name}: {_line(facts[name])}", flush=True)
@@ -244,10 +274,16 @@ def measure(bench: Bench, target: Artifact) -> list[dict[str, Any]]:
     proposers, facts = proposers_of(bench, target)
     rows = []
     for batch_size in args.batch_sizes:
-        config = EngineConfig(max_batch_size=batch_size, max_model_len=args.prompt_tokens + args.output_tokens)
+        config = EngineConfig(
+            max_batch_size=batch_size, max_model_len=args.prompt_tokens + args.output_tokens
+        )
         plainly = Engine(weights, device=bench.device, config=config)
         engines = {
-            name: Engine(weights, device=bench.device, config=replace(config, speculative=Speculative(each, k=args.k, rule="rejection")))
+            name: Engine(
+                weights,
+                device=bench.device,
+                config=replace(config, speculative=Speculative(each, k=args.k, rule="rejection")),
+            )
             for name, each in proposers.items()
         }
         for category, windows in bench.held_out.items():
@@ -257,7 +293,13 @@ def measure(bench: Bench, target: Artifact) -> list[dict[str, Any]]:
                     engine.generate(requests[:batch_size])  # compiles, and captures graphs
                 plain = plainly.generate(requests)
                 for name, engine in engines.items():
-                    said = {"model": bench.source.name, "scheme": args.scheme, "proposer": name, "k": args.k, "temperature": temperature}
+                    said = {
+                        "model": bench.source.name,
+                        "scheme": args.scheme,
+                        "proposer": name,
+                        "k": args.k,
+                        "temperature": temperature,
+                    }
                     trained_on = (
                         {
                             **{key: facts[name][key] for key in ("tokens", "seconds", "params")},
@@ -267,12 +309,25 @@ def measure(bench: Bench, target: Artifact) -> list[dict[str, Any]]:
                         else {}
                     )
                     found = row_of(engine, requests, plain)
-                    rows.append({**said, "category": category, "batch_size": batch_size, **found, **trained_on})
+                    rows.append(
+                        {**said, "category": category, "batch_size": batch_size, **found, **trained_on}
+                    )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ("category", "T", "batch", "proposer", "acceptance length", "rate", "kept by position", "speed-up", "repeated 4-grams", "same")
+    header = (
+        "category",
+        "T",
+        "batch",
+        "proposer",
+        "acceptance length",
+        "rate",
+        "kept by position",
+        "speed-up",
+        "repeated 4-grams",
+        "same",
+    )
     return markdown(
         header,
         [
@@ -297,16 +352,33 @@ def token_stream(args: argparse.Namespace, tokenizer: Tokenizer, training: list[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="builtin://python", help="a directory with *.jsonl.xz, or a data card")
-    parser.add_argument("--more-python", type=int, default=0, metavar="N", help="times that builtin://python is added to the training text")
-    parser.add_argument("--eval", action="append", default=[], metavar="NAME=CARD", help="another category of held-out text")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default="builtin://python", help="a directory with *.jsonl.xz, or a data card"
+    )
+    parser.add_argument(
+        "--more-python",
+        type=int,
+        default=0,
+        metavar="N",
+        help="times that builtin://python is added to the training text",
+    )
+    parser.add_argument(
+        "--eval", action="append", default=[], metavar="NAME=CARD", help="another category of held-out text"
+    )
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--scheme", default="W4A16_G128", help="of the target")
     parser.add_argument("--preset", default="balanced", help="of the target's quantization")
-    parser.add_argument("--num-samples", type=int, default=128, help="windows of 512 that the target is calibrated on")
     parser.add_argument(
-        "--draft", action="append", metavar="NAME=JSON", help="what a recipe says of a draft; one with defaults if left out"
+        "--num-samples", type=int, default=128, help="windows of 512 that the target is calibrated on"
+    )
+    parser.add_argument(
+        "--draft",
+        action="append",
+        metavar="NAME=JSON",
+        help="what a recipe says of a draft; one with defaults if left out",
     )
     parser.add_argument("--tokens", type=float, default=60e6, help="to train each draft on")
     parser.add_argument("--seq-len", type=int, default=512)
@@ -318,8 +390,15 @@ def main() -> int:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench-draft", help="what was made is kept here")
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "bench-draft",
+        help="what was made is kept here",
+    )
+    parser.add_argument(
+        "--commit", default=None, help="of the code that is measured; the checkout's by default"
+    )
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
     args = parser.parse_args()
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -350,7 +429,9 @@ def main() -> int:
             "prompt_tokens": args.prompt_tokens,
             "output_tokens": args.output_tokens,
         }
-        write_results(args.out, rows, device=bench.device, commit=args.commit, facts=conditions | {"drafts": args.draft})
+        write_results(
+            args.out, rows, device=bench.device, commit=args.commit, facts=conditions | {"drafts": args.draft}
+        )
     return int(any(row["temperature"] == 0 and row["identical"] != row["num_requests"] for row in rows))
 
 

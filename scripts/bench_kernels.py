@@ -1,7 +1,7 @@
 """How fast every kernel of a step is, at the sizes of one model, beside what the memory allows and beside torch's own.
 
-    python scripts/bench_kernels.py --out benchmarks/h200/kernels.json
-    python scripts/bench_kernels.py --model qwen3-8b --ops linear --schemes W4A16_G128 --m 1 16
+    python -m scripts.bench_kernels --out benchmarks/h200/kernels.json
+    python -m scripts.bench_kernels --model qwen3-8b --ops linear --schemes W4A16_G128 --m 1 16
 
 Kernels are chosen and weights repacked as the runtime does it. Each case is first checked against a reference, with fresh memory poisoned,
 and the last launch of the timed graph is checked again; rows of one kernel must have the same bits at every M up to 128. A case that fails
@@ -25,7 +25,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from bench_setup import (
+from torch import Tensor
+
+from compress.kernels.operands.paged import FP8_TOKEN_HEAD
+from compress.kernels.operands.rows import QuantizedRows
+from compress.validate.roofline import measure_bandwidth, measure_matmul_rate
+from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
     H200_LAUNCH_S,
     argument_parser,
@@ -36,16 +41,11 @@ from bench_setup import (
     read_arch,
     write_results,
 )
-from kernel_bench.attention import attention_decode_cases, attention_prefill_cases
-from kernel_bench.case import Bench, Case
-from kernel_bench.linear import LINEARS, linear_cases
-from kernel_bench.rows import rope_store_cases, row_cases, sample_cases
-from kernel_bench.timer import poisoned_memory, time_alone, time_launches
-from torch import Tensor
-
-from compress.kernels.paged import FP8_TOKEN_HEAD
-from compress.kernels.rows import QuantizedRows
-from compress.validate.roofline import measure_bandwidth, measure_matmul_rate
+from scripts.kernel_bench.attention import attention_decode_cases, attention_prefill_cases
+from scripts.kernel_bench.case import Bench, Case
+from scripts.kernel_bench.linear import LINEARS, linear_cases
+from scripts.kernel_bench.rows import rope_store_cases, row_cases, sample_cases
+from scripts.kernel_bench.timer import poisoned_memory, time_alone, time_launches
 
 OPS = ("linear", "attention_decode", "attention_prefill", "rows", "rope_store", "sample")
 DENSE = "dense"
@@ -74,10 +74,18 @@ class BitsOfRows:
         if case.tool != "compress" or case.phase != "decode" or case.op in ("attention_decode", "sample"):
             return None
         key = (case.op, case.name, case.scheme, case.kernel)
-        tensors = (output.values_TK.view(torch.uint8), output.scale_T) if isinstance(output, QuantizedRows) else (output,)
+        tensors = (
+            (output.values_TK.view(torch.uint8), output.scale_T)
+            if isinstance(output, QuantizedRows)
+            else (output,)
+        )
         before = self._before.get(key)
         self._before[key] = tuple(each.clone() for each in tensors)
-        return None if before is None else all(torch.equal(new[: len(old)], old) for new, old in zip(tensors, before, strict=True))
+        return (
+            None
+            if before is None
+            else all(torch.equal(new[: len(old)], old) for new, old in zip(tensors, before, strict=True))
+        )
 
 
 def cases(args: argparse.Namespace, bench: Bench) -> Iterator[Case]:
@@ -86,7 +94,9 @@ def cases(args: argparse.Namespace, bench: Bench) -> Iterator[Case]:
     paged: dict[str, Any] = {"kv_formats": kv_formats, "block_size": block_size}
     makers = {
         "linear": lambda: linear_cases(bench, schemes, args.linears),
-        "attention_decode": lambda: attention_decode_cases(bench, contexts=args.contexts, batch_sizes=args.batch_sizes, **paged),
+        "attention_decode": lambda: attention_decode_cases(
+            bench, contexts=args.contexts, batch_sizes=args.batch_sizes, **paged
+        ),
         "attention_prefill": lambda: attention_prefill_cases(bench, lengths=args.lengths, **paged),
         "rows": lambda: row_cases(bench),
         "rope_store": lambda: rope_store_cases(bench, **paged),
@@ -102,7 +112,9 @@ def measure(case: Case, bench: Bench, rates: Rates, bits: BitsOfRows, *, alone: 
     same_bits = bits.kept(case, output)
     error = None if case.error is None else case.error(output)
     sustained = case.phase == "prefill" and case.flops > 0
-    timing = time_launches(case.launches, bench.device, replays=REPLAYS[case.phase], in_graph=case.in_graph, sustained=sustained)
+    timing = time_launches(
+        case.launches, bench.device, replays=REPLAYS[case.phase], in_graph=case.in_graph, sustained=sustained
+    )
     if case.error is not None and error is not None:
         error = max(error, case.error(timing.output))
     seconds = timing.us / 1e6
@@ -117,11 +129,15 @@ def measure(case: Case, bench: Bench, rates: Rates, bits: BitsOfRows, *, alone: 
         "phase": case.phase,
         "kernel": case.kernel,
         **timing.as_json(),
-        "us_alone": time_alone(case.launches, bench.device, replays=REPLAYS[case.phase]) if alone and cold else None,
+        "us_alone": time_alone(case.launches, bench.device, replays=REPLAYS[case.phase])
+        if alone and cold
+        else None,
         "bytes": case.num_bytes,
         "tb_per_s": case.num_bytes / seconds / 1e12,
         "bandwidth_frac": case.num_bytes / seconds / rates.bandwidth_bytes_per_s if cold else None,
-        "curve_frac": (H200_LAUNCH_S + case.num_bytes / H200_LAUNCH_BYTES_PER_S) / seconds if cold and is_h200(bench.device) else None,
+        "curve_frac": (H200_LAUNCH_S + case.num_bytes / H200_LAUNCH_BYTES_PER_S) / seconds
+        if cold and is_h200(bench.device)
+        else None,
         "tflop_per_s": case.flops / seconds / 1e12,
         "error": error,
         "error_limit": None if error is None else case.limit,
@@ -141,15 +157,27 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
             lines.setdefault((row["name"], row["scheme"], row["kernel"]), {})[row["m"]] = _cell(row)
         body = [[" ".join(what), *(cells.get(size, "") for size in sizes)] for what, cells in lines.items()]
         unit = "TFLOP/s" if _by_arithmetic(chosen[0]) else "TB/s"
-        blocks.append(markdown([f"{op}, us {unit}", *(f"{'T' if phase == 'prefill' else 'M'}={size}" for size in sizes)], body))
+        blocks.append(
+            markdown(
+                [f"{op}, us {unit}", *(f"{'T' if phase == 'prefill' else 'M'}={size}" for size in sizes)],
+                body,
+            )
+        )
     return "\n\n".join(blocks)
 
 
 def _cell(row: dict[str, Any]) -> str:
     """Microseconds, rate, and where bytes decide the shares of bandwidth and curve in percent."""
     rate = row["tflop_per_s"] if _by_arithmetic(row) else row["tb_per_s"]
-    shares = "/".join(f"{row[name] * 100:.0f}" for name in ("bandwidth_frac", "curve_frac") if row[name] is not None)
-    parts = [f"{row['us']:.4g}", f"{rate:.0f}" if rate >= 100 else f"{rate:.2f}", shares and f"{shares}%", "" if row["passed"] else "WRONG"]
+    shares = "/".join(
+        f"{row[name] * 100:.0f}" for name in ("bandwidth_frac", "curve_frac") if row[name] is not None
+    )
+    parts = [
+        f"{row['us']:.4g}",
+        f"{rate:.0f}" if rate >= 100 else f"{rate:.2f}",
+        shares and f"{shares}%",
+        "" if row["passed"] else "WRONG",
+    ]
     return " ".join(part for part in parts if part)
 
 
@@ -161,12 +189,24 @@ def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--linears", nargs="+", default=list(LINEARS), choices=list(LINEARS))
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), help=f"'{DENSE}' is the dtype of the model")
-    parser.add_argument("--m", nargs="+", type=int, default=list(ROWS), help="rows of linears and row-wise ops; above 128 is prefill")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16, 64], help="requests of attention and sampling")
+    parser.add_argument(
+        "--schemes", nargs="+", default=list(SCHEMES), help=f"'{DENSE}' is the dtype of the model"
+    )
+    parser.add_argument(
+        "--m",
+        nargs="+",
+        type=int,
+        default=list(ROWS),
+        help="rows of linears and row-wise ops; above 128 is prefill",
+    )
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=int, default=[1, 16, 64], help="requests of attention and sampling"
+    )
     parser.add_argument("--contexts", nargs="+", type=int, default=[580, 8192], help="of decode attention")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="of prefill attention")
-    parser.add_argument("--alone", action="store_true", help="also time launches that their neighbours do not overlap")
+    parser.add_argument(
+        "--alone", action="store_true", help="also time launches that their neighbours do not overlap"
+    )
     return parser.parse_args()
 
 
@@ -192,11 +232,11 @@ def main() -> None:
                     print(f"WRONG: {rows[-1]}", file=sys.stderr, flush=True)
     finally:  # what was measured before a failure is kept
         if args.out is not None:
-            write_results(args.out, rows, device=device, commit=args.commit, facts={"model": name, **vars(rates)})
+            write_results(
+                args.out, rows, device=device, commit=args.commit, facts={"model": name, **vars(rates)}
+            )
         print(tables(rows))
-    measured = (
-        f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, multiplies {rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s in {bench.dense}"
-    )
+    measured = f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, multiplies {rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s in {bench.dense}"
     print(f"{name}: {len(rows)} cases in {time.perf_counter() - started_s:.0f} s; this device {measured}")
     wrong = sum(not row["passed"] for row in rows)
     if wrong:

@@ -1,7 +1,7 @@
 """What a quantized KV cache costs in accuracy: every format against the same model with keys and values as they are.
 
-    python scripts/bench_kv.py                                       the bundled model and text, at its full context
-    python scripts/bench_kv.py --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
+    python -m scripts.bench_kv                                       the bundled model and text, at its full context
+    python -m scripts.bench_kv --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
 
 Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1 agreement, and the mean KL of the first
 and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are. The
@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_setup import markdown, write_results
-from kv_outliers import Outliers
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
-from compress.calibrate.dataset import TokenSet
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
 from compress.calibrate.sequential import run_sequential
 from compress.cli.run import pick_device
+from compress.context import Context
+from compress.data.model_tokens import read_tokens
+from compress.data.tokens import TokenSet
 from compress.export import open_weights
-from compress.kernels.paged import TOKEN_HEAD_FORMATS
+from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
@@ -40,8 +39,9 @@ from compress.quant.kv import DENSE, FP8_STATIC
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.calibrate import read_tokens
 from compress.validate.accuracy import Accuracy, measure_accuracy, score_window
+from scripts.bench_setup import markdown, write_results
+from scripts.kv_outliers import Outliers
 
 FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)
 OUTLIER_LAYER, OUTLIER_HEAD = 3, 1
@@ -109,16 +109,24 @@ def row_of(kv_format: str, engine: Engine, accuracy: Accuracy, first: float, las
     }
 
 
-def measure(args: argparse.Namespace, device: torch.device, scratch: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(
+    args: argparse.Namespace, device: torch.device, scratch: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     source = resolve_text(args.model)
     weights = open_weights(source.path)
     length = args.seq_len or weights.arch.max_position
     read = {"seq_len": length, "offline": True}
     tokens, _ = read_tokens(source, args.data, num_samples=args.num_samples, seed=None, **read)
-    calibration, _ = read_tokens(source, args.calibration, num_samples=args.calibration_samples, seed=0, **read)
+    calibration, _ = read_tokens(
+        source, args.calibration, num_samples=args.calibration_samples, seed=0, **read
+    )
 
     def engine(of: WeightSource, kv_format: str) -> Engine:
-        return Engine(of, device=device, config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format))
+        return Engine(
+            of,
+            device=device,
+            config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format),
+        )
 
     dense, rows = engine(weights, DENSE), []
     for power in (0, *args.outliers):
@@ -127,12 +135,29 @@ def measure(args: argparse.Namespace, device: torch.device, scratch: Path) -> tu
         calibrated = calibrate(of, calibration.tokens_NS, device, scratch / str(power))
         if warning := cache_warning(calibrated.rows):
             print(f"{model}: {warning}", file=sys.stderr)
-        formats = args.formats if power == 0 else [DENSE, *args.formats] if power == max(args.outliers) else [FP8_STATIC]
+        formats = (
+            args.formats
+            if power == 0
+            else [DENSE, *args.formats]
+            if power == max(args.outliers)
+            else [FP8_STATIC]
+        )
         for kv_format in formats:
             error = {"error": calibrated.worst_error} if kv_format == FP8_STATIC else {}
-            rows.append({"model": model, **compared(kv_format, dense, engine(calibrated, kv_format), tokens, device), **error})
+            rows.append(
+                {
+                    "model": model,
+                    **compared(kv_format, dense, engine(calibrated, kv_format), tokens, device),
+                    **error,
+                }
+            )
             print(f"{model}, {kv_format}: KL {rows[-1]['kl_mean']:.2e}", file=sys.stderr, flush=True)
-    facts = {"model": source.name, "evaluation": args.data, "num_samples": args.num_samples, "seq_len": length}
+    facts = {
+        "model": source.name,
+        "evaluation": args.data,
+        "num_samples": args.num_samples,
+        "seq_len": length,
+    }
     return rows, facts | {"calibration": args.calibration, "calibration_samples": args.calibration_samples}
 
 
@@ -140,19 +165,40 @@ def calibrate(source: WeightSource, tokens_NS: Tensor, device: torch.device, out
     out.mkdir()
     dtype = compute_dtype(str(device), getattr(torch, source.arch.dtype))
     ctx = Context(str(device), 0, out)
-    return Calibrated(source, out, run_sequential(source, tokens_NS, [], out, ctx, scheme=None, compute_dtype=dtype, kv_scales=True))
+    return Calibrated(
+        source,
+        out,
+        run_sequential(source, tokens_NS, [], out, ctx, scheme=None, compute_dtype=dtype, kv_scales=True),
+    )
 
 
-def compared(kv_format: str, dense: Engine, quantized: Engine, tokens: TokenSet, device: torch.device) -> dict[str, Any]:
+def compared(
+    kv_format: str, dense: Engine, quantized: Engine, tokens: TokenSet, device: torch.device
+) -> dict[str, Any]:
     watched = Watched(dense, quantized)
     accuracy = measure_accuracy(
-        watched.source, watched.candidate, tokens.tokens_NS.to(device), num_bytes=tokens.num_scored_bytes, batch_size=1
+        watched.source,
+        watched.candidate,
+        tokens.tokens_NS.to(device),
+        num_bytes=tokens.num_scored_bytes,
+        batch_size=1,
     )
     return row_of(kv_format, quantized, accuracy, *watched.quarters())
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ("model", "KV cache", "bytes/token", "mean KL", "95 % interval", "p99 KL", "top-1", "first quarter", "last quarter", "error")
+    header = (
+        "model",
+        "KV cache",
+        "bytes/token",
+        "mean KL",
+        "95 % interval",
+        "p99 KL",
+        "top-1",
+        "first quarter",
+        "last quarter",
+        "error",
+    )
     return markdown(
         header,
         [
@@ -167,18 +213,34 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="builtin://reference")
     parser.add_argument("--data", default="builtin://python-eval", help="evaluation text: a data card")
-    parser.add_argument("--calibration", default="builtin://python", help="calibration text of the static scales: a data card")
+    parser.add_argument(
+        "--calibration", default="builtin://python", help="calibration text of the static scales: a data card"
+    )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--outliers", nargs="*", type=int, default=[12, 14, 16, 20], help="powers of two; all formats for the largest")
+    parser.add_argument(
+        "--outliers",
+        nargs="*",
+        type=int,
+        default=[12, 14, 16, 20],
+        help="powers of two; all formats for the largest",
+    )
     parser.add_argument("--num-samples", type=int, default=24)
     parser.add_argument("--calibration-samples", type=int, default=32)
-    parser.add_argument("--seq-len", type=int, default=None, help="of a window; the model's longest by default")
+    parser.add_argument(
+        "--seq-len", type=int, default=None, help="of a window; the model's longest by default"
+    )
     parser.add_argument("--device", default=None)
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
-    parser.add_argument("--out", type=Path, default=None, help="write the result file here, e.g. benchmarks/kv.json")
+    parser.add_argument(
+        "--commit", default=None, help="of the code that is measured; the checkout's by default"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="write the result file here, e.g. benchmarks/kv.json"
+    )
     args = parser.parse_args()
     device = torch.device(pick_device(args.device))
     with tempfile.TemporaryDirectory() as scratch:

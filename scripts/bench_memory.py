@@ -1,7 +1,7 @@
 """How much memory quantizing takes when the model is larger than that: weights of random numbers on disk, the quantize stage in a process
 of its own, its peak resident size beside the bound and beside what `compress plan` says.
 
-    python scripts/bench_memory.py --out benchmarks/memory.json
+    python -m scripts.bench_memory --out benchmarks/memory.json
 
 The bound is B = memory after import + 6 x one layer in bf16 + the activations of the calibration set. The model's layers hold at least four
 times what B grants to layers, so a stage that kept them could not stay below. Needs less than 3 GB of disk, and no download.
@@ -36,7 +36,11 @@ CONFIG = {
 
 def shape_of(args: argparse.Namespace) -> dict[str, Any]:
     heads = args.hidden_size // CONFIG["head_dim"]
-    widths = {"hidden_size": args.hidden_size, "intermediate_size": args.intermediate_size, "num_hidden_layers": args.layers}
+    widths = {
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.intermediate_size,
+        "num_hidden_layers": args.layers,
+    }
     return {**CONFIG, **widths, "num_attention_heads": heads, "num_key_value_heads": args.kv_heads or heads}
 
 
@@ -44,25 +48,27 @@ def build(directory: Path, config: dict[str, Any], num_samples: int, seq_len: in
     """The model in shards of 256 MB, and token ids."""
     import torch
 
-    from compress.calibrate.dataset import TokenSet, save_token_set
+    from compress.data.model_tokens import TOKENS_NAME
+    from compress.data.tokens import TokenSet, save_token_set
     from compress.models.checkpoint import write_checkpoint
     from compress.models.family import family_of
     from compress.models.random_source import RandomSource
-    from compress.stages.calibrate import TOKENS_NAME
 
     arch = family_of(config).read_config(config)
     source = RandomSource(arch, device=torch.device("cpu"), dtype=torch.bfloat16)
     (directory / "model").mkdir()
     write_checkpoint(directory / "model", source, max_shard_bytes=256_000_000)
-    tokens = torch.randint(arch.vocab_size, (num_samples, seq_len), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    tokens = torch.randint(
+        arch.vocab_size, (num_samples, seq_len), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     (directory / "tokens").mkdir()
     save_token_set(TokenSet(tokens, 0, 0, {}), directory / "tokens" / TOKENS_NAME)
 
 
 def quantize(directory: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Run the stage here; the sizes of this process before, and at its peak."""
-    from compress.artifact.context import Context
     from compress.artifact.workspace import ArtifactWriter
+    from compress.context import Context
     from compress.registry.model_source import ModelSource
     from compress.stages import STAGES, Input, Inputs, Port
 
@@ -70,11 +76,22 @@ def quantize(directory: Path, spec: dict[str, Any]) -> dict[str, Any]:
     for name in ("scratch", "out"):
         (directory / name).mkdir()
     source = ModelSource(directory / "model", "random", None, "")
-    inputs = Inputs(source, {Port.DENSE: Input(directory / "model", ""), Port.CALIB: Input(directory / "tokens", "")})
+    inputs = Inputs(
+        source, {Port.DENSE: Input(directory / "model", ""), Port.CALIB: Input(directory / "tokens", "")}
+    )
     after_import = resident("VmRSS")
     started_s = time.perf_counter()
-    stage.run(stage.spec.model_validate(spec), inputs, ArtifactWriter(directory / "out"), Context("cpu", 0, directory / "scratch"))
-    return {"after_import_bytes": after_import, "peak_bytes": resident("VmHWM"), "seconds": time.perf_counter() - started_s}
+    stage.run(
+        stage.spec.model_validate(spec),
+        inputs,
+        ArtifactWriter(directory / "out"),
+        Context("cpu", 0, directory / "scratch"),
+    )
+    return {
+        "after_import_bytes": after_import,
+        "peak_bytes": resident("VmHWM"),
+        "seconds": time.perf_counter() - started_s,
+    }
 
 
 def resident(line: str) -> int:
@@ -134,16 +151,25 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| method | after import | B | peak | share of B | planned / measured | s |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| method | after import | B | peak | share of B | planned / measured | s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
-        sizes = " | ".join(f"{row[key] / 1e6:.0f} MB" for key in ("after_import_bytes", "bound_bytes", "peak_bytes"))
+        sizes = " | ".join(
+            f"{row[key] / 1e6:.0f} MB" for key in ("after_import_bytes", "bound_bytes", "peak_bytes")
+        )
         share = row["peak_bytes"] / row["bound_bytes"]
-        lines.append(f"| {row['method']} | {sizes} | {share:.2f} | {row['planned_ratio']:.2f} | {row['seconds']:.0f} |")
+        lines.append(
+            f"| {row['method']} | {sizes} | {share:.2f} | {row['planned_ratio']:.2f} | {row['seconds']:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--intermediate-size", type=int, default=2048)
     parser.add_argument("--kv-heads", type=int, default=None)
@@ -166,7 +192,9 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print(table(rows))
     if args.out is not None:
-        commit = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         document = {
             "schema": 1,
             "device": "cpu",

@@ -1,7 +1,7 @@
 """How much faster a decode step gets when heads and FFN channels go: a shape beside the shapes that pruning leaves, in one run.
 
-    python scripts/bench_pruned_speed.py --out benchmarks/h200/pruned_speed.json              30 % of heads, 20 % of the FFN, llama-2-13b
-    python scripts/bench_pruned_speed.py --model llama-3.1-8b --heads 0.75 --ffn 0.75 --schemes dense W4A16_G128
+    python -m scripts.bench_pruned_speed --out benchmarks/h200/pruned_speed.json              30 % of heads, 20 % of the FFN, llama-2-13b
+    python -m scripts.bench_pruned_speed --model llama-3.1-8b --heads 0.75 --ffn 0.75 --schemes dense W4A16_G128
 
 Weights are random: time depends on shapes, not values. The numbers of heads and channels are the nearest legal ones, as the prune stage
 takes them (`as_mistral` allows those whose heads do not divide the hidden size). All engines are alive at once and take turns of two
@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, as_mistral, resized
@@ -27,6 +26,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 from compress.validate.latency import LatencyRow, measure_latency
 from compress.validate.roofline import measure_bandwidth
+from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 DENSE, SOURCE = "dense", "source"
 
@@ -34,7 +34,11 @@ DENSE, SOURCE = "dense", "source"
 def variants(arch: Arch, args: argparse.Namespace) -> dict[str, Arch]:
     """By name: the source, and what pruning leaves of it under its own family's rules and under Mistral's."""
     found = {SOURCE: arch, "pruned": pruned(arch, args), "pruned, as mistral": pruned(freest(arch), args)}
-    return found if found["pruned"].layers != found["pruned, as mistral"].layers else {name: found[name] for name in (SOURCE, "pruned")}
+    return (
+        found
+        if found["pruned"].layers != found["pruned, as mistral"].layers
+        else {name: found[name] for name in (SOURCE, "pruned")}
+    )
 
 
 def freest(arch: Arch) -> Arch:
@@ -46,15 +50,23 @@ def pruned(base: Arch, args: argparse.Namespace) -> Arch:
     """With the legal numbers nearest to `args.heads` and `args.ffn`."""
     heads = nearest(legal_heads(base, "kv_group", args.multiple), args.heads, "heads", args.multiple)
     channels = nearest(legal_channels(base, args.multiple), args.ffn, "ffn", args.multiple)
-    return resized(base, replace(with_heads(base, Widths.of(base), heads, "kv_group"), intermediate_size=channels))
+    return resized(
+        base, replace(with_heads(base, Widths.of(base), heads, "kv_group"), intermediate_size=channels)
+    )
 
 
-def rows_of(scheme: str, args: argparse.Namespace, name: str, arch: Arch, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+def rows_of(
+    scheme: str, args: argparse.Namespace, name: str, arch: Arch, device: torch.device, bandwidth: float
+) -> list[dict[str, Any]]:
     archs, dtype = variants(arch, args), model_dtype(device)
     engines = {}
     for variant, each in archs.items():
-        source = RandomSource(each, device=device, dtype=dtype, scheme=None if scheme == DENSE else scheme_named(scheme))
-        config = EngineConfig(dtype=dtype, max_batch_size=args.batch_size, max_model_len=args.prompt_tokens + args.output_tokens)
+        source = RandomSource(
+            each, device=device, dtype=dtype, scheme=None if scheme == DENSE else scheme_named(scheme)
+        )
+        config = EngineConfig(
+            dtype=dtype, max_batch_size=args.batch_size, max_model_len=args.prompt_tokens + args.output_tokens
+        )
         engines[variant] = Engine(source, device=device, config=config)
     turns: dict[str, list[LatencyRow]] = {variant: [] for variant in archs}
     for turn in range(args.repeats + 1):
@@ -106,7 +118,9 @@ def rows_of(scheme: str, args: argparse.Namespace, name: str, arch: Arch, device
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--heads", type=float, default=0.7, help="share of the query heads that stay, with their KV heads")
+    parser.add_argument(
+        "--heads", type=float, default=0.7, help="share of the query heads that stay, with their KV heads"
+    )
     parser.add_argument("--ffn", type=float, default=0.8, help="share of the FFN channels that stay")
     parser.add_argument("--multiple", type=int, default=128)
     parser.add_argument("--schemes", nargs="+", default=[DENSE, "W4A16_G128"])
@@ -120,10 +134,30 @@ def main() -> None:
     device = pick_device()
     bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if device.type == "cpu" else None)
     rows = [row for scheme in args.schemes for row in rows_of(scheme, args, name, arch, device, bandwidth)]
-    shown = ("scheme", "variant", "heads", "ffn", "tpot_ms", "bytes_speedup", "speedup", "speedup_least", "speedup_most")
-    print(markdown(shown, [[f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in shown] for row in rows]))
+    shown = (
+        "scheme",
+        "variant",
+        "heads",
+        "ffn",
+        "tpot_ms",
+        "bytes_speedup",
+        "speedup",
+        "speedup_least",
+        "speedup_most",
+    )
+    print(
+        markdown(
+            shown,
+            [
+                [f"{row[key]:.3f}" if isinstance(row[key], float) else str(row[key]) for key in shown]
+                for row in rows
+            ],
+        )
+    )
     if args.out is not None:
-        write_results(args.out, rows, device=device, commit=args.commit, facts={"bandwidth_bytes_per_s": bandwidth})
+        write_results(
+            args.out, rows, device=device, commit=args.commit, facts={"bandwidth_bytes_per_s": bandwidth}
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How long quantizing takes on this device, from a checkpoint on disk to an artifact on disk, and how much of the device's memory.
 
-    python scripts/bench_quantize.py --out benchmarks/h200/quantize.json
-    python scripts/bench_quantize.py --layers 2 --methods gptq awq          # a quick look
-    python scripts/bench_quantize.py --methods gptq --tools llmcompressor-gptq --peer-layers 4      # and another tool on the same GPU
+    python -m scripts.bench_quantize --out benchmarks/h200/quantize.json
+    python -m scripts.bench_quantize --layers 2 --methods gptq awq          # a quick look
+    python -m scripts.bench_quantize --methods gptq --tools llmcompressor-gptq --peer-layers 4      # and another tool on the same GPU
 
 The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on shapes, not values. Timed is the
 quantize stage, with reading the checkpoint and writing the artifact, and then the digests that become its manifest. `--layers` cuts the
@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import describe_files
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.dataset import TokenSet, save_token_set
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import TokenSet, save_token_set
 from compress.models.arch import Arch
 from compress.models.checkpoint import write_checkpoint
 from compress.models.random_source import RandomSource
 from compress.registry.model_source import BUILTIN, ModelSource
 from compress.stages import STAGES, Input, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
+from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 METHODS: dict[str, dict[str, Any]] = {
     "gptq": {"scheme": "W4A16_G128", "round": {"kind": "gptq"}},
@@ -56,7 +56,9 @@ def cut(arch: Arch, num_layers: int | None) -> Arch:
     """The first layers only."""
     if num_layers is None:
         return arch
-    return replace(arch, layers=arch.layers[:num_layers], config={**arch.config, "num_hidden_layers": num_layers})
+    return replace(
+        arch, layers=arch.layers[:num_layers], config={**arch.config, "num_hidden_layers": num_layers}
+    )
 
 
 def build(directory: Path, arch: Arch, device: torch.device, num_samples: int, seq_len: int) -> None:
@@ -65,7 +67,9 @@ def build(directory: Path, arch: Arch, device: torch.device, num_samples: int, s
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUILTIN["reference"] / name, directory / "model" / name)
     write_checkpoint(directory / "model", RandomSource(arch, device=device, dtype=torch.bfloat16))
-    tokens = torch.randint(arch.vocab_size, (num_samples, seq_len), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    tokens = torch.randint(
+        arch.vocab_size, (num_samples, seq_len), generator=torch.Generator().manual_seed(0), dtype=torch.int32
+    )
     (directory / "tokens").mkdir()
     save_token_set(TokenSet(tokens, 0, 0, {}), directory / "tokens" / TOKENS_NAME)
 
@@ -85,12 +89,22 @@ def quantize(directory: Path, spec: dict[str, Any], device: torch.device) -> dic
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     started_s = time.perf_counter()
-    stage.run(stage.spec.model_validate(spec), inputs, ArtifactWriter(directory / "out"), Context(str(device), 0, directory / "scratch"))
+    stage.run(
+        stage.spec.model_validate(spec),
+        inputs,
+        ArtifactWriter(directory / "out"),
+        Context(str(device), 0, directory / "scratch"),
+    )
     stage_s = time.perf_counter() - started_s
     files, _ = describe_files(directory / "out")
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     total_s = time.perf_counter() - started_s
-    return {"stage_s": stage_s, "seconds": total_s, "peak_device_bytes": peak, "artifact_bytes": sum(each.size_bytes for each in files)}
+    return {
+        "stage_s": stage_s,
+        "seconds": total_s,
+        "peak_device_bytes": peak,
+        "artifact_bytes": sum(each.size_bytes for each in files),
+    }
 
 
 def quantize_elsewhere(
@@ -101,7 +115,9 @@ def quantize_elsewhere(
     Raises:
         RuntimeError: the tool failed; the end of what it said.
     """
-    layers = [arch.num_layers] if peer_layers is None or peer_layers >= arch.num_layers else [1, 1, peer_layers]
+    layers = (
+        [arch.num_layers] if peer_layers is None or peer_layers >= arch.num_layers else [1, 1, peer_layers]
+    )
     question, answer = directory / "question.json", directory / "answer.json"
     paths = {"model": str(directory / "model"), "tokens": str(directory / "tokens" / TOKENS_NAME)}
     question.write_text(json.dumps({"tool": tool, **paths, "device": str(device), "layers": layers}))
@@ -109,9 +125,13 @@ def quantize_elsewhere(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     command = [str(python), str(Path(__file__).parent / "peer_speed.py"), str(question), str(answer)]
-    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{tool} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{tool} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}"
+        )
     said = json.loads(answer.read_text())
     measured = [{"layers": num_layers, **run} for num_layers, run in zip(layers, said["runs"], strict=True)]
     return {
@@ -140,7 +160,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["tool"],
             row["method"],
             str(row["num_layers"]),
-            f"{row['seconds']:.1f}" + (f" (from {row['measured'][-1]['layers']} layers)" if len(row.get("measured", ())) > 1 else ""),
+            f"{row['seconds']:.1f}"
+            + (f" (from {row['measured'][-1]['layers']} layers)" if len(row.get("measured", ())) > 1 else ""),
             f"{row['seconds'] - row['stage_s']:.1f}" if "stage_s" in row else "",
             f"{row['seconds'] / row['num_layers']:.2f}",
             "" if row["peak_device_bytes"] is None else f"{row['peak_device_bytes'] / 1e9:.1f}",
@@ -157,17 +178,33 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=None, help="of the model; all by default")
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--scratch", type=Path, default=None, help="a directory on the disk that is to be measured")
-    parser.add_argument("--tools", nargs="+", default=[], choices=TOOLS, help="other tools, on the same device")
-    parser.add_argument("--peers", type=Path, default=None, help="virtual environment of the other tools; the one this runs in by default")
-    parser.add_argument("--peer-layers", type=int, default=None, help="layers that other tools quantize, more than one; all by default")
+    parser.add_argument(
+        "--scratch", type=Path, default=None, help="a directory on the disk that is to be measured"
+    )
+    parser.add_argument(
+        "--tools", nargs="+", default=[], choices=TOOLS, help="other tools, on the same device"
+    )
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        default=None,
+        help="virtual environment of the other tools; the one this runs in by default",
+    )
+    parser.add_argument(
+        "--peer-layers",
+        type=int,
+        default=None,
+        help="layers that other tools quantize, more than one; all by default",
+    )
     args = parser.parse_args()
     if args.peer_layers is not None and args.peer_layers < 2:
         parser.error("--peer-layers takes two or more: what a layer takes is the difference to one.")
     return args
 
 
-def measurements(args: argparse.Namespace, directory: Path, arch: Arch, device: torch.device) -> Iterator[dict[str, Any]]:
+def measurements(
+    args: argparse.Namespace, directory: Path, arch: Arch, device: torch.device
+) -> Iterator[dict[str, Any]]:
     build(directory, arch, device, args.num_samples, args.seq_len)
     for method in args.methods:
         yield {"tool": "compress", "method": method, **quantize(directory, METHODS[method], device)}
@@ -183,14 +220,23 @@ def main() -> None:
         return
     name, arch = read_arch(args.model)
     arch, rows = cut(arch, args.layers), list[dict[str, Any]]()
-    facts = {"shape": name, "num_layers": arch.num_layers, "num_samples": args.num_samples, "seq_len": args.seq_len}
+    facts = {
+        "shape": name,
+        "num_layers": arch.num_layers,
+        "num_samples": args.num_samples,
+        "seq_len": args.seq_len,
+    }
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         for measured in measurements(args, Path(scratch), arch, device):
             rows.append({"tool": measured.pop("tool"), "method": measured.pop("method"), **facts, **measured})
             print(f"{rows[-1]['tool']} {rows[-1]['method']}: {rows[-1]['seconds']:.1f} s", flush=True)
             if args.out is not None:
                 write_results(
-                    args.out, rows, device=device, commit=args.commit, facts={"dtype": str(model_dtype(device)).removeprefix("torch.")}
+                    args.out,
+                    rows,
+                    device=device,
+                    commit=args.commit,
+                    facts={"dtype": str(model_dtype(device)).removeprefix("torch.")},
                 )
     print(table(rows))
 

@@ -1,7 +1,7 @@
 """How much of a pruned model comes back, and how it compares with the same shape trained from scratch on the same tokens.
 
-    python scripts/bench_recovery.py --data TEXT_DIR --out benchmarks/h200/recovery.json                both experiments, one GPU
-    python scripts/bench_recovery.py --data my-text.yaml --experiments prune25+recover --tokens 20e6
+    python -m scripts.bench_recovery --data TEXT_DIR --out benchmarks/h200/recovery.json                both experiments, one GPU
+    python -m scripts.bench_recovery --data my-text.yaml --experiments prune25+recover --tokens 20e6
 
 Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN), `heads30+ffn20` (30 % of the heads, 20
 % of the FFN, nearest legal numbers with widths a multiple of 64). For each: prune (the prune stage; `--score`, `--compensate`), measure,
@@ -28,16 +28,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_setup import markdown, pick_device, write_results
 from tokenizers import Tokenizer
 from torch import Tensor
-from train_reference import SEQ_LEN, collect, encode, held_out
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import Workspace
-from compress.calibrate.card import documents, load_card
-from compress.calibrate.corpus import Document
-from compress.calibrate.dataset import TokenSet, save_token_set
+from compress.context import Context
+from compress.data.card import documents, load_card
+from compress.data.corpus import Document
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import TokenSet, save_token_set
 from compress.distill.losses import Divergence, next_token
 from compress.distill.objective import Objective, Teacher
 from compress.distill.train import TokenStream, TrainConfig, Training
@@ -48,9 +47,10 @@ from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource, WeightSource, build_decoder
 from compress.registry.model_source import resolve_model
 from compress.stages import Input, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.prune import prune
 from compress.stages.prune.spec import Prune
+from scripts.bench_setup import markdown, pick_device, write_results
+from scripts.train_reference import SEQ_LEN, collect, encode, held_out
 
 SEED = 0
 EXPERIMENTS: dict[str, dict[str, Any]] = {
@@ -67,14 +67,18 @@ Measured = dict[str, float]
 class HeldOutText:
     """Text by source as windows, tokenized once."""
 
-    def __init__(self, tokenizer: Tokenizer, by_source: dict[str, list[Document]], device: torch.device) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, by_source: dict[str, list[Document]], device: torch.device
+    ) -> None:
         self._texts: dict[str, tuple[Tensor, float]] = {}
         for source, docs in sorted(by_source.items()):
             text = "\n\n".join(document.text for document in docs)
             tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
             windows = tokens[: tokens.numel() // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
             self._texts[source] = windows.to(device), len(text.encode()) / tokens.numel()
-        self.num_bytes = {source: windows.numel() * bytes_each for source, (windows, bytes_each) in self._texts.items()}
+        self.num_bytes = {
+            source: windows.numel() * bytes_each for source, (windows, bytes_each) in self._texts.items()
+        }
 
     @torch.no_grad()
     def bits_per_byte(self, model: Decoder, *, dtype: torch.dtype, at_most: int | None = None) -> Measured:
@@ -87,7 +91,10 @@ class HeldOutText:
                 with torch.autocast(batch.device.type, dtype=dtype, enabled=dtype != torch.float32):
                     nll += float(next_token(model, batch)) * batch.shape[0]
             found[source] = nll / chosen.shape[0] / math.log(2) / bytes_each
-        weights = {source: min(at_most or 1 << 60, windows.shape[0]) * each for source, (windows, each) in self._texts.items()}
+        weights = {
+            source: min(at_most or 1 << 60, windows.shape[0]) * each
+            for source, (windows, each) in self._texts.items()
+        }
         total = sum(found[source] * weights[source] for source in found) / sum(weights.values())
         return {"all": total, **found}
 
@@ -97,7 +104,9 @@ def read_text(data: str) -> tuple[list[Document], dict[str, list[Document]]]:
     if Path(data).is_dir():
         return collect(Path(data))
     if data == "builtin://python":  # its own rule of what is held out
-        return list(documents(load_card(data))), {"python": list(documents(load_card("builtin://python-eval")))}
+        return list(documents(load_card(data))), {
+            "python": list(documents(load_card("builtin://python-eval")))
+        }
     training, evaluation = list[Document](), list[Document]()
     for document in documents(load_card(data)):
         (evaluation if held_out(document.id) else training).append(document)
@@ -116,7 +125,9 @@ def token_stream(args: argparse.Namespace, tokenizer: Tokenizer, training: list[
 def pruned(args: argparse.Namespace, cut: dict[str, Any], stream: np.ndarray, work: Path) -> WeightSource:
     """The model after the prune stage, calibrated on windows spread over the training text."""
     source, device = resolve_model("path", args.model, None), str(pick_device())
-    spec = Prune.model_validate({**cut, "score": args.score, "compensate": args.compensate, "rounds": args.rounds})
+    spec = Prune.model_validate(
+        {**cut, "score": args.score, "compensate": args.compensate, "rounds": args.rounds}
+    )
     length = 512
     starts = np.linspace(0, stream.size - length, args.num_samples).astype(np.int64)
     tokens_NS = torch.from_numpy(stream[starts[:, None] + np.arange(length)].astype(np.int32))
@@ -125,11 +136,18 @@ def pruned(args: argparse.Namespace, cut: dict[str, Any], stream: np.ndarray, wo
     workspace = Workspace(work / "workspace")
     inputs = Inputs(source, {Port.DENSE: Input(source.path, source.digest), Port.CALIB: Input(work, "")})
     context = Context(device, SEED, workspace.scratch("prune"))
-    return open_weights(workspace.commit("prune", "prune", {}, lambda out: prune(spec, inputs, out, context)).path)
+    return open_weights(
+        workspace.commit("prune", "prune", {}, lambda out: prune(spec, inputs, out, context)).path
+    )
 
 
 def trained(
-    model: Decoder, loss: Callable[..., Tensor], windows: TokenStream, config: TrainConfig, text: HeldOutText, args: argparse.Namespace
+    model: Decoder,
+    loss: Callable[..., Tensor],
+    windows: TokenStream,
+    config: TrainConfig,
+    text: HeldOutText,
+    args: argparse.Namespace,
 ) -> Iterator[tuple[int, float]]:
     """Train in place; (tokens, bits per byte over a part of the held-out text) before the first step and at every row."""
     device = pick_device()
@@ -149,7 +167,9 @@ def final(source: WeightSource, text: HeldOutText, args: argparse.Namespace) -> 
     return text.bits_per_byte(decoder, dtype=torch.float32, at_most=args.eval_windows)
 
 
-def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutText, work: Path) -> dict[str, Any]:
+def run(
+    name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutText, work: Path
+) -> dict[str, Any]:
     device = pick_device()
     dtype = torch.bfloat16 if device.type == "cuda" or args.bfloat16 else torch.float32
     source = open_weights(Path(args.model))
@@ -157,14 +177,27 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
     cut = pruned(args, EXPERIMENTS[name], stream, work)
     seconds = {"prune": time.perf_counter() - started_s}
     bpb = {"source": final(source, text, args), "pruned": final(cut, text, args)}
-    print(f"{name}: source {bpb['source']['all']:.4f}, pruned {bpb['pruned']['all']:.4f} bits per byte", flush=True)
+    print(
+        f"{name}: source {bpb['source']['all']:.4f}, pruned {bpb['pruned']['all']:.4f} bits per byte",
+        flush=True,
+    )
     num_steps = max(1, round(args.tokens / args.batch_size / SEQ_LEN))
-    windows = TokenStream(torch.from_numpy(stream.astype(np.int32)).to(device), seq_len=SEQ_LEN, batch_size=args.batch_size, seed=SEED)
+    windows = TokenStream(
+        torch.from_numpy(stream.astype(np.int32)).to(device),
+        seq_len=SEQ_LEN,
+        batch_size=args.batch_size,
+        seed=SEED,
+    )
     compiled = device.type == "cuda"
     teacher = Teacher(build_decoder(source, dtype=dtype, device=device), device=device, compile=compiled)
     recovering = build_decoder(cut, dtype=torch.float32, device=device).requires_grad_(True)
     scratch = fresh_decoder(cut.arch, generator=torch.Generator().manual_seed(SEED)).to(device)
-    objective = Objective(Divergence(args.loss, args.temperature, args.hard_frac), teacher, compute_dtype=dtype, compile=compiled)
+    objective = Objective(
+        Divergence(args.loss, args.temperature, args.hard_frac),
+        teacher,
+        compute_dtype=dtype,
+        compile=compiled,
+    )
     curves: dict[str, list[tuple[int, float]]] = {}
     for what, model, loss, peak_lr in (
         ("recovered", recovering, objective, args.peak_lr),
@@ -200,12 +233,27 @@ def run(name: str, args: argparse.Namespace, stream: np.ndarray, text: HeldOutTe
 
 def widths(arch: Arch) -> dict[str, int]:
     first = arch.layers[0]
-    named = {"heads": first.num_heads, "kv_heads": first.num_kv_heads, "ffn": first.intermediate_size, "layers": arch.num_layers}
+    named = {
+        "heads": first.num_heads,
+        "kv_heads": first.num_kv_heads,
+        "ffn": first.intermediate_size,
+        "layers": arch.num_layers,
+    }
     return {"params": arch.num_params, **named}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    header = ["experiment", "parameters", "source", "pruned", "recovered", "x source", "scratch", "M tokens", "s"]
+    header = [
+        "experiment",
+        "parameters",
+        "source",
+        "pruned",
+        "recovered",
+        "x source",
+        "scratch",
+        "M tokens",
+        "s",
+    ]
     return markdown(
         header,
         [
@@ -224,9 +272,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="builtin://python", help="a directory with *.jsonl.xz, or a data card")
-    parser.add_argument("--model", default=str(resolve_model("builtin", "reference", None).path), help="directory of the source")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default="builtin://python", help="a directory with *.jsonl.xz, or a data card"
+    )
+    parser.add_argument(
+        "--model",
+        default=str(resolve_model("builtin", "reference", None).path),
+        help="directory of the source",
+    )
     parser.add_argument("--experiments", nargs="+", default=list(EXPERIMENTS), choices=list(EXPERIMENTS))
     parser.add_argument("--tokens", type=float, default=60e6, help="of training text, for each run")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences of 1,024 a step")
@@ -237,18 +293,39 @@ def main() -> None:
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--loss", default="forward_kl", choices=["forward_kl", "reverse_kl", "js"])
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--hard-frac", type=float, default=0.0, help="share of the loss that is the text's own next token")
+    parser.add_argument(
+        "--hard-frac", type=float, default=0.0, help="share of the loss that is the text's own next token"
+    )
     parser.add_argument("--score", default="obs")
     parser.add_argument("--compensate", default="least_squares")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--num-samples", type=int, default=128, help="windows of 512 that pruning is calibrated on")
+    parser.add_argument(
+        "--num-samples", type=int, default=128, help="windows of 512 that pruning is calibrated on"
+    )
     parser.add_argument("--curve-points", type=int, default=20)
-    parser.add_argument("--eval-windows", type=int, default=None, help="of each source of held-out text; all by default")
-    parser.add_argument("--curve-windows", type=int, default=64, help="of each source of held-out text, for a point of the curve")
+    parser.add_argument(
+        "--eval-windows", type=int, default=None, help="of each source of held-out text; all by default"
+    )
+    parser.add_argument(
+        "--curve-windows",
+        type=int,
+        default=64,
+        help="of each source of held-out text, for a point of the curve",
+    )
     parser.add_argument("--bfloat16", action="store_true", help="compute in bfloat16 on a CPU that has it")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench-recovery", help="the token stream is kept here")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "bench-recovery",
+        help="the token stream is kept here",
+    )
     parser.add_argument("--commit", default=None)
-    parser.add_argument("--out", type=Path, default=None, help="write the result file here, beside the rows of other experiments")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        help="write the result file here, beside the rows of other experiments",
+    )
     args = parser.parse_args()
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     tokenizer = Tokenizer.from_file(str(Path(args.model) / "tokenizer.json"))
@@ -263,7 +340,13 @@ def main() -> None:
             rows.append(run(name, args, stream, text, Path(scratch) / name))
             if args.out is not None:
                 others = [row for row in kept if row["experiment"] not in args.experiments]
-                write_results(args.out, [*others, *rows], device=pick_device(), commit=args.commit, facts={"data": args.data})
+                write_results(
+                    args.out,
+                    [*others, *rows],
+                    device=pick_device(),
+                    commit=args.commit,
+                    facts={"data": args.data},
+                )
     print(table(rows))
 
 

@@ -1,7 +1,7 @@
 """How fast the bundled runtime serves a model's shape, scheme by scheme, against the floor that its bytes set.
 
-    python scripts/bench_runtime.py --out benchmarks/h200/runtime.json
-    python scripts/bench_runtime.py --schemes W4A16_G128 --batch-sizes 1 --baseline
+    python -m scripts.bench_runtime --out benchmarks/h200/runtime.json
+    python -m scripts.bench_runtime --schemes W4A16_G128 --batch-sizes 1 --baseline
 
 Weights are random and made on the device: speed depends on shapes and formats, not on values. `A+B` is scheme A with a head in scheme B.
 Every batch size, context and the time to first token of one long prompt use the same engine, as a server would. Latency is
@@ -32,7 +32,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_setup import (
+
+from compress.models.arch import Arch
+from compress.models.random_source import RandomSource
+from compress.quant.scheme import SCHEMES, scheme_named
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_rate, roofline
+from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
     H200_LAUNCH_S,
     argument_parser,
@@ -43,17 +51,9 @@ from bench_setup import (
     read_arch,
     write_results,
 )
-from kernel_bench.timer import time_launches
-from result_file import decode_kernels
-from step_profile import drain, fill, profile_steps, queue, time_rounds
-
-from compress.models.arch import Arch
-from compress.models.random_source import RandomSource
-from compress.quant.scheme import SCHEMES, scheme_named
-from compress.runtime.engine import Engine
-from compress.runtime.engine_config import EngineConfig
-from compress.validate.latency import LatencyRow, measure_latency
-from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_rate, roofline
+from scripts.kernel_bench.timer import time_launches
+from scripts.result_file import decode_kernels
+from scripts.step_profile import drain, fill, profile_steps, queue, time_rounds
 
 DENSE = "dense"
 DEFAULT_SCHEMES = (DENSE, "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128+FP8_DYNAMIC")
@@ -71,7 +71,9 @@ class Bench:
         small = device.type == "cpu"
         self.bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if small else None)
         self.matmul_rate = measure_matmul_rate(device, self.dtype, size=256 if small else None)
-        self.fp8_rate = _fp8_rate(device) if not small and torch.cuda.get_device_capability(device) >= (8, 9) else None
+        self.fp8_rate = (
+            _fp8_rate(device) if not small and torch.cuda.get_device_capability(device) >= (8, 9) else None
+        )
         self.rows: list[dict[str, Any]] = []
         self.profiles: list[dict[str, Any]] = []
 
@@ -82,22 +84,46 @@ class Bench:
         loaded_s = time.perf_counter() - started_s
         for prompt_tokens in dict.fromkeys((args.prompt_tokens, *args.contexts)):
             for row in self._latency(engine, args.batch_sizes, prompt_tokens, args.output_tokens):
-                steady = time_rounds(engine, row.batch_size, prompt_tokens, args.output_tokens, rounds=args.repeats)
+                steady = time_rounds(
+                    engine, row.batch_size, prompt_tokens, args.output_tokens, rounds=args.repeats
+                )
                 self.rows.append(self._row(engine, scheme, row) | steady)
         for row in self._latency(engine, [1], args.ttft_tokens, 2):
-            self.rows.append(self._row(engine, scheme, row) | {"ttft_floor_ms": self._ttft_floor(engine, scheme, row)})
-        print(f"{scheme}: loaded in {loaded_s:.1f} s, measured in {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
+            self.rows.append(
+                self._row(engine, scheme, row) | {"ttft_floor_ms": self._ttft_floor(engine, scheme, row)}
+            )
+        print(
+            f"{scheme}: loaded in {loaded_s:.1f} s, measured in {time.perf_counter() - started_s:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def profile(self, scheme: str) -> None:
         """Where the time of its decode steps and of the long prefill goes."""
         args, engine = self.args, self._engine(scheme)
         for batch_size in args.batch_sizes:
             fill(engine, batch_size, args.prompt_tokens, args.output_tokens)
-            self._profiled(engine, scheme, "decode", batch_size, args.prompt_tokens, steps=min(8, args.output_tokens // 2))
+            self._profiled(
+                engine,
+                scheme,
+                "decode",
+                batch_size,
+                args.prompt_tokens,
+                steps=min(8, args.output_tokens // 2),
+            )
         queue(engine, 1, args.ttft_tokens, 2)
-        self._profiled(engine, scheme, "prefill", 1, args.ttft_tokens, steps=-(-args.ttft_tokens // engine.config.max_step_tokens))
+        self._profiled(
+            engine,
+            scheme,
+            "prefill",
+            1,
+            args.ttft_tokens,
+            steps=-(-args.ttft_tokens // engine.config.max_step_tokens),
+        )
 
-    def _profiled(self, engine: Engine, scheme: str, phase: str, batch_size: int, prompt_tokens: int, *, steps: int) -> None:
+    def _profiled(
+        self, engine: Engine, scheme: str, phase: str, batch_size: int, prompt_tokens: int, *, steps: int
+    ) -> None:
         facts = {"scheme": scheme, "phase": phase, "batch_size": batch_size, "prompt_tokens": prompt_tokens}
         self.profiles.append(facts | profile_steps(engine, steps=steps))
         drain(engine)
@@ -118,14 +144,17 @@ class Bench:
             max_batch_size=max(args.batch_sizes),
             max_model_len=longest,
             kv_format=args.kv_format,
-            max_step_tokens=args.max_step_tokens or max(MIN_STEP_TOKENS, max(args.batch_sizes) * args.prompt_tokens),
+            max_step_tokens=args.max_step_tokens
+            or max(MIN_STEP_TOKENS, max(args.batch_sizes) * args.prompt_tokens),
         )
         engine = Engine(source, device=self.device, config=config)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return engine
 
-    def _latency(self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int) -> list[LatencyRow]:
+    def _latency(
+        self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int
+    ) -> list[LatencyRow]:
         return measure_latency(
             engine,
             batch_sizes=batch_sizes,
@@ -151,7 +180,10 @@ class Bench:
             **{name: measured[name] for name in ("batch_size", "prompt_tokens", "output_tokens", "repeats")},
             "max_step_tokens": engine.config.max_step_tokens,
             **{each: measured[each] for name in _MS for each in (name, f"{name}_lower", f"{name}_upper")},
-            **{name: measured[name] for name in ("itl_ms_p99", "output_tokens_per_s", "step_bytes", "floor_ms", "floor_frac")},
+            **{
+                name: measured[name]
+                for name in ("itl_ms_p99", "output_tokens_per_s", "step_bytes", "floor_ms", "floor_frac")
+            },
             "curve_ms": curve_ms if is_h200(self.device) else None,
             "kernels": decode_kernels({"kernels": engine.kernel_report()}),
         }
@@ -208,7 +240,14 @@ def transformers_rows(
         def seconds(num_tokens: int, options: dict[str, Any]) -> float:
             begin = time.perf_counter()
             lengths = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
-            model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, pad_token_id=0, **lengths, **options)
+            model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=False,
+                pad_token_id=0,
+                **lengths,
+                **options,
+            )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return time.perf_counter() - begin
@@ -240,7 +279,9 @@ def _fp8_rate(device: torch.device, *, size: int = 8192) -> float:
     """FLOPs a second of torch's own FP8 product with a scale a row."""
     left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones(size, 1, dtype=torch.float32, device=device)
-    call = partial(torch._scaled_mm, left, right.t(), scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+    call = partial(
+        torch._scaled_mm, left, right.t(), scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
     return 2 * size**3 / time_launches([call] * 2, device, replays=5, in_graph=False, sustained=True).us * 1e6
 
 
@@ -251,14 +292,31 @@ def release_memory() -> None:
 
 def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -> str:
     """Latency, then where the time of a step went."""
-    header = ["scheme", "batch", "prompt", "TTFT ms", "TPOT ms", "p95", "p99", "step ms", "floor", "floor / TPOT", "curve", "host us"]
+    header = [
+        "scheme",
+        "batch",
+        "prompt",
+        "TTFT ms",
+        "TPOT ms",
+        "p95",
+        "p99",
+        "step ms",
+        "floor",
+        "floor / TPOT",
+        "curve",
+        "host us",
+    ]
     body = [
         [
             row["scheme"] if row["tool"] == "compress" else row["tool"],
             str(row["batch_size"]),
             str(row["prompt_tokens"]),
-            f"{row['ttft_ms_p50']:.2f}" + (f" (floor {row['ttft_floor_ms']:.1f})" if "ttft_floor_ms" in row else ""),
-            *(_number(row.get(name)) for name in ("tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99", "step_ms_p50", "floor_ms")),
+            f"{row['ttft_ms_p50']:.2f}"
+            + (f" (floor {row['ttft_floor_ms']:.1f})" if "ttft_floor_ms" in row else ""),
+            *(
+                _number(row.get(name))
+                for name in ("tpot_ms_p50", "tpot_ms_p95", "tpot_ms_p99", "step_ms_p50", "floor_ms")
+            ),
             f"{row['floor_frac']:.0%}" if "floor_frac" in row else "",
             _number(row.get("curve_ms")),
             f"{row['host_us_p50']:.0f}" if "host_us_p50" in row else "",
@@ -268,9 +326,12 @@ def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -
     blocks = [markdown(header, body)]
     for each in profiles:
         lines = [
-            [kernel["name"], f"{kernel['count']:.1f}", f"{kernel['us']:.1f}", f"{kernel['share']:.1%}"] for kernel in each["kernels"][:12]
+            [kernel["name"], f"{kernel['count']:.1f}", f"{kernel['us']:.1f}", f"{kernel['share']:.1%}"]
+            for kernel in each["kernels"][:12]
         ]
-        what = f"{each['scheme']}, {each['phase']} of batch {each['batch_size']}, prompt {each['prompt_tokens']}"
+        what = (
+            f"{each['scheme']}, {each['phase']} of batch {each['batch_size']}, prompt {each['prompt_tokens']}"
+        )
         title = f"{what}: step {each['wall_us']:.0f} us, device idle {each['idle_us']:.0f} us"
         blocks.append(f"{title}\n{markdown(['kernel', 'a step', 'us', 'share'], lines)}")
     return "\n\n".join(blocks)
@@ -282,13 +343,27 @@ def _number(value: float | None) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument("--schemes", nargs="+", default=list(DEFAULT_SCHEMES), help=f"'{DENSE}' is the dtype of the model; A+B: head in B")
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        default=list(DEFAULT_SCHEMES),
+        help=f"'{DENSE}' is the dtype of the model; A+B: head in B",
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--contexts", nargs="*", type=int, default=[], help="further prompt lengths to measure")
-    parser.add_argument("--ttft-tokens", type=int, default=2048, help="prompt of the time-to-first-token row, batch 1")
-    parser.add_argument("--max-step-tokens", type=int, default=None, help="of prefill in one step; by default all prompts of a batch")
+    parser.add_argument(
+        "--contexts", nargs="*", type=int, default=[], help="further prompt lengths to measure"
+    )
+    parser.add_argument(
+        "--ttft-tokens", type=int, default=2048, help="prompt of the time-to-first-token row, batch 1"
+    )
+    parser.add_argument(
+        "--max-step-tokens",
+        type=int,
+        default=None,
+        help="of prefill in one step; by default all prompts of a batch",
+    )
     parser.add_argument("--kv-format", default=None, help="of the cache; the model's dtype by default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--baseline", action="store_true", help="also run transformers on the same shape")
@@ -308,16 +383,32 @@ def main() -> None:
             bench.serve(scheme)
             release_memory()
         if args.baseline:
-            lengths = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "repeats": args.repeats}
-            bench.rows += transformers_rows(name, arch, bench.device, batch_size=min(args.batch_sizes), **lengths)
+            lengths = {
+                "prompt_tokens": args.prompt_tokens,
+                "output_tokens": args.output_tokens,
+                "repeats": args.repeats,
+            }
+            bench.rows += transformers_rows(
+                name, arch, bench.device, batch_size=min(args.batch_sizes), **lengths
+            )
             release_memory()
         for scheme in args.schemes:
             bench.profile(scheme)
             release_memory()
     finally:  # what was measured before a failure is kept
         if args.out is not None:
-            rates = {"bandwidth_bytes_per_s": bench.bandwidth, "matmul_flops_per_s": bench.matmul_rate, "fp8_flops_per_s": bench.fp8_rate}
-            write_results(args.out, bench.rows, device=bench.device, commit=args.commit, facts={**rates, "profiles": bench.profiles})
+            rates = {
+                "bandwidth_bytes_per_s": bench.bandwidth,
+                "matmul_flops_per_s": bench.matmul_rate,
+                "fp8_flops_per_s": bench.fp8_rate,
+            }
+            write_results(
+                args.out,
+                bench.rows,
+                device=bench.device,
+                commit=args.commit,
+                facts={**rates, "profiles": bench.profiles},
+            )
         print(tables(bench.rows, bench.profiles))
 
 

@@ -30,11 +30,19 @@ H200_LAUNCH_S, H200_LAUNCH_BYTES_PER_S = 2.8e-6, 4.16e12
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
     """With the options that both benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json")
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="llama-3.1-8b", help="a model that ships with the package, or a config.json"
+    )
+    parser.add_argument(
+        "--commit", default=None, help="of the code that is measured; the checkout's by default"
+    )
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
-    parser.add_argument("--show", type=Path, default=None, help="print the tables of a result file and measure nothing")
+    parser.add_argument(
+        "--show", type=Path, default=None, help="print the tables of a result file and measure nothing"
+    )
     return parser
 
 
@@ -43,7 +51,9 @@ def read_arch(name: str) -> tuple[str, Arch]:
     path = Path(name)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else known_config(name)
     if config is None:
-        raise UsageError(f"no shape named '{name}'; known are {', '.join(known_models())}, or give the path of a config.json.")
+        raise UsageError(
+            f"no shape named '{name}'; known are {', '.join(known_models())}, or give the path of a config.json."
+        )
     return (path.parent.name if path.is_file() else name), family_of(config).read_config(config)
 
 
@@ -59,11 +69,23 @@ def model_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def write_results(path: Path, rows: Sequence[dict[str, Any]], *, device: torch.device, commit: str | None, facts: dict[str, Any]) -> None:
+def write_results(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    *,
+    device: torch.device,
+    commit: str | None,
+    facts: dict[str, Any],
+) -> None:
     """`facts` are measured rates and conditions that hold for all rows."""
     environment = environment_facts(device)
     head = ["git", "rev-parse", "--verify", "HEAD"]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, "triton": _triton_version()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _triton_version(),
+    }
     document = {
         "schema": SCHEMA,
         "device": environment["device"],

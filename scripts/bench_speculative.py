@@ -1,7 +1,7 @@
 """What speculation gives on text: tokens a step, time a token, and whether every token is the one that plain decoding gives.
 
-    python scripts/bench_speculative.py                                        the bundled model and text, n-gram proposals
-    python scripts/bench_speculative.py --model ./my-model --draft ./my-draft --batch-sizes 1 4 16 --out speculative.json
+    python -m scripts.bench_speculative                                        the bundled model and text, n-gram proposals
+    python -m scripts.bench_speculative --model ./my-model --draft ./my-draft --batch-sizes 1 4 16 --out speculative.json
 
 A prompt is the beginning of a window of the evaluation text. Rows are a proposer, a temperature and a batch size: acceptance length (tokens
 that come out of a request's step), for each position how many of its proposals were kept (those behind a rejected one were not), TPOT with
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_setup import markdown, pick_device, write_results
 
+from compress.data.model_tokens import read_tokens
 from compress.export import open_weights
 from compress.export.speculators import open_eagle3
 from compress.models.weights import WeightSource
@@ -32,8 +32,8 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.stages.calibrate import read_tokens
 from compress.validate.speculation import repeated_4grams, tpot_ms
+from scripts.bench_setup import markdown, pick_device, write_results
 
 
 def compared(engine: Engine, plain: list[Finished], requests: list[Request]) -> dict[str, Any]:
@@ -59,7 +59,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
     source = resolve_text(args.model)
     weights = open_weights(source.path)
     length = 2 * args.prompt_tokens
-    tokens, _ = read_tokens(source, args.data, num_samples=args.num_prompts, seq_len=length, seed=None, offline=True)
+    tokens, _ = read_tokens(
+        source, args.data, num_samples=args.num_prompts, seq_len=length, seed=None, offline=True
+    )
     prompts = [tuple(window[: args.prompt_tokens].tolist()) for window in tokens.tokens_NS]
     proposers: dict[str, ProposerOptions] = {"ngram": NGram()}
     if args.draft is not None:
@@ -76,19 +78,29 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
             kv_format=args.kv_format,
         )
         engines = {
-            name: Engine(weights, device=device, config=replace(config, speculative=Speculative(each, k=args.k)))
+            name: Engine(
+                weights, device=device, config=replace(config, speculative=Speculative(each, k=args.k))
+            )
             for name, each in proposers.items()
         }
         plainly = Engine(weights, device=device, config=config)
         for temperature in args.temperatures:
             params = SamplingParams(args.output_tokens, temperature=temperature, ignore_eos=True)
-            requests = [Request(str(idx), prompt, replace(params, seed=idx)) for idx, prompt in enumerate(prompts)]
+            requests = [
+                Request(str(idx), prompt, replace(params, seed=idx)) for idx, prompt in enumerate(prompts)
+            ]
             for engine in (plainly, *engines.values()):
                 engine.generate(requests[:batch_size])  # compiles, and captures graphs
                 engine.reset_acceptance()
             plain = plainly.generate(requests)
             for name, engine in engines.items():
-                facts = {"proposer": name, "k": args.k, "temperature": temperature, "batch_size": batch_size, "kv_format": engine.kv_format}
+                facts = {
+                    "proposer": name,
+                    "k": args.k,
+                    "temperature": temperature,
+                    "batch_size": batch_size,
+                    "kv_format": engine.kv_format,
+                }
                 facts |= {"dtype": str(engine.dtype).removeprefix("torch.")}
                 rows.append(facts | compared(engine, plain, requests))
                 engine.reset_acceptance()
@@ -122,10 +134,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="builtin://reference")
-    parser.add_argument("--draft", default=None, help="a model of the same vocabulary that proposes; n-grams alone by default")
-    parser.add_argument("--head", type=Path, default=None, help="an EAGLE-3 head of the model, in the speculators layout")
+    parser.add_argument(
+        "--draft", default=None, help="a model of the same vocabulary that proposes; n-grams alone by default"
+    )
+    parser.add_argument(
+        "--head", type=Path, default=None, help="an EAGLE-3 head of the model, in the speculators layout"
+    )
     parser.add_argument("--data", default="builtin://python-eval")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--num-prompts", type=int, default=32)
@@ -135,9 +153,14 @@ def main() -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--kv-format", default=None)
     parser.add_argument(
-        "--dtype", default=None, choices=["float32", "bfloat16", "float16"], help="by default float32 on a CPU, else the model's"
+        "--dtype",
+        default=None,
+        choices=["float32", "bfloat16", "float16"],
+        help="by default float32 on a CPU, else the model's",
     )
-    parser.add_argument("--commit", default=None, help="of the code that is measured; the checkout's by default")
+    parser.add_argument(
+        "--commit", default=None, help="of the code that is measured; the checkout's by default"
+    )
     parser.add_argument("--out", type=Path, default=None, help="write the result file here")
     args = parser.parse_args()
     device = pick_device()
@@ -151,7 +174,13 @@ def main() -> int:
             "data": args.data,
             "prompt_tokens": args.prompt_tokens,
         }
-        write_results(args.out, rows, device=device, commit=args.commit, facts=conditions | {"output_tokens": args.output_tokens})
+        write_results(
+            args.out,
+            rows,
+            device=device,
+            commit=args.commit,
+            facts=conditions | {"output_tokens": args.output_tokens},
+        )
     return int(any(row["num_different"] for row in rows))
 
 

@@ -1,8 +1,8 @@
 """What a token costs under speculation when proposals are kept at a given rate, against the model of that cost. A BENCHMARK MODE: the rate
 is forced, so the tokens are nobody's text, and no acceptance of any draft is claimed here.
 
-    python scripts/bench_speculative_cost.py --out benchmarks/h200/speculative_cost.json
-    python scripts/bench_speculative_cost.py --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
+    python -m scripts.bench_speculative_cost --out benchmarks/h200/speculative_cost.json
+    python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
 
 With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k tokens, and a token takes
 
@@ -21,9 +21,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
-from step_profile import drain, fill, queue
-
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import Scheme, scheme_named
@@ -35,6 +32,8 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.watched import Watch, Watched
+from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
+from scripts.step_profile import drain, fill, queue
 
 DENSE = "dense"
 
@@ -55,7 +54,9 @@ class Bench:
     def _source(self, model: str, scheme: str) -> tuple[str, RandomSource]:
         name, arch = read_arch(model)
         body, outer = schemes_of(scheme)
-        return name, RandomSource(arch, device=self.device, dtype=model_dtype(self.device), scheme=body, head_scheme=outer)
+        return name, RandomSource(
+            arch, device=self.device, dtype=model_dtype(self.device), scheme=body, head_scheme=outer
+        )
 
     def proposers(self) -> dict[str, tuple[str, ProposerOptions]]:
         """Name -> what it is made of, its options."""
@@ -66,7 +67,14 @@ class Bench:
         if "eagle3" in args.proposers:
             body, outer = schemes_of(args.eagle3_scheme)
             dtype, vocab = model_dtype(self.device), min(args.eagle3_vocab, self.target.arch.vocab_size)
-            head = random_eagle3(self.target.arch, device=self.device, dtype=dtype, draft_vocab_size=vocab, scheme=body, head_scheme=outer)
+            head = random_eagle3(
+                self.target.arch,
+                device=self.device,
+                dtype=dtype,
+                draft_vocab_size=vocab,
+                scheme=body,
+                head_scheme=outer,
+            )
             found["eagle3"] = f"{vocab:,} tokens, {args.eagle3_scheme}", Eagle3(head)
         return found
 
@@ -94,7 +102,10 @@ class Bench:
             while engine.has_work:
                 finished += engine.step()
             if repeat:
-                spans = [(each.token_times_s[-1] - each.token_times_s[0]) / (len(each.tokens) - 1) for each in finished]
+                spans = [
+                    (each.token_times_s[-1] - each.token_times_s[0]) / (len(each.tokens) - 1)
+                    for each in finished
+                ]
                 values += [span * 1e3 for span in spans]
         return statistics.median(values), values
 
@@ -131,13 +142,19 @@ class Bench:
                 engine = self.engine(options, rate)
                 measured_ms, values = self.tpot_ms(engine)
                 assert engine.acceptance is not None
-                promised, came = sum(rate**place for place in range(self.args.k + 1)), engine.acceptance.acceptance_length
+                promised, came = (
+                    sum(rate**place for place in range(self.args.k + 1)),
+                    engine.acceptance.acceptance_length,
+                )
                 parts = {"plain_ms": plain_ms, "verify_ms": verify_ms, "k_draft_ms": draft_ms}
                 rows.append(
                     {"proposer": name, "made_of": made_of, "k": self.args.k, "forced_rate": rate, **parts}
                     | {"tokens_a_step_promised": promised, "tokens_a_step": came, "tpot_ms_p50": measured_ms}
                     | {"tpot_ms_min": min(values), "tpot_ms_max": max(values)}
-                    | {"predicted_ms": (draft_ms + verify_ms) / promised, "predicted_from_tokens_ms": (draft_ms + verify_ms) / came}
+                    | {
+                        "predicted_ms": (draft_ms + verify_ms) / promised,
+                        "predicted_from_tokens_ms": (draft_ms + verify_ms) / came,
+                    }
                     | {"speedup": plain_ms / measured_ms}
                 )
                 del engine
@@ -145,7 +162,18 @@ class Bench:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["proposer", "rate", "tokens a step", "plain ms", "k drafts ms", "verify ms", "ms a token", "predicted", "off", "speed-up"]
+    header = [
+        "proposer",
+        "rate",
+        "tokens a step",
+        "plain ms",
+        "k drafts ms",
+        "verify ms",
+        "ms a token",
+        "predicted",
+        "off",
+        "speed-up",
+    ]
     return markdown(
         header,
         [
@@ -162,12 +190,22 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B")
+    parser.add_argument(
+        "--scheme", default="W4A16_G128", help=f"of the model; '{DENSE}' for its dtype, A+B for a head in B"
+    )
     parser.add_argument("--draft", default="llama-3.2-1b", help="shape of the draft model")
     parser.add_argument("--draft-scheme", default="W4A16_G128")
-    parser.add_argument("--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"])
-    parser.add_argument("--eagle3-scheme", default="W4A16_G128+FP8_DYNAMIC", help="of the head's layer and of its own output head")
-    parser.add_argument("--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose")
+    parser.add_argument(
+        "--proposers", nargs="+", default=["draft_model", "eagle3"], choices=["draft_model", "eagle3"]
+    )
+    parser.add_argument(
+        "--eagle3-scheme",
+        default="W4A16_G128+FP8_DYNAMIC",
+        help="of the head's layer and of its own output head",
+    )
+    parser.add_argument(
+        "--eagle3-vocab", type=int, default=32000, help="tokens that an EAGLE-3 head may propose"
+    )
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.7, 0.8, 0.9])
     parser.add_argument("--batch-size", type=int, default=1)
@@ -179,8 +217,16 @@ def main() -> None:
     rows = bench.rows()
     print(table(rows))
     if args.out is not None:
-        lengths = {"batch_size": args.batch_size, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
-        facts = {"mode": "acceptance is forced; not a model's", "shape": bench.shape, "scheme": args.scheme} | lengths
+        lengths = {
+            "batch_size": args.batch_size,
+            "prompt_tokens": args.prompt_tokens,
+            "output_tokens": args.output_tokens,
+        }
+        facts = {
+            "mode": "acceptance is forced; not a model's",
+            "shape": bench.shape,
+            "scheme": args.scheme,
+        } | lengths
         write_results(args.out, rows, device=bench.device, commit=args.commit, facts=facts)
 
 

@@ -1,6 +1,6 @@
 """One shape, from `transformers` as it comes to everything on: what each step takes off a token.
 
-    python scripts/bench_waterfall.py --out benchmarks/h200/waterfall.json
+    python -m scripts.bench_waterfall --out benchmarks/h200/waterfall.json
 
 Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so speed alone is measured here;
 what a step costs in accuracy stands in the tables of `bench_quality.py`, `bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT
@@ -19,9 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from bench_pruned_speed import freest, pruned
-from bench_runtime import BASELINES, release_memory, transformers_rows
-from bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 from compress.models.arch import Arch
 from compress.models.eagle3 import random_eagle3
@@ -35,6 +32,9 @@ from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.latency import measure_latency
 from compress.validate.roofline import measure_bandwidth
+from scripts.bench_pruned_speed import freest, pruned
+from scripts.bench_runtime import BASELINES, release_memory, transformers_rows
+from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 EAGLE3, HEAD_TOKENS = "eagle3", 32_000
 
@@ -55,10 +55,16 @@ def setups(arch: Arch, args: argparse.Namespace) -> Iterator[tuple[str, Setup]]:
     yield "this runtime", (setup := Setup(arch))
     yield f"{args.scheme} weights", (setup := replace(setup, scheme=scheme_named(args.scheme)))
     if not arch.tied_head:
-        yield f"{args.head_scheme} head", (setup := replace(setup, head_scheme=scheme_named(args.head_scheme)))
+        yield (
+            f"{args.head_scheme} head",
+            (setup := replace(setup, head_scheme=scheme_named(args.head_scheme))),
+        )
     smaller = pruned(freest(arch), args)
     layer = smaller.layers[0]
-    yield f"pruned to {layer.num_heads} heads, FFN {layer.intermediate_size}", (setup := replace(setup, arch=smaller))
+    yield (
+        f"pruned to {layer.num_heads} heads, FFN {layer.intermediate_size}",
+        (setup := replace(setup, arch=smaller)),
+    )
     yield f"KV cache {args.kv_format}", (setup := replace(setup, kv_format=args.kv_format))
     yield f"draft {args.draft}, k = {args.k}, {args.rate:.0%} kept (forced)", replace(setup, draft=args.draft)
 
@@ -69,12 +75,18 @@ def proposer(setup: Setup, name: str, device: torch.device) -> ProposerOptions:
     if name != EAGLE3:
         return DraftModel(RandomSource(read_arch(name)[1], **made))
     vocab_size = min(HEAD_TOKENS, setup.arch.vocab_size)
-    return Eagle3(random_eagle3(setup.arch, draft_vocab_size=vocab_size, head_scheme=setup.head_scheme, **made))
+    return Eagle3(
+        random_eagle3(setup.arch, draft_vocab_size=vocab_size, head_scheme=setup.head_scheme, **made)
+    )
 
 
-def measured(setup: Setup, args: argparse.Namespace, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+def measured(
+    setup: Setup, args: argparse.Namespace, device: torch.device, bandwidth: float
+) -> list[dict[str, Any]]:
     dtype = model_dtype(device)
-    source = RandomSource(setup.arch, device=device, dtype=dtype, scheme=setup.scheme, head_scheme=setup.head_scheme)
+    source = RandomSource(
+        setup.arch, device=device, dtype=dtype, scheme=setup.scheme, head_scheme=setup.head_scheme
+    )
     speculative = None
     if setup.draft is not None:
         speculative = Speculative(proposer(setup, setup.draft, device), k=args.k, forced_rate=args.rate)
@@ -100,8 +112,12 @@ def measured(setup: Setup, args: argparse.Namespace, device: torch.device, bandw
         bandwidth_bytes_per_s=bandwidth,
     )
     kept = ("batch_size", "ttft_ms_p50", "tpot_ms_p50", "output_tokens_per_s", "floor_ms")
-    found = [{name: row.as_json()[name] for name in kept} | {"weight_bytes": engine.weight_bytes} for row in rows]
-    return found if speculative is None else [{**row, "floor_ms": None} for row in found]  # of a step, not of a token
+    found = [
+        {name: row.as_json()[name] for name in kept} | {"weight_bytes": engine.weight_bytes} for row in rows
+    ]
+    return (
+        found if speculative is None else [{**row, "floor_ms": None} for row in found]
+    )  # of a step, not of a token
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -126,7 +142,9 @@ def main() -> None:
     parser.add_argument("--scheme", default="W4A16_G128")
     parser.add_argument("--head-scheme", default="FP8_DYNAMIC")
     parser.add_argument("--kv-format", default="FP8_TOKEN_HEAD")
-    parser.add_argument("--heads", type=float, default=0.75, help="share of the query heads that stay, with their KV heads")
+    parser.add_argument(
+        "--heads", type=float, default=0.75, help="share of the query heads that stay, with their KV heads"
+    )
     parser.add_argument("--ffn", type=float, default=0.8, help="share of the FFN channels that stay")
     parser.add_argument("--multiple", type=int, default=128)
     parser.add_argument("--draft", default=EAGLE3, help="'eagle3' for a head, or the shape of a draft model")
@@ -136,19 +154,30 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--baselines", nargs="*", default=list(BASELINES), choices=list(BASELINES), help="of transformers")
+    parser.add_argument(
+        "--baselines", nargs="*", default=list(BASELINES), choices=list(BASELINES), help="of transformers"
+    )
     args = parser.parse_args()
     shape, arch = read_arch(args.model)
     device = pick_device()
-    lengths = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "repeats": args.repeats}
+    lengths = {
+        "prompt_tokens": args.prompt_tokens,
+        "output_tokens": args.output_tokens,
+        "repeats": args.repeats,
+    }
     bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if device.type == "cpu" else None)
     rows: list[dict[str, Any]] = []
     try:
         for batch_size in args.batch_sizes if args.baselines else ():
-            for row in transformers_rows(shape, arch, device, batch_size=batch_size, kinds=args.baselines, **lengths):
+            for row in transformers_rows(
+                shape, arch, device, batch_size=batch_size, kinds=args.baselines, **lengths
+            ):
                 kept = {name: row[name] for name in ("batch_size", "ttft_ms_p50", "tpot_ms_p50")}
                 whole_s = (row["ttft_ms_p50"] + (args.output_tokens - 1) * row["tpot_ms_p50"]) / 1e3
-                speed = {"output_tokens_per_s": batch_size * args.output_tokens / whole_s, "weight_bytes": 2 * arch.num_params}
+                speed = {
+                    "output_tokens_per_s": batch_size * args.output_tokens / whole_s,
+                    "weight_bytes": 2 * arch.num_params,
+                }
                 rows.append({"step": row["tool"], **kept, **speed})
             release_memory()
         for step, setup in setups(arch, args):

@@ -1,6 +1,6 @@
 """Does vLLM read an artifact as this project's runtime does?
 
-    python scripts/check_interop.py ARTIFACT --python .venv-interop/bin/python
+    python -m scripts.check_interop ARTIFACT --python .venv-interop/bin/python
 
 Both programs score the same prompts and continue them greedily on the CPU; vLLM runs in its own environment (`make interop` builds it).
 The runtime computes in float32, the reference. vLLM computes in float32 too when the checkpoint is dense, and otherwise in float16: its
@@ -93,20 +93,31 @@ class Row:
 
 def write_dense_twin(artifact: Path, directory: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
     """The artifact's dequantized weights as a plain checkpoint: what differs between the two is how codes are read, not the values."""
-    write_checkpoint(directory, MemorySource(build_decoder(open_checkpoint(artifact), dtype=dtype, device=CPU), dtype=dtype))
+    write_checkpoint(
+        directory,
+        MemorySource(build_decoder(open_checkpoint(artifact), dtype=dtype, device=CPU), dtype=dtype),
+    )
     return directory
 
 
 def encode(path: Path) -> list[tuple[int, ...]]:
     """The texts as a document begins in training: behind the model's first token, where it has one."""
-    tokenizer, begin = Tokenizer.from_file(str(path / "tokenizer.json")), json.loads((path / "config.json").read_text()).get("bos_token_id")
+    tokenizer, begin = (
+        Tokenizer.from_file(str(path / "tokenizer.json")),
+        json.loads((path / "config.json").read_text()).get("bos_token_id"),
+    )
     encoded = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
     return encoded if begin is None else [ids if ids[0] == begin else (begin, *ids) for ids in encoded]
 
 
 def ask_runtime(path: Path, prompts: list[tuple[int, ...]], max_tokens: int) -> list[Answer]:
     length = max(map(len, prompts)) + max_tokens
-    config = EngineConfig(dtype=torch.float32, max_batch_size=len(prompts), max_model_len=length, kv_cache_bytes=int(CACHE_GIB) << 30)
+    config = EngineConfig(
+        dtype=torch.float32,
+        max_batch_size=len(prompts),
+        max_model_len=length,
+        kv_cache_bytes=int(CACHE_GIB) << 30,
+    )
     engine = Engine(open_checkpoint(path), device=CPU, config=config)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=True)
     finished = engine.generate([Request(str(idx), prompt, params) for idx, prompt in enumerate(prompts)])
@@ -146,10 +157,25 @@ def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory, "questions.json"), Path(directory, "answers.json")
         asked.write_text(json.dumps([asdict(each) for each in questions]))
-        command = [str(python), str(Path(__file__).with_name("consumer_logprobs.py")), program, str(asked), str(answered)]
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command = [
+            str(python),
+            str(Path(__file__).with_name("consumer_logprobs.py")),
+            program,
+            str(asked),
+            str(answered),
+        ]
+        quiet = {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         done = subprocess.run(command, env={**os.environ, **quiet}, capture_output=True, text=True)
-        replies = json.loads(answered.read_text()) if done.returncode == 0 else [{"error": f"exit code {done.returncode}"}] * len(questions)
+        replies = (
+            json.loads(answered.read_text())
+            if done.returncode == 0
+            else [{"error": f"exit code {done.returncode}"}] * len(questions)
+        )
     if any("error" in each for each in replies):
         print(done.stderr[-6000:], file=sys.stderr)
     return [Reply([Answer(**row) for row in each.pop("prompts", [])], **each) for each in replies]
@@ -157,24 +183,38 @@ def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply
 
 def compare(ours: Answer, theirs: Answer, *, near_tie: float = NEAR_TIE) -> Row:
     """Prompt tokens always, generated ones as long as both programs have seen the same text."""
-    parting = next((idx for idx, pair in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if pair[0] != pair[1]), None)
+    parting = next(
+        (idx for idx, pair in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if pair[0] != pair[1]),
+        None,
+    )
     end = len(theirs.tokens) if parting is None else parting
-    pairs = [*zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True), *zip(ours.logprobs[:end], theirs.logprobs[:end], strict=True)]
+    pairs = [
+        *zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True),
+        *zip(ours.logprobs[:end], theirs.logprobs[:end], strict=True),
+    ]
     differences = [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
     parts_early = parting is not None and near_tie < math.inf and theirs.margins[parting] >= near_tie
-    return Row(len(ours.prompt_logprobs), end, sum(differences) / len(differences), max(differences), parts_early)
+    return Row(
+        len(ours.prompt_logprobs), end, sum(differences) / len(differences), max(differences), parts_early
+    )
 
 
 def report(rows: list[Row], dtype: str) -> bool:
     print("prompt  scored  generated  mean |dlogp|  max |dlogp|  verdict")
     for idx, row in enumerate(rows):
         verdict = row.verdict(*LIMITS[dtype]) or "agrees"
-        print(f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {verdict}")
+        print(
+            f"{idx:6d}  {row.num_scored:6d}  {row.num_generated:9d}  {row.mean:12.6f}  {row.worst:11.6f}  {verdict}"
+        )
     return all(row.verdict(*LIMITS[dtype]) is None for row in rows)
 
 
 def speculative_config(draft: Path) -> dict[str, Any]:
-    return {"model": str(draft.resolve()), "num_speculative_tokens": PROPOSED, "method": "eagle3" if is_eagle3(draft) else "draft_model"}
+    return {
+        "model": str(draft.resolve()),
+        "num_speculative_tokens": PROPOSED,
+        "method": "eagle3" if is_eagle3(draft) else "draft_model",
+    }
 
 
 def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False) -> bool:
@@ -182,10 +222,15 @@ def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False
     dtype = "float16" if checkpoint.schemes else "float32"
     schemes = ", ".join(sorted({scheme.name for scheme in checkpoint.schemes.values()})) or "dense"
     speculative = speculative_config(path / DRAFT_FOLDER) if speculates else None
-    print(f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}{', with its draft' if speculates else ''}", flush=True)
+    print(
+        f"{checkpoint.arch.family}, {schemes}; vLLM in {dtype}{', with its draft' if speculates else ''}",
+        flush=True,
+    )
     prompts = encode(path)
     ours = ask_runtime(path, prompts, max_tokens)
-    (theirs,) = ask_all("vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts, speculative=speculative)])
+    (theirs,) = ask_all(
+        "vllm", python, [Question(str(path.resolve()), dtype, max_tokens, prompts, speculative=speculative)]
+    )
     if theirs.error is not None:
         sys.exit(f"vLLM failed on {path}: {theirs.error}")
     agrees = report([compare(mine, other) for mine, other in zip(ours, theirs.prompts, strict=True)], dtype)
@@ -198,8 +243,15 @@ def check(path: Path, python: Path, max_tokens: int, *, speculates: bool = False
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("artifact", type=Path, help="an exported checkpoint, such as runs/draft/artifacts/export")
-    parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
+    parser.add_argument(
+        "artifact", type=Path, help="an exported checkpoint, such as runs/draft/artifacts/export"
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=Path(".venv-interop/bin/python"),
+        help="the Python of vLLM's environment",
+    )
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
     verdicts = [check(arguments.artifact, arguments.python, arguments.max_tokens)]
@@ -209,7 +261,9 @@ def main() -> None:
             shutil.copyfile(arguments.artifact / "tokenizer.json", twin / "tokenizer.json")
             verdicts.append(check(twin, arguments.python, arguments.max_tokens))
     if (arguments.artifact / DRAFT_FOLDER).is_dir():
-        verdicts.append(check(arguments.artifact, arguments.python, 4 * arguments.max_tokens, speculates=True))
+        verdicts.append(
+            check(arguments.artifact, arguments.python, 4 * arguments.max_tokens, speculates=True)
+        )
     agree = all(verdicts)
     print("vLLM and this runtime agree." if agree else "vLLM and this runtime DISAGREE.")
     sys.exit(not agree)

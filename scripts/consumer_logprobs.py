@@ -21,7 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # read at import: the engine in this process, not in one of its own
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+    "0"  # read at import: the engine in this process, not in one of its own
+)
 
 
 SPECULATION = ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
@@ -45,10 +47,21 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
         disable_log_stats=question["speculative"] is None,
     )
     params = SamplingParams(
-        temperature=0.0, max_tokens=question["max_tokens"], ignore_eos=True, logprobs=2, prompt_logprobs=0, detokenize=False
+        temperature=0.0,
+        max_tokens=question["max_tokens"],
+        ignore_eos=True,
+        logprobs=2,
+        prompt_logprobs=0,
+        detokenize=False,
     )
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in question["prompts"]], params, use_tqdm=False)
-    counts = {each.name: int(each.value) for each in llm.get_metrics() if hasattr(each, "value")} if question["speculative"] else {}
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in question["prompts"]], params, use_tqdm=False
+    )
+    counts = (
+        {each.name: int(each.value) for each in llm.get_metrics() if hasattr(each, "value")}
+        if question["speculative"]
+        else {}
+    )
     accepted = [counts[f"vllm:spec_decode_{name}"] for name in SPECULATION] if counts else None
     answers = []
     for prompt, output in zip(question["prompts"], outputs, strict=True):
@@ -56,7 +69,10 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
         best_two = [sorted((each.logprob for each in top.values()), reverse=True)[:2] for top in tops]
         answers.append(
             {
-                "prompt_logprobs": [top[token].logprob for token, top in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)],
+                "prompt_logprobs": [
+                    top[token].logprob
+                    for token, top in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+                ],
                 "tokens": tokens,
                 "logprobs": [top[token].logprob for token, top in zip(tokens, tops, strict=True)],
                 "margins": [best - second for best, second in best_two],
@@ -73,7 +89,11 @@ def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
 
     how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if question["decompress"] else {}
     model, info = AutoModelForCausalLM.from_pretrained(
-        question["model"], dtype=getattr(torch, question["dtype"]), attn_implementation="eager", output_loading_info=True, **how
+        question["model"],
+        dtype=getattr(torch, question["dtype"]),
+        attn_implementation="eager",
+        output_loading_info=True,
+        **how,
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise ValueError(f"not every tensor found its place: {wrong}")
@@ -81,7 +101,11 @@ def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
     for prompt in question["prompts"]:
         with torch.no_grad():
             text = model.generate(
-                torch.tensor([prompt]), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, eos_token_id=None
+                torch.tensor([prompt]),
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                do_sample=False,
+                eos_token_id=None,
             )
             logprobs_SV = torch.log_softmax(model(text).logits[0].to(torch.float32), dim=-1)[:-1]
         logprobs = logprobs_SV.gather(1, text[0, 1:, None]).squeeze(1).tolist()
@@ -115,7 +139,9 @@ def main() -> None:
         process = multiprocessing.get_context("fork").Process(target=work, args=(program, question, place))
         process.start()
         process.join()
-        answers.append(json.loads(place.read_text()) if place.exists() else {"error": f"exit code {process.exitcode}"})
+        answers.append(
+            json.loads(place.read_text()) if place.exists() else {"error": f"exit code {process.exitcode}"}
+        )
     place.write_text(json.dumps(answers))
 
 

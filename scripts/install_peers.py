@@ -1,6 +1,6 @@
 """Install the tools that `bench_quality.py --peers` measures beside this project, into the environment of the Python that runs this.
 
-    python3.11 -m venv .venv-peers && .venv-peers/bin/python scripts/install_peers.py
+    python3.11 -m venv .venv-peers && .venv-peers/bin/python -m scripts.install_peers
 
 One set of versions that live together, some 2.5 GB: 0.14 of llm-compressor wants an older transformers than this project's tests use, hence
 an environment of their own. autoawq comes last and without its requirements: its build asks for the torch that is installed, and its
@@ -24,7 +24,10 @@ ALONE = ("triton==3.7.1", "autoawq==0.2.9")
 
 
 def pip_install(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments],
+        check=True,
+    )
 
 
 def main() -> None:

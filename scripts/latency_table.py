@@ -1,6 +1,6 @@
 """The table of kernel times that ships with the package, from a result of `bench_kernels.py`.
 
-    python scripts/latency_table.py benchmarks/h200/kernels.json compress/kernels/latency_tables/nvidia-h200.json
+    python -m scripts.latency_table benchmarks/h200/kernels.json compress/kernels/latency_tables/nvidia-h200.json
 
 Keeps this project's decode linears of layers; launch and rate for what the table does not hold are fitted to its rows of one token, by the
 least relative error.
@@ -32,11 +32,18 @@ def table(result: dict[str, object]) -> dict[str, object]:
             "us": round(row["us"], 3),
         }
         for row in measured
-        if (row["tool"], row["op"], row["phase"]) == ("compress", "linear", "decode") and row["name"] != "head"
+        if (row["tool"], row["op"], row["phase"]) == ("compress", "linear", "decode")
+        and row["name"] != "head"
     ]
-    single = [row for row in rows if row["m"] == 1 and (row["scheme"] in SCHEMES or row["scheme"] in ("BF16", "F16"))]
+    single = [
+        row
+        for row in rows
+        if row["m"] == 1 and (row["scheme"] in SCHEMES or row["scheme"] in ("BF16", "F16"))
+    ]
     us = np.array([row["us"] for row in single])
-    columns = np.array([[1.0, stored_bytes(row["n"], row["k"], row["scheme"])] for row in single]) / us[:, None]
+    columns = (
+        np.array([[1.0, stored_bytes(row["n"], row["k"], row["scheme"])] for row in single]) / us[:, None]
+    )
     launch_us, us_per_byte = np.linalg.lstsq(columns, np.ones(len(us)), rcond=None)[0]
     return {
         "device": device,
@@ -49,7 +56,9 @@ def table(result: dict[str, object]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("result", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()

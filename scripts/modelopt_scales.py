@@ -28,7 +28,9 @@ def main() -> None:
 
     scales = {}
     for config, kind in ((mtq.FP8_PER_CHANNEL_PER_TOKEN_CFG, "weight"), (mtq.FP8_DEFAULT_CFG, "input")):
-        model = mtq.quantize(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config, calibrate)
+        model = mtq.quantize(
+            AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), config, calibrate
+        )
         for name, module in model.named_modules():
             quantizer = getattr(module, f"{kind}_quantizer", None)
             if quantizer is not None and quantizer.is_enabled and quantizer.amax is not None:

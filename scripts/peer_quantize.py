@@ -31,7 +31,9 @@ def llmcompressor(*methods: str) -> Callable[[str, Tensor], Steps]:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
-        return oneshot_of(model, tokens_NS, methods), lambda out: model.save_pretrained(out, save_compressed=True)
+        return oneshot_of(model, tokens_NS, methods), lambda out: model.save_pretrained(
+            out, save_compressed=True
+        )
 
     return prepare
 
@@ -46,13 +48,17 @@ def oneshot_of(model: Any, tokens_NS: Tensor, methods: tuple[str, ...], **option
     from llmcompressor.pipelines.cache import IntermediatesCache
 
     if model.device.type == "cpu":
-        IntermediatesCache.pin_memory = lambda *args, **kwargs: None  # pinning needs a GPU, and this release does not ask for one
+        IntermediatesCache.pin_memory = lambda *args, **kwargs: (
+            None
+        )  # pinning needs a GPU, and this release does not ask for one
     modifiers = {"awq": lambda **_: AWQModifier(), "gptq": GPTQModifier, "rtn": QuantizationModifier}
     recipe = [modifiers[each](scheme="W4A16", targets="Linear", ignore=["lm_head"]) for each in methods]
     rows = {"input_ids": tokens_NS.tolist(), "attention_mask": torch.ones_like(tokens_NS).tolist()}
     sizes = {"num_calibration_samples": tokens_NS.shape[0], "max_seq_length": tokens_NS.shape[1]}
     dataset = Dataset.from_dict(rows)
-    return lambda: oneshot(model=model, dataset=dataset, recipe=recipe, shuffle_calibration_samples=False, **sizes, **options)
+    return lambda: oneshot(
+        model=model, dataset=dataset, recipe=recipe, shuffle_calibration_samples=False, **sizes, **options
+    )
 
 
 def auto_round(model_path: str, tokens_NS: Tensor) -> Steps:
@@ -62,7 +68,14 @@ def auto_round(model_path: str, tokens_NS: Tensor) -> Steps:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens_NS]
     sizes = {"nsamples": tokens_NS.shape[0], "seqlen": tokens_NS.shape[1]}
-    rounding = AutoRound(model, AutoTokenizer.from_pretrained(model_path), scheme="W4A16", dataset=rows, device_map="cpu", **sizes)
+    rounding = AutoRound(
+        model,
+        AutoTokenizer.from_pretrained(model_path),
+        scheme="W4A16",
+        dataset=rows,
+        device_map="cpu",
+        **sizes,
+    )
     return rounding.quantize, lambda out: rounding.save_quantized(out, format="auto_gptq")
 
 
@@ -74,14 +87,18 @@ def autoawq(model_path: str, tokens_NS: Tensor) -> Steps:
     config = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
     sizes = {"max_calib_samples": tokens_NS.shape[0], "max_calib_seq_len": tokens_NS.shape[1]}
     tokenizer, rows = AutoTokenizer.from_pretrained(model_path), tokens_NS.tolist()
-    return lambda: model.quantize(tokenizer, quant_config=config, calib_data=rows, **sizes), model.save_quantized
+    return lambda: model.quantize(
+        tokenizer, quant_config=config, calib_data=rows, **sizes
+    ), model.save_quantized
 
 
 def gptqmodel(model_path: str, tokens_NS: Tensor) -> Steps:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # read at import; it starts with no less
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    model = GPTQModel.load(model_path, QuantizeConfig(bits=4, group_size=128, sym=True, desc_act=False), device="cpu")
+    model = GPTQModel.load(
+        model_path, QuantizeConfig(bits=4, group_size=128, sym=True, desc_act=False), device="cpu"
+    )
     rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in tokens_NS]
     return lambda: model.quantize(rows, batch_size=1), model.save
 
@@ -102,7 +119,9 @@ TOOLS = {
     "llmcompressor-rtn": Tool("llmcompressor", "rtn", "W4A16_G128", llmcompressor("rtn")),
     "llmcompressor-gptq": Tool("llmcompressor", "gptq", "W4A16_G128", llmcompressor("gptq")),
     "llmcompressor-awq": Tool("llmcompressor", "awq", "W4A16_G128", llmcompressor("awq", "rtn"), slow=True),
-    "llmcompressor-awq+gptq": Tool("llmcompressor", "awq+gptq", "W4A16_G128", llmcompressor("awq", "gptq"), slow=True),
+    "llmcompressor-awq+gptq": Tool(
+        "llmcompressor", "awq+gptq", "W4A16_G128", llmcompressor("awq", "gptq"), slow=True
+    ),
     "gptqmodel": Tool("gptqmodel", "gptq", "W4A16_G128", gptqmodel),
     "auto-round": Tool("auto-round", "signround", "W4A16_G128", auto_round, slow=True),
     "autoawq": Tool("autoawq", "awq", "W4A16_G128_ASYM", autoawq, slow=True),
@@ -119,7 +138,9 @@ def main() -> None:
     times = {"seconds": time.perf_counter() - started_s, "cpu_seconds": time.process_time() - cpu_started_s}
     save(question["out"])
     versions = {name: version(name) for name in (tool.package, "torch", "transformers")}
-    Path(sys.argv[2]).write_text(json.dumps({**times, "threads": torch.get_num_threads(), "versions": versions}))
+    Path(sys.argv[2]).write_text(
+        json.dumps({**times, "threads": torch.get_num_threads(), "versions": versions})
+    )
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_quantize import oneshot_of
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from scripts.peer_quantize import oneshot_of
 
 TOOLS: dict[str, tuple[str, ...]] = {
     "llmcompressor-gptq": ("gptq",),
@@ -29,8 +30,14 @@ TOOLS: dict[str, tuple[str, ...]] = {
 }
 
 
-def measure(tool: str, model_path: str, tokens_NS: Tensor, device: torch.device, num_layers: int) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", num_hidden_layers=num_layers).to(device).eval()
+def measure(
+    tool: str, model_path: str, tokens_NS: Tensor, device: torch.device, num_layers: int
+) -> dict[str, Any]:
+    model = (
+        AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", num_hidden_layers=num_layers)
+        .to(device)
+        .eval()
+    )
     quantize = oneshot_of(model, tokens_NS, TOOLS[tool], sequential_offload_device=str(device))
     on_gpu = device.type == "cuda"
     gc.collect()
@@ -50,10 +57,14 @@ def main() -> None:
     question = json.loads(Path(sys.argv[1]).read_text())
     tool, device = question["tool"], torch.device(question["device"])
     tokens_NS = load_file(question["tokens"])["tokens"].to(torch.int64)
-    runs = [measure(tool, question["model"], tokens_NS, device, num_layers) for num_layers in question["layers"]]
+    runs = [
+        measure(tool, question["model"], tokens_NS, device, num_layers) for num_layers in question["layers"]
+    ]
     package, _, method = tool.partition("-")
     versions = {name: version(name) for name in (package, "torch", "transformers")}
-    Path(sys.argv[2]).write_text(json.dumps({"runs": runs, "package": package, "method": method, "versions": versions}))
+    Path(sys.argv[2]).write_text(
+        json.dumps({"runs": runs, "package": package, "method": method, "versions": versions})
+    )
 
 
 if __name__ == "__main__":

@@ -35,9 +35,15 @@ class Inputs:
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = x if self.group_size is None else x.unflatten(-1, (-1, self.group_size))
-        scale = (parts.abs().amax(dim=-1, keepdim=True) / self.largest).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = (parts.abs().amax(dim=-1, keepdim=True) / self.largest).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
         scaled = parts * scale.reciprocal() if self.by_reciprocal else parts / scale
-        codes = scaled.round().clamp(-128, 127) if self.dtype == torch.int8 else scaled.clamp(-448, 448).to(self.dtype).to(x.dtype)
+        codes = (
+            scaled.round().clamp(-128, 127)
+            if self.dtype == torch.int8
+            else scaled.clamp(-448, 448).to(self.dtype).to(x.dtype)
+        )
         return (codes * scale).reshape(x.shape)
 
 

@@ -1,6 +1,6 @@
 """The latency rows of a validation report as a result file, the form in which runtimes are compared.
 
-    python scripts/result_file.py runs/quickstart/evidence/report.json benchmarks/h200/runtime.json --shape reference-17m
+    python -m scripts.result_file runs/quickstart/evidence/report.json benchmarks/h200/runtime.json --shape reference-17m
 
 One row a side and batch size: tool, shape, scheme, kv, tp, batch_size, prompt_tokens, output_tokens, ttft_ms_p50/p95, tpot_ms_p50/p95/p99,
 floor_ms, floor_frac, and the kernels that served decode.
@@ -43,11 +43,17 @@ def decode_kernels(report: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("report", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", default=None, help="name of the model's shape; the source's name by default")
-    parser.add_argument("--commit", default=None, help="of the code that was measured; the checkout's by default")
+    parser.add_argument(
+        "--shape", default=None, help="name of the model's shape; the source's name by default"
+    )
+    parser.add_argument(
+        "--commit", default=None, help="of the code that was measured; the checkout's by default"
+    )
     args = parser.parse_args()
 
     report = json.loads(args.report.read_text(encoding="utf-8"))
@@ -58,7 +64,8 @@ def main() -> None:
         "device": environment["device"],
         "driver": environment.get("driver"),
         "versions": {"python": environment["python"], "torch": environment["torch"]},
-        "commit": args.commit or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": args.commit
+        or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),
         "date": time.strftime("%Y-%m-%d", time.localtime(args.report.stat().st_mtime)),
         "command": f"compress validate, report of {report['title']}",
         "rows": runtime_rows(report, args.shape or report["artifact"]["source"]),

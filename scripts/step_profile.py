@@ -41,7 +41,9 @@ def time_steps(engine: Engine, *, steps: int) -> dict[str, float]:
     return _percentiles(_timed(engine, steps))
 
 
-def time_rounds(engine: Engine, batch_size: int, prompt_tokens: int, output_tokens: int, *, rounds: int) -> dict[str, float]:
+def time_rounds(
+    engine: Engine, batch_size: int, prompt_tokens: int, output_tokens: int, *, rounds: int
+) -> dict[str, float]:
     """The same over rounds of fresh requests, half of their tokens: a shared machine may be slow for longer than a round takes."""
     times = []
     for _ in range(rounds):
@@ -64,9 +66,16 @@ def _timed(engine: Engine, steps: int) -> list[tuple[float, float]]:
 
 def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
     row = {}
-    for name, scale, values in (("step_ms", 1e3, [wall_s for wall_s, _ in times]), ("host_us", 1e6, [host_s for _, host_s in times])):
+    for name, scale, values in (
+        ("step_ms", 1e3, [wall_s for wall_s, _ in times]),
+        ("host_us", 1e6, [host_s for _, host_s in times]),
+    ):
         deciles = statistics.quantiles(values, n=10, method="inclusive")
-        row |= {f"{name}_p50": statistics.median(values) * scale, f"{name}_p10": deciles[0] * scale, f"{name}_p90": deciles[-1] * scale}
+        row |= {
+            f"{name}_p50": statistics.median(values) * scale,
+            f"{name}_p10": deciles[0] * scale,
+            f"{name}_p90": deciles[-1] * scale,
+        }
     return row
 
 
@@ -99,7 +108,12 @@ def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
         "wall_us": wall_us / steps,
         "idle_us": max(0.0, wall_us - covered_us(spans)) / steps,
         "kernels": [
-            {"name": short_name(name), "count": count / steps, "us": total_us / steps, "share": total_us / whole_us}
+            {
+                "name": short_name(name),
+                "count": count / steps,
+                "us": total_us / steps,
+                "share": total_us / whole_us,
+            }
             for name, (count, total_us) in ordered
         ],
     }

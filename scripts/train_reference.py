@@ -1,9 +1,9 @@
 """Train the bundled reference model from text to `compress/reference/`: tokenizer, weights, log, card.
 
-    python scripts/train_reference.py --data TEXT_DIR --out compress/reference
+    python -m scripts.train_reference --data TEXT_DIR --out compress/reference
 
 TEXT_DIR holds `*.jsonl.xz` files with lines {"source", "id", "text"}; the standard library of the running Python is added to them. One
-document in a hundred (by sha256 of its id; for Python one in sixteen, `compress.calibrate.corpus.is_evaluation`) is never trained on and
+document in a hundred (by sha256 of its id; for Python one in sixteen, `compress.data.corpus.is_evaluation`) is never trained on and
 measures bits per byte. Everything is decided by the seed, the text and the rounding of the hardware; both of the first are recorded with
 the result. Needs only torch, numpy, tokenizers and safetensors, so that it runs on a bare GPU machine.
 """
@@ -25,7 +25,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from compress.artifact.tensors import load_tensors
-from compress.calibrate.corpus import Document, python_documents
+from compress.data.corpus import Document, python_documents
 from compress.digest import digest_bytes, digest_file
 from compress.distill.losses import next_token
 from compress.distill.train import TokenStream, TrainConfig, train
@@ -94,11 +94,17 @@ def train_tokenizer(training: list[Document]) -> Tokenizer:
     """Byte-level BPE; digits in threes, words and white space split as GPT-2 does. Learnt from an even sample of the training text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     total_chars = sum(len(document.text) for document in training)
     every = max(1, math.ceil(total_chars / TOKENIZER_CHARS))
@@ -119,7 +125,9 @@ def encode(tokenizer: Tokenizer, documents: list[Document], *, seed: int) -> np.
 
 
 @torch.no_grad()
-def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[Document], device: torch.device) -> dict[str, float]:
+def bits_per_byte(
+    model: Decoder, tokenizer: Tokenizer, documents: list[Document], device: torch.device
+) -> dict[str, float]:
     """Convention A: documents joined by blank lines, windows of SEQ_LEN without overlap, mean over predicted tokens, tail dropped."""
     text = "\n\n".join(document.text for document in documents)
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -129,7 +137,11 @@ def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[Document
         nll += float(next_token(model, batch.to(device))) * batch.shape[0]
     tokens_per_byte = tokens.numel() / len(text.encode())
     mean_nll = nll / windows.shape[0]
-    return {"bits_per_byte": mean_nll * tokens_per_byte / math.log(2), "perplexity": math.exp(mean_nll), "bytes": len(text.encode())}
+    return {
+        "bits_per_byte": mean_nll * tokens_per_byte / math.log(2),
+        "perplexity": math.exp(mean_nll),
+        "bytes": len(text.encode()),
+    }
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
@@ -156,16 +168,23 @@ def prepare(data: Path, work: Path) -> tuple[Tokenizer, np.ndarray, dict[str, li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="directory with *.jsonl.xz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()) / "train-reference", help="tokenizer and token stream are kept here"
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "train-reference",
+        help="tokenizer and token stream are kept here",
     )
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--peak-lr", type=float, default=6e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.5, help="high, because the text is read many times over")
+    parser.add_argument(
+        "--weight-decay", type=float, default=0.5, help="high, because the text is read many times over"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
@@ -180,21 +199,42 @@ def main() -> None:
     model = fresh_decoder(arch, generator=torch.Generator().manual_seed(SEED)).to(device)
     micro = min(args.batch_size, 64)
     config = TrainConfig(
-        args.steps, args.batch_size, micro, args.peak_lr, "muon", weight_decay=args.weight_decay, compile=device.type == "cuda"
+        args.steps,
+        args.batch_size,
+        micro,
+        args.peak_lr,
+        "muon",
+        weight_decay=args.weight_decay,
+        compile=device.type == "cuda",
     )
-    windows = TokenStream(torch.from_numpy(stream.astype(np.int32)).to(device), seq_len=SEQ_LEN, batch_size=args.batch_size, seed=SEED)
+    windows = TokenStream(
+        torch.from_numpy(stream.astype(np.int32)).to(device),
+        seq_len=SEQ_LEN,
+        batch_size=args.batch_size,
+        seed=SEED,
+    )
     with (args.out / "training_log.jsonl").open("w") as log:
         for row in train(model, next_token, windows.batch, config, device=device):
-            log.write(json.dumps({key: round(value, 6) for key, value in dataclasses.asdict(row).items()}) + "\n")
+            log.write(
+                json.dumps({key: round(value, 6) for key, value in dataclasses.asdict(row).items()}) + "\n"
+            )
             if row.step % 500 == 0 or row.step == args.steps:
-                print(f"step {row.step} loss {row.loss:.4f} {row.tokens_per_s / 1e6:.2f} M tokens/s", flush=True)
+                print(
+                    f"step {row.step} loss {row.loss:.4f} {row.tokens_per_s / 1e6:.2f} M tokens/s", flush=True
+                )
 
     write_checkpoint(args.out, MemorySource(model, dtype=torch.bfloat16))
     write_tokenizer(tokenizer, args.out)
     stored = build_decoder(Checkpoint(args.out), dtype=torch.float32, device=device)
-    results = {source: bits_per_byte(stored, tokenizer, documents, device) for source, documents in sorted(evaluation.items())}
+    results = {
+        source: bits_per_byte(stored, tokenizer, documents, device)
+        for source, documents in sorted(evaluation.items())
+    }
     for source, result in results.items():
-        print(f"{source}: {result['bits_per_byte']:.4f} bits per byte, perplexity {result['perplexity']:.2f}", flush=True)
+        print(
+            f"{source}: {result['bits_per_byte']:.4f} bits per byte, perplexity {result['perplexity']:.2f}",
+            flush=True,
+        )
     facts = {
         "seed": SEED,
         "num_params": arch.num_params,

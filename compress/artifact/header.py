@@ -49,17 +49,25 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
             file_bytes = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise StorageError(f"{path} is truncated: it has {len(prefix)} bytes and a safetensors file starts with 8; copy it again.")
+                raise StorageError(
+                    f"{path} is truncated: it has {len(prefix)} bytes and a safetensors file starts with 8; copy it again."
+                )
             header_bytes = struct.unpack("<Q", prefix)[0]
             if header_bytes > _MAX_HEADER_BYTES:
-                raise UnsupportedFormat(f"{path} is not a safetensors file: its first 8 bytes announce a header of {header_bytes} bytes.")
+                raise UnsupportedFormat(
+                    f"{path} is not a safetensors file: its first 8 bytes announce a header of {header_bytes} bytes."
+                )
             raw = stream.read(header_bytes)
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if len(raw) < header_bytes:
-        raise StorageError(f"{path} is truncated inside its header ({file_bytes} bytes, header {header_bytes}); copy it again.")
+        raise StorageError(
+            f"{path} is truncated inside its header ({file_bytes} bytes, header {header_bytes}); copy it again."
+        )
     data_begin = 8 + header_bytes
-    headers = sorted(_parse(path, raw, data_begin), key=lambda header: (header.begin, header.end, header.name))
+    headers = sorted(
+        _parse(path, raw, data_begin), key=lambda header: (header.begin, header.end, header.name)
+    )
     _check_ranges(path, headers, data_begin, file_bytes)
     return tuple(headers)
 
@@ -68,10 +76,16 @@ def _parse(path: Path, raw: bytes, data_begin: int) -> list[TensorHeader]:
     try:
         entries = json.loads(raw, object_pairs_hook=_unique)
     except ValueError as error:  # covers JSON, UTF-8 and repeated names
-        raise UnsupportedFormat(f"{path} is not a safetensors file: its header is not valid JSON ({error}).") from error
+        raise UnsupportedFormat(
+            f"{path} is not a safetensors file: its header is not valid JSON ({error})."
+        ) from error
     if not isinstance(entries, dict):
-        raise UnsupportedFormat(f"{path} is not a safetensors file: its header is a JSON {type(entries).__name__}, not an object.")
-    return [_tensor(path, name, entry, data_begin) for name, entry in entries.items() if name != "__metadata__"]
+        raise UnsupportedFormat(
+            f"{path} is not a safetensors file: its header is a JSON {type(entries).__name__}, not an object."
+        )
+    return [
+        _tensor(path, name, entry, data_begin) for name, entry in entries.items() if name != "__metadata__"
+    ]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -84,13 +98,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensor(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
     where = f"{path} has a malformed safetensors header: tensor '{name}'"
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    dtype, shape, offsets = (
+        fields.get("dtype"),
+        _counts(fields.get("shape")),
+        _counts(fields.get("data_offsets")),
+    )
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise UnsupportedFormat(f"{where} lacks a valid dtype, shape or data_offsets.")
     if dtype not in BITS_OF_DTYPE:
         raise UnsupportedFormat(f"{path} holds tensor '{name}' in dtype '{dtype}', which is not known here.")
     if math.prod(shape) * BITS_OF_DTYPE[dtype] != 8 * (offsets[1] - offsets[0]):
-        raise UnsupportedFormat(f"{where} of dtype {dtype} and shape {list(shape)} does not fill its byte range {list(offsets)}.")
+        raise UnsupportedFormat(
+            f"{where} of dtype {dtype} and shape {list(shape)} does not fill its byte range {list(offsets)}."
+        )
     return TensorHeader(name, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
 
 
@@ -109,7 +129,9 @@ def _check_ranges(path: Path, headers: list[TensorHeader], data_begin: int, file
             )
         position = header.end
     if position > file_bytes:
-        raise StorageError(f"{path} is truncated: its header speaks of {position} bytes and it has {file_bytes}; copy it again.")
+        raise StorageError(
+            f"{path} is truncated: its header speaks of {position} bytes and it has {file_bytes}; copy it again."
+        )
     if position < file_bytes:
         raise StorageError(
             f"{path} has {file_bytes - position} bytes after its last tensor; it is damaged or was not written as safetensors."

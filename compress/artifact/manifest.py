@@ -64,7 +64,9 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The one byte form: sorted keys, one space of indent so that two manifests can be compared line by line, newline at the end."""
         canonical = json.loads(canonical_json(asdict(self)))
-        return (json.dumps(canonical, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return (
+            json.dumps(canonical, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        ).encode()
 
     @property
     def digest(self) -> str:
@@ -81,7 +83,9 @@ class Manifest:
         try:
             value = json.loads(data)
         except ValueError as error:
-            raise StorageError(f"{where} is damaged: not valid JSON ({error}); fetch or build the artifact again.") from error
+            raise StorageError(
+                f"{where} is damaged: not valid JSON ({error}); fetch or build the artifact again."
+            ) from error
         if not isinstance(value, dict) or not isinstance(value.get("schema_version"), int):
             raise StorageError(f"{where} is not an artifact manifest: it has no schema_version.")
         if value["schema_version"] > SCHEMA_VERSION:
@@ -89,19 +93,31 @@ class Manifest:
                 f"{where} has schema version {value['schema_version']}; this program reads up to {SCHEMA_VERSION}: upgrade it."
             )
         if odd := sorted(value.keys() ^ {item.name for item in fields(cls)}):
-            raise StorageError(f"{where} is not an artifact manifest: missing or unknown fields {', '.join(odd)}.")
+            raise StorageError(
+                f"{where} is not an artifact manifest: missing or unknown fields {', '.join(odd)}."
+            )
         try:
-            tensors = tuple(TensorRecord(**{**record, "shape": tuple(record["shape"])}) for record in value["tensors"])
+            tensors = tuple(
+                TensorRecord(**{**record, "shape": tuple(record["shape"])}) for record in value["tensors"]
+            )
             files = tuple(FileRecord(**record) for record in value["files"])
             manifest = cls(**{**value, "layers": tuple(value["layers"]), "tensors": tensors, "files": files})
         except (KeyError, TypeError) as error:
             raise StorageError(f"{where} is not an artifact manifest: {error}.") from error
         for record in files:
-            if not (isinstance(record.path, str) and isinstance(record.size_bytes, int) and _DIGEST.fullmatch(str(record.digest))):
-                raise StorageError(f"{where} is not an artifact manifest: the file record {record} is malformed.")
+            if not (
+                isinstance(record.path, str)
+                and isinstance(record.size_bytes, int)
+                and _DIGEST.fullmatch(str(record.digest))
+            ):
+                raise StorageError(
+                    f"{where} is not an artifact manifest: the file record {record} is malformed."
+                )
             check_relative(record.path, where)
         if manifest.to_bytes() != data:  # so the digest of the file is the digest of the manifest
-            raise StorageError(f"{where} was edited: it is not byte for byte what this program writes; fetch or build the artifact again.")
+            raise StorageError(
+                f"{where} was edited: it is not byte for byte what this program writes; fetch or build the artifact again."
+            )
         return manifest
 
 
@@ -136,9 +152,13 @@ def check_relative(path: str, where: str) -> None:
     """
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(char < " " or char in "\\\x7f" for char in path):
-        raise StorageError(f"{where} names a file '{path}' that is not a plain path inside the artifact; it is refused as unsafe.")
+        raise StorageError(
+            f"{where} names a file '{path}' that is not a plain path inside the artifact; it is refused as unsafe."
+        )
     if path == MANIFEST_NAME:
-        raise StorageError(f"{where} lists {MANIFEST_NAME} as a content file; a manifest cannot contain itself.")
+        raise StorageError(
+            f"{where} lists {MANIFEST_NAME} as a content file; a manifest cannot contain itself."
+        )
 
 
 def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
@@ -151,7 +171,9 @@ def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorReco
     with ThreadPoolExecutor(max_workers=_NUM_HASHERS) as pool:
         described = list(pool.map(lambda name: _describe(path, name), file_names(path)))
     tensors = [record for _, records in described for record in records]
-    return tuple(record for record, _ in described), tuple(sorted(tensors, key=lambda record: (record.file, record.name)))
+    return tuple(record for record, _ in described), tuple(
+        sorted(tensors, key=lambda record: (record.file, record.name))
+    )
 
 
 def file_names(path: Path) -> list[str]:
@@ -160,7 +182,9 @@ def file_names(path: Path) -> list[str]:
     for entry in sorted(path.rglob("*")):
         name = entry.relative_to(path).as_posix()
         if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
-            raise StorageError(f"{entry} is a link or a special file; an artifact holds plain files only, so copy its target in its place.")
+            raise StorageError(
+                f"{entry} is a link or a special file; an artifact holds plain files only, so copy its target in its place."
+            )
         if entry.is_file() and name != MANIFEST_NAME:
             check_relative(name, str(path))
             names.append(name)
@@ -188,7 +212,9 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
                         f"{path} became shorter while it was read; nothing may write to an artifact that is being described."
                     )
                 size_bytes += header.end - header.begin
-                tensors.append(TensorRecord(header.name, header.dtype, header.shape, name, "sha256:" + part.hexdigest()))
+                tensors.append(
+                    TensorRecord(header.name, header.dtype, header.shape, name, "sha256:" + part.hexdigest())
+                )
             while chunk := stream.read(_CHUNK_BYTES):
                 whole.update(chunk)
                 size_bytes += len(chunk)
@@ -229,7 +255,9 @@ def verify_artifact(artifact: Artifact) -> None:
     expected = {record.path: record for record in artifact.manifest.files}
     present = set(file_names(artifact.path))
     if missing := sorted(expected.keys() - present):
-        raise StorageError(f"{artifact.path} lacks the file '{missing[0]}' that its manifest names; fetch or build the artifact again.")
+        raise StorageError(
+            f"{artifact.path} lacks the file '{missing[0]}' that its manifest names; fetch or build the artifact again."
+        )
     if extra := sorted(present - expected.keys()):
         raise StorageError(
             f"{artifact.path} holds the file '{extra[0]}' that its manifest does not name; remove it or build the artifact again."

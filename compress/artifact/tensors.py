@@ -54,13 +54,19 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _RANK:
-            raise UnsupportedFormat(f"tensor '{name}' has dtype {tensor.dtype}, which is not written to safetensors files here.")
+            raise UnsupportedFormat(
+                f"tensor '{name}' has dtype {tensor.dtype}, which is not written to safetensors files here."
+            )
     ordered = sorted(tensors.items(), key=lambda item: (-_RANK[item[1].dtype][0], item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in ordered:
         end = position + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _RANK[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        header[name] = {
+            "dtype": _RANK[tensor.dtype][1],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -71,10 +77,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _raw(tensor: Tensor) -> Any:
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()  # a buffer, without a copy
+    return (
+        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    )  # a buffer, without a copy
 
 
-def load_tensors(path: Path, names: Iterable[str] | None = None, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def load_tensors(
+    path: Path, names: Iterable[str] | None = None, *, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
     """The named tensors (all by default) of a safetensors file or of a checkpoint directory.
 
     Raises:
@@ -102,7 +112,9 @@ class TensorFiles:
         for file, names in wanted.items():
             headers = {header.name: header for header in read_header(file)}
             if names is not None and (absent := sorted(set(names) - headers.keys())):
-                raise StorageError(f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the checkpoint again.")
+                raise StorageError(
+                    f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the checkpoint again."
+                )
             for name in headers if names is None else names:
                 if name in self._file_of:
                     raise UnsupportedFormat(
@@ -118,7 +130,9 @@ class TensorFiles:
 
     def header(self, name: str) -> TensorHeader:
         if name not in self._headers:
-            raise UsageError(f"{self.path} has no tensor '{name}'.{did_you_mean(name, self._headers) if len(name) < 200 else ''}")
+            raise UsageError(
+                f"{self.path} has no tensor '{name}'.{did_you_mean(name, self._headers) if len(name) < 200 else ''}"
+            )
         return self._headers[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -127,7 +141,9 @@ class TensorFiles:
     def dtype(self, name: str) -> torch.dtype:
         dtype = self.header(name).dtype
         if dtype not in DTYPES:
-            raise UnsupportedFormat(f"{self._file_of[name]} holds tensor '{name}' in dtype '{dtype}', which is not read here.")
+            raise UnsupportedFormat(
+                f"{self._file_of[name]} holds tensor '{name}' in dtype '{dtype}', which is not read here."
+            )
         return DTYPES[dtype]
 
     def get(self, name: str, *, device: str | torch.device = "cpu") -> Tensor:
@@ -183,13 +199,19 @@ def _indexed(path: Path) -> dict[Path, list[str] | None]:
     try:
         places = json.loads(index.read_bytes())["weight_map"].items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedFormat(f"{index} is not an index of safetensors shards: it has no readable weight_map.") from error
+        raise UnsupportedFormat(
+            f"{index} is not an index of safetensors shards: it has no readable weight_map."
+        ) from error
     shards: dict[Path, list[str] | None] = {}
     for name, file in places:
         if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
-            raise UnsupportedFormat(f"{index} places the tensor '{name}' in '{file}', which is not a safetensors file beside it.")
+            raise UnsupportedFormat(
+                f"{index} places the tensor '{name}' in '{file}', which is not a safetensors file beside it."
+            )
         if path / file not in shards and not (path / file).exists():
-            raise StorageError(f"{path} lacks the shard '{file}' that {INDEX_NAME} names; copy the checkpoint again.")
+            raise StorageError(
+                f"{path} lacks the shard '{file}' that {INDEX_NAME} names; copy the checkpoint again."
+            )
         names = shards.setdefault(path / file, [])
         assert names is not None
         names.append(name)
@@ -230,15 +252,27 @@ class ShardWriter:
         if self._pending:
             self._flush()
         count = len(self._shards)
-        names = [SINGLE_NAME] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        names = (
+            [SINGLE_NAME]
+            if count == 1
+            else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        )
         for number, name in enumerate(names):
             self._partial(number).rename(self._directory / name)
         sync_directory(self._directory)
         written = [self._directory / name for name in names]
         if count > 1:
-            places = {tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(places.items()))}
-            write_atomic(self._directory / INDEX_NAME, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+            places = {
+                tensor: name for name, tensors in zip(names, self._shards, strict=True) for tensor in tensors
+            }
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": dict(sorted(places.items())),
+            }
+            write_atomic(
+                self._directory / INDEX_NAME,
+                (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode(),
+            )
             written.append(self._directory / INDEX_NAME)
         return written
 

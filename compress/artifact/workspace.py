@@ -50,7 +50,13 @@ class ArtifactWriter:
         """Say what the artifact is; all values must be JSON (a NaN or a tensor raises here, where it was made)."""
         if self.description is not None:
             raise ValueError("describe() was called twice for one artifact")
-        described = {"role": role, "arch": arch, "layers": [dict(layer) for layer in layers], "scheme": scheme, "facts": dict(facts or {})}
+        described = {
+            "role": role,
+            "arch": arch,
+            "layers": [dict(layer) for layer in layers],
+            "scheme": scheme,
+            "facts": dict(facts or {}),
+        }
         self.description = json.loads(canonical_json(described))
 
 
@@ -65,13 +71,25 @@ class Workspace:
 
     @staticmethod
     def key(
-        stage: str, version: int, spec: Mapping[str, Any], inputs: Mapping[str, str], seed: int, extra: Mapping[str, str] | None = None
+        stage: str,
+        version: int,
+        spec: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        seed: int,
+        extra: Mapping[str, str] | None = None,
     ) -> str:
         """The hex digest of everything that decides a result; `inputs` maps port names to artifact digests.
 
         `extra` is for results that depend on more than the recipe: a latency measurement on the device, for example.
         """
-        parts = {"stage": stage, "version": version, "spec": spec, "inputs": dict(inputs), "seed": seed, "extra": dict(extra or {})}
+        parts = {
+            "stage": stage,
+            "version": version,
+            "spec": spec,
+            "inputs": dict(inputs),
+            "seed": seed,
+            "extra": dict(extra or {}),
+        }
         return digest_json(parts).removeprefix("sha256:")
 
     def get(self, key: str) -> Artifact | None:
@@ -79,12 +97,16 @@ class Workspace:
         path = self._place(self._store, key)
         try:
             artifact = open_artifact(path)
-            whole = all((path / record.path).stat().st_size == record.size_bytes for record in artifact.manifest.files)
+            whole = all(
+                (path / record.path).stat().st_size == record.size_bytes for record in artifact.manifest.files
+            )
         except (CompressError, OSError):  # any damage means: build it again
             return None
         return artifact if whole and artifact.manifest.provenance.get("key") == key else None
 
-    def commit(self, key: str, stage: str, inputs: Mapping[str, str], build: Callable[[ArtifactWriter], None]) -> Artifact:
+    def commit(
+        self, key: str, stage: str, inputs: Mapping[str, str], build: Callable[[ArtifactWriter], None]
+    ) -> Artifact:
         """Return the result of that key, building it first when it is not there; `inputs` are its parents' digests by name.
 
         Whatever `build` raises passes through after its directory is removed; its scratch directory stays for the next attempt.
@@ -191,7 +213,12 @@ def _seal(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -
     """Bring every file to the disk, then the manifest that vouches for them."""
     files, tensors = describe_files(path)
     sync_tree(path)
-    manifest = Manifest(**{**description, "layers": tuple(description["layers"])}, provenance=provenance, tensors=tensors, files=files)
+    manifest = Manifest(
+        **{**description, "layers": tuple(description["layers"])},
+        provenance=provenance,
+        tensors=tensors,
+        files=files,
+    )
     write_atomic(path / MANIFEST_NAME, manifest.to_bytes())
 
 

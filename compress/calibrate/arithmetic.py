@@ -23,7 +23,11 @@ def compute_dtype(device: str, stored_dtype: torch.dtype) -> torch.dtype:
 def computes_in(device: str) -> dict[str, str]:
     """What of a device decides the numbers that it computes: resume points and results of one are not those of another."""
     kind = torch.device(device).type
-    return {"device": kind, "compute": "bfloat16"} if kind == "cpu" and has_bfloat16_tiles() else {"device": kind}
+    return (
+        {"device": kind, "compute": "bfloat16"}
+        if kind == "cpu" and has_bfloat16_tiles()
+        else {"device": kind}
+    )
 
 
 def add_lower_gram(sum_DD: Tensor | None, x_TD: Tensor, rows: int) -> Tensor:

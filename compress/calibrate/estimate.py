@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.artifact.context import OneRank
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK, Guide
 from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import deal
-from compress.calibrate.stats import NUM_SHARDS
+from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch, LayerShape
 from compress.models.decoder import LinearGroup
 
@@ -71,24 +70,38 @@ def peak_bytes(work: Work) -> int:
     arch = work.arch
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
-    widest = max(max(_taps(arch, layer).values()) for layer in arch.layers) if work.in_turn else 0  # what is kept at a second tap
+    widest = (
+        max(max(_taps(arch, layer).values()) for layer in arch.layers) if work.in_turn else 0
+    )  # what is kept at a second tap
     activations = (work.streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.width
-    return LIBRARY_BYTES[work.device] + activations + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
+    return (
+        LIBRARY_BYTES[work.device]
+        + activations
+        + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
+    )
 
 
 def host_bytes(work: Work) -> int:
     """Of pinned memory beside a GPU: two layers, the one that is read and the one on its way."""
-    return 0 if work.device == "cpu" else 2 * 2 * max(_num_params(work.arch, layer) for layer in work.arch.layers)
+    return (
+        0
+        if work.device == "cpu"
+        else 2 * 2 * max(_num_params(work.arch, layer) for layer in work.arch.layers)
+    )
 
 
 def flops(work: Work, *, products: float) -> tuple[float, float]:
     """Operations of the busiest rank: over activations, and over weights. `products` counts those of a weight with its statistic, or work
     like it."""
     arch, tokens = work.arch, work.num_samples * work.seq_len
-    grams = work.streams * sum(2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values())
+    grams = work.streams * sum(
+        2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values()
+    )
     replays = 0 if work.in_turn else 1
     forward = (replays + work.streams) * 2.0 * arch.num_linear_params * tokens
-    return (forward + grams) / work.num_ranks, _busiest(work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes))
+    return (forward + grams) / work.num_ranks, _busiest(
+        work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes)
+    )
 
 
 def guide_effort(work: Work, guide: Guide) -> tuple[int, float]:
@@ -117,7 +130,9 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
         groups = _groups(layer)
         owners, load = deal(arch, idx, groups, num_ranks), [0.0] * num_ranks
         for group in groups:
-            load[owners[group.tap]] += cost([layer.linear_shape(name, arch.hidden_size) for name in group.linears])
+            load[owners[group.tap]] += cost(
+                [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
+            )
         total += max(load)
     return total
 
@@ -150,7 +165,10 @@ def _rounding_bytes(work: Work, layer: LayerShape) -> int:
 
 
 def _num_params(arch: Arch, layer: LayerShape) -> int:
-    return sum(rows * columns for rows, columns in (layer.linear_shape(name, arch.hidden_size) for name in layer.linears))
+    return sum(
+        rows * columns
+        for rows, columns in (layer.linear_shape(name, arch.hidden_size) for name in layer.linears)
+    )
 
 
 def _taps(arch: Arch, layer: LayerShape) -> dict[str, int]:

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.observe import observe
 from compress.calibrate.stats import Stat, StatFactory
 from compress.calibrate.streaming import Ahead, return_freed_blocks
+from compress.context import Context
 from compress.errors import UsageError
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, LinearGroup, RMSNorm
@@ -37,7 +37,9 @@ class GradientVisitor(Protocol):
     def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
         """`stats` is tap -> name -> statistic over all samples."""
 
-    def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
+    def see(
+        self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
+    ) -> None:
         """One sample: the input of the group, and for each of its linears the gradient at the output, [T, O]. What is to outlive the call
         must be copied."""
 
@@ -116,7 +118,9 @@ def visit_gradients(
 
 def _kept(x_NSD: Tensor) -> Tensor:
     """The same numbers in host memory, when the device comes to it."""
-    return torch.empty(x_NSD.shape, dtype=x_NSD.dtype, pin_memory=x_NSD.is_cuda).copy_(x_NSD, non_blocking=True)
+    return torch.empty(x_NSD.shape, dtype=x_NSD.dtype, pin_memory=x_NSD.is_cuda).copy_(
+        x_NSD, non_blocking=True
+    )
 
 
 @torch.no_grad()
@@ -145,8 +149,12 @@ def _of_labels(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
     p_SV = logits_SV.softmax(-1, dtype=torch.float32)
     below_SV = p_SV.cumsum(-1)
     if not bool(torch.isfinite(below_SV[:, -1]).all()):
-        raise UsageError("the model's logits are not finite on the calibration text: the checkpoint is damaged.")
-    labels_S1 = torch.searchsorted(below_SV, draws_S.unsqueeze(1) * below_SV[:, -1:]).clamp_(max=p_SV.shape[1] - 1)
+        raise UsageError(
+            "the model's logits are not finite on the calibration text: the checkpoint is damaged."
+        )
+    labels_S1 = torch.searchsorted(below_SV, draws_S.unsqueeze(1) * below_SV[:, -1:]).clamp_(
+        max=p_SV.shape[1] - 1
+    )
     return p_SV.scatter_add_(1, labels_S1, p_SV.new_full((), -1.0).expand_as(labels_S1)).to(logits_SV.dtype)
 
 
@@ -159,7 +167,9 @@ def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor:
         taps[name] = x.detach().flatten(0, -2)
 
     def keep(name: str) -> object:
-        return layer.linear(name).register_forward_hook(lambda module, args, output: outputs.__setitem__(name, output))
+        return layer.linear(name).register_forward_hook(
+            lambda module, args, output: outputs.__setitem__(name, output)
+        )
 
     hooks = [keep(name) for group in layer.groups() for name in group.linears]
     x_1SD = x_1SD.detach().requires_grad_(True)

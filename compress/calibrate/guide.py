@@ -31,10 +31,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.gradients import Ends, visit_gradients
 from compress.calibrate.stats import Stat, StatFactory
+from compress.context import Context
 from compress.models.decoder import DecoderLayer, LinearGroup
 from compress.models.weights import WeightSource
 from compress.recipe import Spec
@@ -52,8 +52,15 @@ class Guide(Spec):
     """How far the calibration follows the end of the model."""
 
     kind: Literal["gradients"] = "gradients"
-    share: float = Field(0.8, ge=0, le=1, description="of a token's weight that its gradient decides; the rest is the same for all tokens")
-    windows: float = Field(0.125, gt=0, le=1, description="share of the calibration windows that gradients are taken on")
+    share: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="of a token's weight that its gradient decides; the rest is the same for all tokens",
+    )
+    windows: float = Field(
+        0.125, gt=0, le=1, description="share of the calibration windows that gradients are taken on"
+    )
 
     def walked(self, num_samples: int) -> list[int]:
         """Which samples, evenly spread."""
@@ -80,7 +87,9 @@ class OutputMoment:
     def rescaled(self, scale_O: Tensor) -> "OutputMoment":
         """After outputs were divided by a scale, and the gradients multiplied."""
         pieces = zip(self.segments, scale_O.cpu().split([len(each) for each in self.segments]), strict=True)
-        return OutputMoment(tuple(segment * scale_R.to(segment).outer(scale_R.to(segment)) for segment, scale_R in pieces))
+        return OutputMoment(
+            tuple(segment * scale_R.to(segment).outer(scale_R.to(segment)) for segment, scale_R in pieces)
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,9 @@ class LayerGuide:
     outputs: Mapping[str, OutputMoment]
 
 
-def make_guide(spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype) -> None:
+def make_guide(
+    spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype
+) -> None:
     """Write the guide of every layer into the scratch directory, if it is not there.
 
     Raises:
@@ -106,7 +117,15 @@ def make_guide(spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Contex
     ends = Ends.of(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
     for begin, walk in enumerate(walked.split(max(1, TOKENS_OF_A_WALK // tokens_NS.shape[1]))):
         visitor = _Visitor(squares, outputs_to=ctx.scratch if begin == 0 else None)
-        visit_gradients(source, tokens_NS[walk], visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS[walk], ends=ends)
+        visit_gradients(
+            source,
+            tokens_NS[walk],
+            visitor,
+            ctx,
+            compute_dtype=compute_dtype,
+            draws_NS=draws_NS[walk],
+            ends=ends,
+        )
         visitor.write()
     shared = {
         name: torch.ones(tokens_NS.shape).index_copy(0, walked, _weights(torch.stack(rows).cpu(), spec.share))
@@ -144,7 +163,9 @@ class _Visitor:
         self.write()
         self._layer_idx = layer.layer_idx
 
-    def see(self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]) -> None:
+    def see(
+        self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
+    ) -> None:
         g_TO = torch.cat([gradients[name] for name in group.linears], dim=1)
         sizes_T = torch.linalg.vector_norm(g_TO, dim=1, dtype=torch.float32)
         self._squares.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(sizes_T.square())
@@ -167,7 +188,10 @@ class _Visitor:
         for tap in list(self._waiting):
             self._add(tap)
         if self._outputs_to is not None and self._sums:
-            moments = {name: _moment(sum_RR, self._num_tokens[name.partition("/")[0]]) for name, sum_RR in self._sums.items()}
+            moments = {
+                name: _moment(sum_RR, self._num_tokens[name.partition("/")[0]])
+                for name, sum_RR in self._sums.items()
+            }
             halved = {name: moment_RR.to(torch.bfloat16).cpu() for name, moment_RR in moments.items()}
             save_tensors(_outputs_file(self._outputs_to, self._layer_idx), halved)
         self._sums, self._num_tokens = {}, Counter()

@@ -63,7 +63,13 @@ def _left(half: HalfLayer, xs: Samples, values: Samples, piece: slice) -> Tensor
 
 
 def _compress_behind(
-    tap: str, state: LayerState, layer: DecoderLayer, passes: Sequence[LayerPass], flow: Flow, stream: Stream, source: Stream | None
+    tap: str,
+    state: LayerState,
+    layer: DecoderLayer,
+    passes: Sequence[LayerPass],
+    flow: Flow,
+    stream: Stream,
+    source: Stream | None,
 ) -> None:
     """The linears behind one tap, by the rank whose turn it is, from what all ranks see there."""
     (group,) = (group for group in layer.groups() if group.tap == tap)

@@ -61,11 +61,17 @@ class KeysValues:
     scales: Mapping[str, Tensor]
 
     @staticmethod
-    def of(arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> "KeysValues":
+    def of(
+        arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device
+    ) -> "KeysValues":
         """Only what is read leaves the meta device."""
         with torch.device("meta"):
             layer = DecoderLayer(arch, layer_idx).requires_grad_(False)
-        read = {name: dense(value).to(device=device, dtype=dtype) for name, value in weights.items() if name.startswith(READ)}
+        read = {
+            name: dense(value).to(device=device, dtype=dtype)
+            for name, value in weights.items()
+            if name.startswith(READ)
+        }
         layer.load_state_dict(read, strict=False, assign=True)
         return KeysValues(layer, {name: torch.ones((), device=device) for name in KV_SCALES})
 
@@ -73,7 +79,9 @@ class KeysValues:
         del attention
         shape = self.layer.shape
         angles = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
-        for name, x_BSKC in zip(KV_SCALES, self.layer.attn.keys_values(self.layer.attn_norm(x_BSD), angles), strict=True):
+        for name, x_BSKC in zip(
+            KV_SCALES, self.layer.attn.keys_values(self.layer.attn_norm(x_BSD), angles), strict=True
+        ):
             tap(name, x_BSKC.flatten(-2).to(torch.float32) / self.scales[name])
         return x_BSD
 
@@ -91,7 +99,9 @@ class CacheError:
 
     def update(self, x_TD: Tensor) -> None:
         heads_TKC = x_TD.unflatten(-1, (-1, self._head_dim))
-        own_TK1 = (heads_TKC.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+        own_TK1 = (heads_TKC.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
         by_tensor, by_head = round_to_e4m3(x_TD), (round_to_e4m3(heads_TKC / own_TK1) * own_TK1).flatten(-2)
         squares_3F = torch.stack([each.square().sum(0) for each in (x_TD, by_tensor - x_TD, by_head - x_TD)])
         counts_2 = torch.stack([(x_TD.abs() > _SATURATED).sum(), ((by_tensor == 0) & (x_TD != 0)).sum()])
@@ -101,8 +111,12 @@ class CacheError:
 
     def merge(self, other: "CacheError") -> None:
         if other._squares_3F is not None and other._counts_2 is not None:
-            self._squares_3F = other._squares_3F if self._squares_3F is None else self._squares_3F.add_(other._squares_3F)
-            self._counts_2 = other._counts_2 if self._counts_2 is None else self._counts_2.add_(other._counts_2)
+            self._squares_3F = (
+                other._squares_3F if self._squares_3F is None else self._squares_3F.add_(other._squares_3F)
+            )
+            self._counts_2 = (
+                other._counts_2 if self._counts_2 is None else self._counts_2.add_(other._counts_2)
+            )
             self.num_values += other.num_values
 
     def park(self) -> None:
@@ -117,7 +131,8 @@ class CacheError:
         assert self._counts_2 is not None
         signal_F, *errors = self._squares_3F
         by_tensor_K, by_head_K = (
-            torch.where(signal_F > 0, error_F / signal_F, 0.0).view(-1, self._head_dim).mean(-1).sqrt() for error_F in errors
+            torch.where(signal_F > 0, error_F / signal_F, 0.0).view(-1, self._head_dim).mean(-1).sqrt()
+            for error_F in errors
         )
         saturated, flushed = self._counts_2.tolist()
         return {
@@ -129,7 +144,9 @@ class CacheError:
         }
 
 
-def calibrate_cache(cached: KeysValues, observe: Observe, *, stored_dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Row]]:
+def calibrate_cache(
+    cached: KeysValues, observe: Observe, *, stored_dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[Row]]:
     """The scales of one layer by canonical name, float32 scalars, and what they do: a row for its keys, a row for its values.
 
     A scale is rounded to the model's dtype, in which some consumers keep it, before anything is measured with it.
@@ -138,14 +155,24 @@ def calibrate_cache(cached: KeysValues, observe: Observe, *, stored_dtype: torch
         UsageError: keys or values reach NaN or infinity.
     """
     layer_idx, head_dim = cached.layer.layer_idx, cached.layer.shape.head_dim
-    amax = {name: _largest(stats, layer_idx, name) for name, stats in observe(cached, {"abs_max": AbsMax}).items()}
+    amax = {
+        name: _largest(stats, layer_idx, name) for name, stats in observe(cached, {"abs_max": AbsMax}).items()
+    }
     scales = {name: static_input_scale(amax[name], SCHEMES["FP8_STATIC"], stored_dtype) for name in KV_SCALES}
     rounded = observe(KeysValues(cached.layer, scales), {"error": partial(CacheError, head_dim)})
     rows: list[Row] = []
     for name, scale in scales.items():
         error = rounded[name]["error"]
         assert isinstance(error, CacheError)
-        rows.append({"layer": layer_idx, "cache": name, "amax": float(amax[name]), "scale": float(scale), **error.facts()})
+        rows.append(
+            {
+                "layer": layer_idx,
+                "cache": name,
+                "amax": float(amax[name]),
+                "scale": float(scale),
+                **error.facts(),
+            }
+        )
     return {KV_SCALES[name]: scale for name, scale in scales.items()}, rows
 
 
@@ -156,7 +183,9 @@ def cache_warning(rows: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     worst, names = max(lost, key=lambda row: float(row["error"])), {"k": "keys", "v": "values"}
     layers = {name: sorted({row["layer"] for row in lost if row["cache"] == name}) for name in names}
-    where = " and ".join(f"the {names[name]} of layer {', '.join(map(str, idxs))}" for name, idxs in layers.items() if idxs)
+    where = " and ".join(
+        f"the {names[name]} of layer {', '.join(map(str, idxs))}" for name, idxs in layers.items() if idxs
+    )
     better = max(row["error_token_head"] for row in lost)
     advice = (
         f"Scales for each position and head ({FP8_TOKEN_HEAD}, `kv_cache: fp8_token_head`) hold the same heads within {better:.2g}."

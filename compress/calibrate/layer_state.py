@@ -7,11 +7,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from compress.artifact.context import OneRank, Ranks
 from compress.calibrate.guide import LayerGuide, OutputMoment
 from compress.calibrate.observe import Flow, TokenWeights
 from compress.calibrate.room import Room
 from compress.calibrate.stats import Stat, StatFactory
+from compress.context import OneRank, Ranks
 from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
 from compress.models.weights import Weights
@@ -55,11 +55,16 @@ class LayerState:
     cache_rows: list[Row] = field(default_factory=list)
 
     @classmethod
-    def of(cls, arch: Arch, layer_idx: int, placed: dict[str, Tensor], told: LayerGuide | None, flow: Flow) -> Self:
+    def of(
+        cls, arch: Arch, layer_idx: int, placed: dict[str, Tensor], told: LayerGuide | None, flow: Flow
+    ) -> Self:
         """A layer of the source, before anything is known of its inputs."""
         with torch.device("meta"):
             pairs = DecoderLayer(arch, layer_idx).smoothing_pairs()
-        rows = {name: arch.layers[layer_idx].linear_shape(name, arch.hidden_size)[0] for name in arch.layers[layer_idx].linears}
+        rows = {
+            name: arch.layers[layer_idx].linear_shape(name, arch.hidden_size)[0]
+            for name in arch.layers[layer_idx].linears
+        }
         state = cls(layer_idx, [], pairs, FloatWeights(placed), {}, flow.ranks, flow.room, num_rows=rows)
         if told is not None:
             state.outputs, state.counts = told.outputs, told.weights
@@ -93,12 +98,20 @@ class LayerState:
     def stored(self, dtype: torch.dtype, *prefixes: str) -> Weights:
         """Parameters as the layer's file will hold them, those whose names begin so."""
         whole = {name: self.weights[name].to(dtype) for name in self.weights if name.startswith(prefixes)}
-        return whole | {f"{linear}.weight": weight for linear, weight in self.quantized.items() if f"{linear}.weight".startswith(prefixes)}
+        return whole | {
+            f"{linear}.weight": weight
+            for linear, weight in self.quantized.items()
+            if f"{linear}.weight".startswith(prefixes)
+        }
 
     def taken(self, dtype: torch.dtype) -> Weights:
         """All that the layer's file will hold; no weight is left here."""
         dense_weights = {name: self.weights.pop(name).to(dtype) for name in list(self.weights)}
-        return {**dense_weights, **{f"{linear}.weight": weight for linear, weight in self.quantized.items()}, **self.cache}
+        return {
+            **dense_weights,
+            **{f"{linear}.weight": weight for linear, weight in self.quantized.items()},
+            **self.cache,
+        }
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
         """What linears over one input have, None if they stay dense."""
@@ -118,7 +131,12 @@ class LayerState:
         """The outputs of a linear were divided by a scale, so its gradients are multiplied."""
         for group in self.groups:
             if linear in group.linears and group.tap in self.outputs:
-                all_O = torch.cat([scale_O if name == linear else scale_O.new_ones(self.num_rows[name]) for name in group.linears])
+                all_O = torch.cat(
+                    [
+                        scale_O if name == linear else scale_O.new_ones(self.num_rows[name])
+                        for name in group.linears
+                    ]
+                )
                 self.outputs = {**self.outputs, group.tap: self.outputs[group.tap].rescaled(all_O)}
 
     def row(self, linear: str) -> Row:

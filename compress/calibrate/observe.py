@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.artifact.context import OneRank, Ranks
 from compress.calibrate.kv import Forward
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory, shard_bounds
+from compress.context import OneRank, Ranks
 from compress.models.attention import FullAttention
 from compress.models.decoder import LinearGroup, no_tap
 
@@ -86,7 +86,9 @@ class Stream:
     def send(self, piece: slice, room: Room) -> dict[str, Tensor]:
         """Some samples on their way; what their linears read, by tap."""
         taps: dict[str, Tensor] = {}
-        y_BSD = room.attempt(lambda: forward(self.forward, self.samples[piece], taps.__setitem__), "observing a layer")
+        y_BSD = room.attempt(
+            lambda: forward(self.forward, self.samples[piece], taps.__setitem__), "observing a layer"
+        )
         if self.into is not None:
             self.into[piece] = y_BSD
         return taps
@@ -129,10 +131,16 @@ def observe_shards(
         for piece in pieces:
             beside = {} if source is None else source.send(piece, flow.room)
             for tap, x_BSD in stream.send(piece, flow.room).items():
-                weights_BS = None if weights is None else weights[tap][first + piece.start : first + piece.stop]
-                rows = flow.room.attempt(partial(_Rows.of, x_BSD, beside.get(tap), weights_BS), "observing a layer")
+                weights_BS = (
+                    None if weights is None else weights[tap][first + piece.start : first + piece.stop]
+                )
+                rows = flow.room.attempt(
+                    partial(_Rows.of, x_BSD, beside.get(tap), weights_BS), "observing a layer"
+                )
                 for name, factory in factories.items():
-                    flow.room.attempt(partial(rows.update, shard.setdefault((tap, name), factory())), "observing a layer")
+                    flow.room.attempt(
+                        partial(rows.update, shard.setdefault((tap, name), factory())), "observing a layer"
+                    )
         for key in list(shard):
             trees.setdefault(key, MergeTree(flow.shards.first)).push(shard.pop(key))
     return trees
@@ -157,14 +165,18 @@ class _Rows:
 
     def update(self, stat: Stat) -> None:
         """Statistics allocate before they add, so that one that found no room can be tried again."""
-        x_TD, source_TD = (self.weighed_TD, self.weighed_source_TD) if stat.of_squares else (self.x_TD, self.source_TD)
+        x_TD, source_TD = (
+            (self.weighed_TD, self.weighed_source_TD) if stat.of_squares else (self.x_TD, self.source_TD)
+        )
         if isinstance(stat, SourceStat) and source_TD is not None:
             stat.update_beside(x_TD, source_TD)
         else:
             stat.update(x_TD)
 
 
-def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks) -> Stats:
+def meet(
+    trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks
+) -> Stats:
     """The finished statistics of the taps that this rank owns; `owners` is tap -> rank."""
     stats: Stats = {}
     for group in groups:
@@ -184,7 +196,9 @@ def meet(trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owne
 def replay_(layer: Forward, samples: Samples, flow: Flow) -> None:
     """Samples of a flow become what the layer makes of them."""
     for piece in itertools.chain(*flow.pieces):
-        samples[piece] = flow.room.attempt(lambda piece=piece: forward(layer, samples[piece], no_tap), "replaying a layer")
+        samples[piece] = flow.room.attempt(
+            lambda piece=piece: forward(layer, samples[piece], no_tap), "replaying a layer"
+        )
 
 
 @torch.no_grad()

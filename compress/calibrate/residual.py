@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.observe import forward
+from compress.context import Context
 from compress.models.decoder import RMSNorm, no_tap
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
@@ -24,7 +24,15 @@ def no_look(layer_idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
     """Of a walk whose end alone counts."""
 
 
-def walk(source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype, what: str, look: Look = no_look) -> Tensor:
+def walk(
+    source: WeightSource,
+    tokens_NS: Tensor,
+    ctx: Context,
+    *,
+    compute_dtype: torch.dtype,
+    what: str,
+    look: Look = no_look,
+) -> Tensor:
     """What comes out of the last layer, [N, S, D] on the host.
 
     Raises:
@@ -50,9 +58,14 @@ def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch
     outer, arch = source.outer(), source.arch
     norm = RMSNorm(arch.hidden_size, arch.norm_eps)
     fill_(norm, {"weight": outer["norm.weight"]}, dtype=x_NSD.dtype, device=device)
-    head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(device=device, dtype=x_NSD.dtype)
+    head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(
+        device=device, dtype=x_NSD.dtype
+    )
     total = 0.0
     for x_SD, y_SD in zip(x_NSD, y_NSD, strict=True):
-        p_SV, q_SV = (F.log_softmax(F.linear(norm(each.to(device)), head_VD).to(torch.float32), dim=-1) for each in (x_SD, y_SD))
+        p_SV, q_SV = (
+            F.log_softmax(F.linear(norm(each.to(device)), head_VD).to(torch.float32), dim=-1)
+            for each in (x_SD, y_SD)
+        )
         total += float((p_SV.exp() * (p_SV - q_SV)).sum(dtype=torch.float64))
     return total / (x_NSD.shape[0] * x_NSD.shape[1])

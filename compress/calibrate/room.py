@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compress.artifact.context import Progress, SilentProgress
+from compress.context import Progress, SilentProgress
 from compress.errors import EnvironmentUnfit
 
 T = TypeVar("T")
@@ -31,7 +31,9 @@ def rounds_as_one(num_weights: int, *, on_cpu: bool) -> bool:
 class Samples:
     """The activations [N, S, D] of a rank's samples between two layers; some of them come as [B, S, D] on the device."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False
+    ) -> None:
         self._device, self.on_host = device, on_host
         if not on_host:
             try:
@@ -71,7 +73,9 @@ class Samples:
         """Move to the host; False if they are there."""
         if self.on_host:
             return False
-        host_NSD = torch.empty(self._x_NSD.shape, dtype=self._x_NSD.dtype, pin_memory=self._device.type == "cuda")
+        host_NSD = torch.empty(
+            self._x_NSD.shape, dtype=self._x_NSD.dtype, pin_memory=self._device.type == "cuda"
+        )
         self._x_NSD, self.on_host = host_NSD.copy_(self._x_NSD), True
         return True
 
@@ -102,7 +106,9 @@ class Room:
                 return work()
             except torch.OutOfMemoryError as error:
                 reason = str(error).strip().partition("\n")[0]
-            if torch.cuda.is_available():  # outside of the handler, whose traceback holds what was being computed
+            if (
+                torch.cuda.is_available()
+            ):  # outside of the handler, whose traceback holds what was being computed
                 torch.cuda.empty_cache()
             retreated = [each.retreat() for each in self._samples]
             if any(retreated):

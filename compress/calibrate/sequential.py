@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
 from compress.artifact.tensors import save_tensors
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.in_turn import compress_in_turn
@@ -42,6 +41,7 @@ from compress.calibrate.observe import Flow, Shards, Stats, Stream, meet, observ
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import SourceStat, StatFactory
 from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
+from compress.context import Context
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
@@ -100,11 +100,17 @@ def run_sequential(
     of_source = samples.copy() if _compares(passes) else None
     room = Room(ctx.progress, *(each for each in (samples, of_source) if each is not None))
     flow = Flow(samples, of_source, shards, room, ranks)
-    work = _Work(arch, arch if pruned is None else pruned, passes, flow, device, compute_dtype, guide, kv_scales)
+    work = _Work(
+        arch, arch if pruned is None else pruned, passes, flow, device, compute_dtype, guide, kv_scales
+    )
     stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
-        return load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.") if stored[idx] else source.layer(idx)
+        return (
+            load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.")
+            if stored[idx]
+            else source.layer(idx)
+        )
 
     with Ahead(read, device) as layers, Behind() as disk:
         for idx in range(arch.num_layers):
@@ -130,7 +136,11 @@ def run_sequential(
             del weights  # before the next layer comes
         disk.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
-    return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())] if leads else []
+    return (
+        [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())]
+        if leads
+        else []
+    )
 
 
 @dataclass(frozen=True)
@@ -152,13 +162,17 @@ class _Work:
         return dtype
 
     def built(self, arch: Arch, idx: int, weights: Weights) -> DecoderLayer:
-        build = partial(build_layer, arch, idx, weights, dtype=self.compute_dtype, device=self.device, narrow=True)
+        build = partial(
+            build_layer, arch, idx, weights, dtype=self.compute_dtype, device=self.device, narrow=True
+        )
         return self.flow.room.attempt(build, "building a layer")
 
     def state(self, idx: int, weights: Weights) -> LayerState:
         """A layer as the passes find it, before anything is known of its inputs."""
         placed = self.flow.room.attempt(partial(_placed, weights, idx, self.device), "placing a layer")
-        return LayerState.of(self.arch, idx, placed, None if self.guide is None else self.guide.layer(idx), self.flow)
+        return LayerState.of(
+            self.arch, idx, placed, None if self.guide is None else self.guide.layer(idx), self.flow
+        )
 
     def at_once(self, state: LayerState, read_next: Callable[[], None]) -> tuple[Weights, list[Row]]:
         """What the passes of all ranks make of a layer, all from one look at it. Empties the state."""
@@ -181,7 +195,14 @@ class _Work:
         """The same, each group of linears from a look behind those before it; the samples end behind the layer. Empties the state."""
         layer, unchanged = self._layer(state), self._layer(state)
         read_next()
-        compress_in_turn(state, layer, unchanged, self.passes, self.flow, keys_values_stand=partial(self._scale_cache, state))
+        compress_in_turn(
+            state,
+            layer,
+            unchanged,
+            self.passes,
+            self.flow,
+            keys_values_stand=partial(self._scale_cache, state),
+        )
         return state.taken(self.stored_dtype), state.all_rows()
 
     def _layer(self, state: LayerState) -> DecoderLayer:
@@ -193,7 +214,9 @@ class _Work:
             return
         flow = self.flow
         weights = state.stored(self.stored_dtype, *READ)
-        cached = KeysValues.of(self.after, state.layer_idx, weights, dtype=self.compute_dtype, device=self.device)
+        cached = KeysValues.of(
+            self.after, state.layer_idx, weights, dtype=self.compute_dtype, device=self.device
+        )
 
         def over_samples(layer: Forward, asked: Mapping[str, StatFactory]) -> Stats:
             return together(observe_shards(Stream(layer, flow.samples), asked, flow), flow.ranks)
@@ -210,7 +233,9 @@ def _compares(passes: Sequence[LayerPass]) -> bool:
     return any(isinstance(factory(), SourceStat) for each in passes for factory in each.stats().values())
 
 
-def _embedded(source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype) -> Samples:
+def _embedded(
+    source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype
+) -> Samples:
     """The samples before the first layer; the weights outside the layers go to `out` and are not kept."""
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
@@ -232,8 +257,13 @@ def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tenso
 
 def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
     """Tap -> the rank that compresses the linears behind it: the costliest group first, each to the rank with the least to do."""
-    shapes = {group.tap: [arch.layers[idx].linear_shape(name, arch.hidden_size) for name in group.linears] for group in groups}
-    costs = {tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()}
+    shapes = {
+        group.tap: [arch.layers[idx].linear_shape(name, arch.hidden_size) for name in group.linears]
+        for group in groups
+    }
+    costs = {
+        tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()
+    }
     load, owners = [0] * num_ranks, dict[str, int]()
     for tap in sorted(costs, key=lambda tap: -costs[tap]):
         owners[tap] = load.index(min(load))
@@ -245,7 +275,9 @@ def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
     """Raises UnsupportedFormat: rounding would turn NaN and infinity into codes that look like any other."""
     for name, value in weights.items():
         if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
-            raise UnsupportedFormat(f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged.")
+            raise UnsupportedFormat(
+                f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged."
+            )
 
 
 def _on_host(weights: Weights) -> dict[str, Tensor]:

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.arithmetic import add_gram, add_lower_gram
-
-NUM_SHARDS = 8
-"""Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
-
+from compress.context import NUM_SHARDS
 
 PARKED_ROWS = 256
 """Rows of a block of a parked sum."""
@@ -91,7 +88,9 @@ class SecondMoment:
     def _keep_half(self) -> None:
         if self._sum_DD is not None and (self._half or torch.equal(self._sum_DD, self._sum_DD.t())):
             blocks = [rows[:, :end] for rows, end in _row_blocks(self._sum_DD)]
-            flat = torch.cat([block.reshape(-1) for block in blocks])  # one piece of memory, given back as one
+            flat = torch.cat(
+                [block.reshape(-1) for block in blocks]
+            )  # one piece of memory, given back as one
             parts = flat.split([block.numel() for block in blocks])
             self._lower = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
             self._sum_DD, self._half = None, False
@@ -109,7 +108,10 @@ class SecondMoment:
         if self._lower:
             return _whole_of(self._lower)
         if self._half:
-            self._sum_DD, self._half = _whole_of([rows[:, :end] for rows, end in _row_blocks(self._sum())]), False
+            self._sum_DD, self._half = (
+                _whole_of([rows[:, :end] for rows, end in _row_blocks(self._sum())]),
+                False,
+            )
         return self._sum()
 
     def _sum(self) -> Tensor:
@@ -264,7 +266,11 @@ class MergeTree(Generic[S]):
     def join(self, node: Node[S]) -> None:
         """Add the next node, of this tree or of another one over the same shards."""
         self._next = node.begin + node.num_shards
-        while self._pending and self._pending[-1].num_shards == node.num_shards and self._pending[-1].begin % (2 * node.num_shards) == 0:
+        while (
+            self._pending
+            and self._pending[-1].num_shards == node.num_shards
+            and self._pending[-1].begin % (2 * node.num_shards) == 0
+        ):
             earlier = self._pending.pop()
             earlier.stat.merge(node.stat)
             node = Node(earlier.begin, 2 * node.num_shards, earlier.stat)
@@ -295,7 +301,10 @@ def shard_bounds(num_samples: int) -> list[tuple[int, int]]:
 
 def _row_blocks(sum_DD: Tensor) -> list[tuple[Tensor, int]]:
     """Blocks of rows, each with the index behind its last one."""
-    return [(rows, min((idx + 1) * PARKED_ROWS, len(sum_DD))) for idx, rows in enumerate(sum_DD.split(PARKED_ROWS))]
+    return [
+        (rows, min((idx + 1) * PARKED_ROWS, len(sum_DD)))
+        for idx, rows in enumerate(sum_DD.split(PARKED_ROWS))
+    ]
 
 
 def _whole_of(lower: list[Tensor]) -> Tensor:

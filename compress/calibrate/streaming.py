@@ -91,11 +91,15 @@ def return_freed_blocks(arch: Arch) -> None:
     small = arch.num_linear_params <= SMALL_LAYER * arch.num_layers
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << (24 if small else 20))
-        mallopt(_M_TRIM_THRESHOLD, 1 << (26 if small else 22))  # 128 KB once the other is set, if nothing is said
+        mallopt(
+            _M_TRIM_THRESHOLD, 1 << (26 if small else 22)
+        )  # 128 KB once the other is set, if nothing is said
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     if isinstance(value, Tensor):
         return value.pin_memory()
     zero = None if value.zero_point_OG is None else value.zero_point_OG.pin_memory()
-    return replace(value, codes_OI=value.codes_OI.pin_memory(), scale_OG=value.scale_OG.pin_memory(), zero_point_OG=zero)
+    return replace(
+        value, codes_OI=value.codes_OI.pin_memory(), scale_OG=value.scale_OG.pin_memory(), zero_point_OG=zero
+    )

@@ -38,10 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process; errors become one paragraph on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given  # taken out here, so that it works before and behind the command
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("compress").setLevel(logging.DEBUG if debug else logging.WARNING)  # other libraries' debug logs drown ours
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("compress").setLevel(
+        logging.DEBUG if debug else logging.WARNING
+    )  # other libraries' debug logs drown ours
     try:
-        typer.main.get_command(build_app())(args=[word for word in given if word != "--debug"], prog_name="compress")
+        typer.main.get_command(build_app())(
+            args=[word for word in given if word != "--debug"], prog_name="compress"
+        )
     except SystemExit as stop:  # how typer ends a command, usage errors (2) and Ctrl-C (130) included
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -54,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where a defect becomes a message
         lines = str(error).strip().splitlines()
         summary = f"internal error: {type(error).__name__}{': ' + lines[0] if lines else ''}"
-        return _fail(error, summary if debug else f"{summary} (run again with --debug to see where)", 1, debug=debug)
+        return _fail(
+            error, summary if debug else f"{summary} (run again with --debug to see where)", 1, debug=debug
+        )
     return 0
 
 
@@ -74,10 +82,16 @@ def build_app() -> typer.Typer:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on))
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=lambda on: _version(on)
+        ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show where an error came from, and debug logs; works behind a command too.")
+        bool,
+        typer.Option(
+            "--debug", help="Show where an error came from, and debug logs; works behind a command too."
+        ),
     ] = False,
 ) -> None:
     pass

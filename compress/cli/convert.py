@@ -12,9 +12,15 @@ from compress.cli.run import OfflineOption
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="A quantized model: an artifact, or a checkpoint of any tool (a path or hf://).", show_default=False)
+        str,
+        typer.Argument(
+            help="A quantized model: an artifact, or a checkpoint of any tool (a path or hf://).",
+            show_default=False,
+        ),
     ],
-    to: Annotated[str, typer.Option("--to", help="compressed-tensors, fp8, gptq or awq.", show_default=False)],
+    to: Annotated[
+        str, typer.Option("--to", help="compressed-tensors, fp8, gptq or awq.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", help="New directory for the checkpoint.", show_default=False)],
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
@@ -31,11 +37,15 @@ def convert(
     with progress("convert") as report:
         artifact = convert_model(model, to, out, progress=report)
     if not any(record.path.startswith("tokenizer") for record in artifact.manifest.files):
-        note(f"{source} holds no tokenizer, so neither does {out}; copy it from the model that it was made from.")
+        note(
+            f"{source} holds no tokenizer, so neither does {out}; copy it from the model that it was made from."
+        )
     manifest = artifact.manifest
     assert manifest.arch is not None
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
-    consumers = [] if scheme is None else form.consumers(Arch.from_json(manifest.arch, manifest.layers), scheme)
+    consumers = (
+        [] if scheme is None else form.consumers(Arch.from_json(manifest.arch, manifest.layers), scheme)
+    )
     rows = [
         ("format", to),
         ("scheme", DENSE if scheme is None else scheme.name),
@@ -43,5 +53,11 @@ def convert(
         ("", str(out)),
         *((each.name, f"{'loads' if each.loads else 'does not load'} ({each.note})") for each in consumers),
     ]
-    document = {"format": to, "scheme": manifest.scheme, "path": str(out), "digest": artifact.digest, "size_bytes": artifact.size_bytes}
+    document = {
+        "format": to,
+        "scheme": manifest.scheme,
+        "path": str(out),
+        "digest": artifact.digest,
+        "size_bytes": artifact.size_bytes,
+    }
     emit({**document, "consumers": [asdict(each) for each in consumers]}, table(rows), as_json=as_json)

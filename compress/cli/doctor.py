@@ -46,7 +46,9 @@ class Finding:
 
 
 def doctor(
-    workspace: Annotated[Path, typer.Option(help="Where results are kept; its disk is looked at.")] = Path(".compress"),
+    workspace: Annotated[Path, typer.Option(help="Where results are kept; its disk is looked at.")] = Path(
+        ".compress"
+    ),
     as_json: JsonFlag = False,
 ) -> None:
     """Check Python, packages, CPU, GPU, disk and kernels; exit code 4 when something required is missing."""
@@ -57,7 +59,11 @@ def doctor(
     verdict = f"not fit: {', '.join(finding.name for finding in unfit)}" if unfit else "fit for work"
     served = kernels_here() if all(finding.name != "torch" for finding in unfit) else None
     text = "\n".join([table(rows), "", *advice, "", *([kernel_text(served), ""] if served else []), verdict])
-    emit({"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served}, text, as_json=as_json)
+    emit(
+        {"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served},
+        text,
+        as_json=as_json,
+    )
     if unfit:
         raise typer.Exit(_UNFIT)
 
@@ -80,7 +86,10 @@ def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
         declared = importlib.metadata.requires("compress") or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "requirements", "note", "unknown", "compress runs from a source tree; `pip install -e .` lets doctor check its needs."
+            "requirements",
+            "note",
+            "unknown",
+            "compress runs from a source tree; `pip install -e .` lets doctor check its needs.",
         )
         declared = []
     wrong = []
@@ -88,7 +97,14 @@ def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
         package, wanted = parse_requirement(line)
         found = version_of(package)
         if found is None or not satisfies(found, wanted):
-            wrong.append(Finding(package, "unfit", found or "missing", f"needs {wanted or 'any version'}: pip install '{package}{wanted}'"))
+            wrong.append(
+                Finding(
+                    package,
+                    "unfit",
+                    found or "missing",
+                    f"needs {wanted or 'any version'}: pip install '{package}{wanted}'",
+                )
+            )
     if declared and not wrong:
         yield Finding("requirements", "ok", "all present in the versions needed")
     shown = {finding.name for finding in wrong}
@@ -96,7 +112,12 @@ def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
     for package in _VERSIONS_SHOWN:
         if package not in shown:
             found = version_of(package)
-            yield Finding(package, "ok" if found else "unfit", found or "missing", "" if found else f"pip install {package}")
+            yield Finding(
+                package,
+                "ok" if found else "unfit",
+                found or "missing",
+                "" if found else f"pip install {package}",
+            )
 
 
 def parse_requirement(line: str) -> tuple[str, str]:
@@ -137,7 +158,11 @@ def accelerator() -> Iterator[Finding]:
     except (ImportError, OSError) as error:  # OSError: a shared library of a broken installation
         yield Finding("torch", "unfit", f"cannot be imported: {error}", "pip install 'torch>=2.9'")
         return
-    yield Finding("torch", "ok", f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'}")
+    yield Finding(
+        "torch",
+        "ok",
+        f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'}",
+    )
     driver = driver_version()
     if driver:
         yield Finding("driver", "ok", driver)
@@ -145,13 +170,32 @@ def accelerator() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
             capability = device.major * 10 + device.minor
-            old = "The kernels here are made for sm80 (Ampere) and newer; the torch path is used." if capability < 80 else ""
-            yield Finding(f"gpu {index}", "note" if old else "ok", f"{device.name}, sm{capability}, {size_text(device.total_memory)}", old)
+            old = (
+                "The kernels here are made for sm80 (Ampere) and newer; the torch path is used."
+                if capability < 80
+                else ""
+            )
+            yield Finding(
+                f"gpu {index}",
+                "note" if old else "ok",
+                f"{device.name}, sm{capability}, {size_text(device.total_memory)}",
+                old,
+            )
     elif driver:
         build = "the driver is too old for this torch" if torch.version.cuda else "this torch is a CPU build"
-        yield Finding("gpu", "note", "present, not usable by torch", f"{build}; install a torch build that matches driver {driver}.")
+        yield Finding(
+            "gpu",
+            "note",
+            "present, not usable by torch",
+            f"{build}; install a torch build that matches driver {driver}.",
+        )
     else:
-        yield Finding("gpu", "note", "none", "Compression, validation and export work on the CPU; latency numbers need a GPU.")
+        yield Finding(
+            "gpu",
+            "note",
+            "none",
+            "Compression, validation and export work on the CPU; latency numbers need a GPU.",
+        )
 
 
 def kernels_here() -> dict[str, Any]:
@@ -181,20 +225,30 @@ def kernel_text(served: Mapping[str, Any]) -> str:
     """Rows that one kernel serves become one line: linears of a scheme first, then schemes."""
     linears: dict[tuple[str, ...], list[str]] = {}
     for row in served["rows"]:
-        key = (row["op"], f"{row['phase']} {'–'.join(map(str, row['m_range']))}", row["kernel"] or "none", row["scheme"])
+        key = (
+            row["op"],
+            f"{row['phase']} {'–'.join(map(str, row['m_range']))}",
+            row["kernel"] or "none",
+            row["scheme"],
+        )
         linears.setdefault(key, []).append(row["linear"] + (" (gated)" if row["activation"] else ""))
     schemes: dict[tuple[str, ...], list[str]] = {}
     for (op, m_range, kernel, scheme), names in linears.items():
         what = "" if names == [op] else " ".join(names)
         schemes.setdefault((op, what, m_range, kernel), []).append(scheme)
     lines = [("op", "rows", "kernel", "scheme or KV format", "linears")]
-    lines += [(op, m_range, kernel, " ".join(each), what) for (op, what, m_range, kernel), each in schemes.items()]
+    lines += [
+        (op, m_range, kernel, " ".join(each), what) for (op, what, m_range, kernel), each in schemes.items()
+    ]
     head = f"kernels on {served['device']}, computing in {served['dtype']} (shapes of {served['model']}):"
     idle: dict[str, dict[str, list[str]]] = {}
     for row in served["unused"]:
         idle.setdefault(row["reason"], {}).setdefault(row["op"], []).append(row["kernel"])
     reasons = [f"not used here: {reason}" for reason in idle]
-    names = ["".join(f"\n    {op}: {', '.join(kernels)}" for op, kernels in by_op.items()) for by_op in idle.values()]
+    names = [
+        "".join(f"\n    {op}: {', '.join(kernels)}" for op, kernels in by_op.items())
+        for by_op in idle.values()
+    ]
     return "\n".join([head, table(lines), *map("".join, zip(reasons, names, strict=True))])
 
 
@@ -216,7 +270,10 @@ def triton(version_of: Callable[[str], str | None]) -> Finding:
     if version:
         return Finding("triton", "ok", version)
     return Finding(
-        "triton", "note", "missing", "CUDA builds of torch bring it; without a GPU it is not needed (the torch reference kernels run)."
+        "triton",
+        "note",
+        "missing",
+        "CUDA builds of torch bring it; without a GPU it is not needed (the torch reference kernels run).",
     )
 
 
@@ -227,8 +284,17 @@ def cpu(cpuinfo: str) -> Finding:
     present = [f"{flag} ({gain})" for flag, gain in _CPU_FEATURES.items() if flag in flags]
     cores = len(os.sched_getaffinity(0))
     slow_bf16 = not flags & {"avx512_bf16", "amx_bf16"}
-    advice = "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 BF16." if slow_bf16 else ""
-    return Finding("cpu", "note" if slow_bf16 else "ok", f"{cores} cores, {', '.join(present) or 'no vector features seen'}", advice)
+    advice = (
+        "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 BF16."
+        if slow_bf16
+        else ""
+    )
+    return Finding(
+        "cpu",
+        "note" if slow_bf16 else "ok",
+        f"{cores} cores, {', '.join(present) or 'no vector features seen'}",
+        advice,
+    )
 
 
 def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
@@ -242,7 +308,9 @@ def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Findin
         if version is None:
             continue
         if build_of(version) == torch_build:
-            yield Finding(package, "note", version, "Not needed here, and easily left behind when torch changes.")
+            yield Finding(
+                package, "note", version, "Not needed here, and easily left behind when torch changes."
+            )
         else:
             reason = f"Built for {build_of(version)} while torch is built for {torch_build}: transformers fails to import beside it."
             yield Finding(package, "unfit", version, f"{reason} Remove it: pip uninstall {package}")
@@ -269,9 +337,15 @@ def disk(workspace: Path) -> Finding:
         place = place.parent
     free = shutil.disk_usage(place).free
     low = free < _LOW_DISK_BYTES
-    advice = f"A run keeps every stage's result; an 8B model wants {size_text(_LOW_DISK_BYTES)} and more." if low else ""
+    advice = (
+        f"A run keeps every stage's result; an 8B model wants {size_text(_LOW_DISK_BYTES)} and more."
+        if low
+        else ""
+    )
     if not os.access(place, os.W_OK):
-        return Finding("disk", "unfit", f"{place} is not writable", "Give a workspace that this user may write to.")
+        return Finding(
+            "disk", "unfit", f"{place} is not writable", "Give a workspace that this user may write to."
+        )
     return Finding("disk", "note" if low else "ok", f"{size_text(free)} free at {place}", advice)
 
 

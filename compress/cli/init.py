@@ -13,7 +13,9 @@ PRESETS = Path(__file__).parent / "presets"
 
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write the recipe.")] = Path("recipe.yaml"),
-    preset: Annotated[str, typer.Option(help="Which recipe to start from; --list shows them.")] = "quickstart",
+    preset: Annotated[
+        str, typer.Option(help="Which recipe to start from; --list shows them.")
+    ] = "quickstart",
     show: Annotated[bool, typer.Option("--list", help="List the presets and exit.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
@@ -25,7 +27,9 @@ def init(
         write_data("\n".join(f"{name}: {_purpose(file)}" for name, file in presets.items()))
         return
     if preset not in presets:
-        raise UsageError(f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what each is for.")
+        raise UsageError(
+            f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what each is for."
+        )
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; give another path, or --force to replace it.")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,25 +56,39 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
     ]
     sections = [
         table(head),
-        _facts("architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}),
+        _facts(
+            "architecture", {name: value for name, value in (manifest.arch or {}).items() if name != "config"}
+        ),
         _facts("scheme", _scheme_facts(manifest.scheme)),
-        _facts("facts", _without_rows({name: value for name, value in manifest.facts.items() if name != "mixed"})),  # long: see --json
-        _facts("mixed", {name: value for name, value in manifest.facts.get("mixed", {}).items() if name in _MIXED_SHOWN}),
+        _facts(
+            "facts", _without_rows({name: value for name, value in manifest.facts.items() if name != "mixed"})
+        ),  # long: see --json
+        _facts(
+            "mixed",
+            {name: value for name, value in manifest.facts.get("mixed", {}).items() if name in _MIXED_SHOWN},
+        ),
     ]
     if manifest.layers:
         sections.append("layers\n" + _indented(table(_layer_rows(manifest.layers))))
     if manifest.tensors:
         rows = [("dtype", "tensors", "elements", "size")]
         rows += [
-            (dtype, str(row["tensors"]), f"{row['elements']:,}", size_text(row["size_bytes"])) for dtype, row in _by_dtype(manifest).items()
+            (dtype, str(row["tensors"]), f"{row['elements']:,}", size_text(row["size_bytes"]))
+            for dtype, row in _by_dtype(manifest).items()
         ]
         sections.append("tensors\n" + _indented(table(rows, right=(1, 2, 3))))
     if list_tensors:
-        rows_all = [(record.name, record.dtype, "x".join(map(str, record.shape)) or "scalar", record.file) for record in manifest.tensors]
+        rows_all = [
+            (record.name, record.dtype, "x".join(map(str, record.shape)) or "scalar", record.file)
+            for record in manifest.tensors
+        ]
         sections.append(_indented(table(rows_all)))
     if manifest.files:
         sections.append(
-            "files\n" + _indented(table([(record.path, size_text(record.size_bytes)) for record in manifest.files], right=(1,)))
+            "files\n"
+            + _indented(
+                table([(record.path, size_text(record.size_bytes)) for record in manifest.files], right=(1,))
+            )
         )
     return "\n\n".join(section for section in sections if section)
 
@@ -83,7 +97,9 @@ def _without_rows(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Facts without the rows of layers, rounds and candidates, which `--json` has."""
     rows = ("layers", "rounds", "frontier", "measured")
     kept = {name: value for name, value in facts.items() if name not in rows or not isinstance(value, list)}
-    return {name: _without_rows(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+    return {
+        name: _without_rows(value) if isinstance(value, Mapping) else value for name, value in kept.items()
+    }
 
 
 def _by_dtype(manifest: "Manifest") -> dict[str, dict[str, int]]:
@@ -115,18 +131,28 @@ def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Of linears with another scheme how many there are; which they are, the layers say."""
     if not scheme or "exceptions" not in scheme:
         return scheme
-    counts = [f"{len(each['linears'])} linears {each['scheme']['name'] if each['scheme'] else 'dense'}" for each in scheme["exceptions"]]
+    counts = [
+        f"{len(each['linears'])} linears {each['scheme']['name'] if each['scheme'] else 'dense'}"
+        for each in scheme["exceptions"]
+    ]
     return {**scheme, "exceptions": ", ".join(counts)}
 
 
 def _fact_line(facts: Mapping[str, Any]) -> str:
     """A rope is told by its kind and base; `--json` has the rest."""
-    shown = {key: f"{value['kind']}@{value['theta']:g}" if key == "rope" else _value_text(value) for key, value in facts.items()}
+    shown = {
+        key: f"{value['kind']}@{value['theta']:g}" if key == "rope" else _value_text(value)
+        for key, value in facts.items()
+    }
     return "  ".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _facts(title: str, facts: Mapping[str, Any] | None) -> str:
-    return f"{title}\n" + _indented(table([(key, _value_text(value)) for key, value in facts.items()])) if facts else ""
+    return (
+        f"{title}\n" + _indented(table([(key, _value_text(value)) for key, value in facts.items()]))
+        if facts
+        else ""
+    )
 
 
 def _value_text(value: Any) -> str:
@@ -154,7 +180,9 @@ def _manifest_of_ref(text: str) -> "Manifest":
         with registry.get(blob) as stream:
             data = stream.read(min(blob.size_bytes, MAX_MANIFEST_BYTES) + 1)
         if digest_bytes(data) != blob.digest:
-            raise StorageError(f"the {blob} in {ref.registry} is damaged; push the artifact again to repair it.")
+            raise StorageError(
+                f"the {blob} in {ref.registry} is damaged; push the artifact again to repair it."
+            )
         return data
 
     image = ImageManifest.from_bytes(read(descriptor), str(ref))

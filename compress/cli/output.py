@@ -21,17 +21,23 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-    from compress.artifact.context import Progress
+    from compress.context import Progress
 
 SCHEMA = 1
 LOG_INTERVAL_S = 5.0
 
-JsonFlag = Annotated[bool, typer.Option("--json", help='Print one JSON document {"schema": 1, ...} to stdout.')]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help='Print one JSON document {"schema": 1, ...} to stdout.')
+]
 
 
 def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
     """Print a command's result: the document, or its form for people."""
-    write_data(json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False) if as_json else text)
+    write_data(
+        json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False)
+        if as_json
+        else text
+    )
 
 
 def write_data(text: str) -> None:
@@ -39,7 +45,9 @@ def write_data(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's own flush at exit must not complain
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter's own flush at exit must not complain
         raise typer.Exit(StorageError.exit_code) from None
 
 
@@ -111,7 +119,13 @@ def progress(
         yield _LogLines(stage, out, peak_bytes, clock)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     columns = (
@@ -144,7 +158,9 @@ class _Bar:
 class _LogLines:
     """One line per update, at most one every few seconds; the first and the last always show."""
 
-    def __init__(self, stage: str, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, stage: str, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]
+    ) -> None:
         self.stage, self.out, self.peak_bytes, self.clock = stage, out, peak_bytes, clock
         self.started_s = clock()
         self.shown_s = float("-inf")
@@ -156,7 +172,9 @@ class _LogLines:
         self.shown_s = now
         elapsed_s = now - self.started_s
         left = f", {duration_text(elapsed_s / done * (total - done))} left" if done else ""
-        self.say(f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}")
+        self.say(
+            f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}"
+        )
 
     def say(self, text: str) -> None:
         print(text, file=self.out, flush=True)

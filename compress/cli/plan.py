@@ -24,9 +24,12 @@ def plan(
     recipe: RecipeArgument,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     device: Annotated[
-        str | None, typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False)
+        str | None,
+        typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Plan for that many processes of torchrun, a GPU each.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Plan for that many processes of torchrun, a GPU each.")
+    ] = 1,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -55,7 +58,12 @@ def plan(
         )
     document = {
         "recipe": str(recipe),
-        "model": {"name": loaded.model, "params": arch.num_params, "layers": arch.num_layers, "dtype": arch.dtype},
+        "model": {
+            "name": loaded.model,
+            "params": arch.num_params,
+            "layers": arch.num_layers,
+            "dtype": arch.dtype,
+        },
         "device": target,
         "ranks": ranks,
         "assumed_flops_per_s": sorted({_assumed_rate(each, target) for each in found}),
@@ -91,7 +99,9 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
         config = read_config(source.path)
         return family_of(config).read_config(config), source
     shipped = known_config(ref.name)
-    if shipped is None or not offline:  # a fine-tune of the same name may have other widths: ask where one may ask
+    if (
+        shipped is None or not offline
+    ):  # a fine-tune of the same name may have other widths: ask where one may ask
         try:
             config = fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
             return family_of(config).read_config(config), None
@@ -101,12 +111,16 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
     return family_of(shipped).read_config(shipped), None
 
 
-def _cached(recipe: Any, steps: Any, source: "ModelSource | None", root: Path, device: str) -> list[bool | None]:
+def _cached(
+    recipe: Any, steps: Any, source: "ModelSource | None", root: Path, device: str
+) -> list[bool | None]:
     """Per step: built already, not built, or None where that cannot be known without the model's files."""
     from compress.artifact.workspace import Workspace
     from compress.pipeline import cached_keys
 
-    if source is None or device != _default_device():  # a latency's key names the machine, which is not this one
+    if (
+        source is None or device != _default_device()
+    ):  # a latency's key names the machine, which is not this one
         return [None] * len(steps)
     return list(cached_keys(recipe, steps, source, Workspace(root), device))
 

@@ -9,9 +9,17 @@ from compress.cli.output import JsonFlag, emit, size_text
 
 
 def pull(
-    ref: Annotated[str, typer.Argument(help="What, such as layout://registry/my-model:candidate or ...my-model@sha256:<hex>.")],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            help="What, such as layout://registry/my-model:candidate or ...my-model@sha256:<hex>."
+        ),
+    ],
     destination: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
-    evidence: Annotated[Path | None, typer.Option("--evidence", help="Also copy the newest evidence, into this new directory.")] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option("--evidence", help="Also copy the newest evidence, into this new directory."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Copy an artifact from a registry into a new directory; it appears only when every digest matched."""
@@ -22,6 +30,11 @@ def pull(
     artifact = pull_artifact(pinned, destination)
     if evidence is not None:
         pull_evidence(pinned, evidence)
-    document = {"ref": str(pinned), "path": str(destination), "artifact_digest": artifact.digest, "size_bytes": artifact.size_bytes}
+    document = {
+        "ref": str(pinned),
+        "path": str(destination),
+        "artifact_digest": artifact.digest,
+        "size_bytes": artifact.size_bytes,
+    }
     text = f"{destination}\n{pinned}; {size_text(artifact.size_bytes)}"
     emit({**document, "evidence": str(evidence) if evidence else None}, text, as_json=as_json)

@@ -13,10 +13,16 @@ from compress.errors import GateFailed, UsageError
 
 def push(
     artifact: Annotated[Path, typer.Argument(help="Directory of the artifact.")],
-    ref: Annotated[str, typer.Argument(help="Where to, such as layout://registry/my-model:candidate; the tag becomes an alias.")],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            help="Where to, such as layout://registry/my-model:candidate; the tag becomes an alias."
+        ),
+    ],
     alias: Annotated[list[str] | None, typer.Option("--alias", help="One more tag; may be repeated.")] = None,
     evidence: Annotated[
-        Path | None, typer.Option("--evidence", help="Directory of report.json, provenance.json, README.md and plots.")
+        Path | None,
+        typer.Option("--evidence", help="Directory of report.json, provenance.json, README.md and plots."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -28,15 +34,25 @@ def push(
 
     target = parse_ref(ref)
     if target.digest:
-        raise UsageError(f"'{ref}' names a digest; a push gives a name: write {target.registry}/{target.name}:tag.")
+        raise UsageError(
+            f"'{ref}' names a digest; a push gives a name: write {target.registry}/{target.name}:tag."
+        )
     opened = open_artifact(artifact)
     if evidence is not None:
         _check_evidence(evidence / "report.json", opened.digest)
     result = push_artifact(
-        open_registry(target.registry), opened, name=target.name, aliases=(target.tag, *(alias or ())), evidence=evidence
+        open_registry(target.registry),
+        opened,
+        name=target.name,
+        aliases=(target.tag, *(alias or ())),
+        evidence=evidence,
     )
     pinned = str(target.pinned(result.manifest_digest))
-    new = count_text(result.num_new_blobs, "new blob") if result.num_new_blobs else "all blobs were there already"
+    new = (
+        count_text(result.num_new_blobs, "new blob")
+        if result.num_new_blobs
+        else "all blobs were there already"
+    )
     text = f"{pinned}\ntags {', '.join(result.tags)}; {size_text(result.size_bytes)}; {new}"
     emit({"ref": pinned, **asdict(result)}, text, as_json=as_json)
 
@@ -56,7 +72,11 @@ def _check_evidence(file: Path, digest: str) -> None:
         raise UsageError(f"{file} is not JSON: {error}.") from None
     about = report.get("artifact", {}).get("digest", digest)
     if about != digest:
-        raise UsageError(f"{file} is about the artifact {about}, and this one is {digest}; validate this one first.")
+        raise UsageError(
+            f"{file} is about the artifact {about}, and this one is {digest}; validate this one first."
+        )
     verdict = report.get("verdict", {})
     if verdict.get("passed") is False:
-        raise GateFailed(f"not pushed: {' '.join(verdict.get('reasons', []))} The artifact is kept; {file} says by how much.")
+        raise GateFailed(
+            f"not pushed: {' '.join(verdict.get('reasons', []))} The artifact is kept; {file} says by how much."
+        )

@@ -10,21 +10,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.output import JsonFlag, duration_text, emit, note, peak_host_bytes, progress, size_text, table
+from compress.cli.output import (
+    JsonFlag,
+    duration_text,
+    emit,
+    note,
+    peak_host_bytes,
+    progress,
+    size_text,
+    table,
+)
 from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
 
 if TYPE_CHECKING:
-    from compress.artifact.context import Progress, Ranks
-    from compress.calibrate.ranks import Launch
+    from compress.context import Progress, Ranks
     from compress.pipeline import Outcome, RunDir, RunResult, StepResult
+    from compress.ranks import Launch
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Cache of stage results.")]
 DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cuda, cuda:1 or cpu; the first GPU when there is one.", show_default=False)
+    str | None,
+    typer.Option(
+        "--device", help="cuda, cuda:1 or cpu; the first GPU when there is one.", show_default=False
+    ),
 ]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never use the network.")]
-UntilOption = Annotated[str | None, typer.Option("--until", help="Stop after this stage.", show_default=False)]
+UntilOption = Annotated[
+    str | None, typer.Option("--until", help="Stop after this stage.", show_default=False)
+]
 DEFAULT_WORKSPACE = Path(".compress")
 
 
@@ -32,15 +46,24 @@ def run(
     recipe: RecipeArgument,
     workspace: WorkspaceOption = DEFAULT_WORKSPACE,
     run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="Where report and lock go; runs/<recipe> by default.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--run-dir", help="Where report and lock go; runs/<recipe> by default.", show_default=False
+        ),
     ] = None,
     device: DeviceOption = None,
     until: UntilOption = None,
     rebuild_from: Annotated[
-        str | None, typer.Option("--from", help="Build this stage and all behind it again, cached or not.", show_default=False)
+        str | None,
+        typer.Option(
+            "--from", help="Build this stage and all behind it again, cached or not.", show_default=False
+        ),
     ] = None,
     if_changed: Annotated[
-        bool, typer.Option("--if-changed", help="Do nothing when neither recipe, model, data nor registry changed.")
+        bool,
+        typer.Option(
+            "--if-changed", help="Do nothing when neither recipe, model, data nor registry changed."
+        ),
     ] = False,
     unchanged_exit_code: Annotated[
         int, typer.Option("--unchanged-exit-code", help="Exit code of `--if-changed` when nothing changed.")
@@ -50,12 +73,26 @@ def run(
 ) -> None:
     """Run a recipe: build what is missing, validate, let the gates decide, push."""
     if if_changed and (until is not None or rebuild_from is not None):
-        raise UsageError("--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed.")
+        raise UsageError(
+            "--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed."
+        )
     from compress.pipeline import RunDir
 
-    directory = RunDir(run_dir if run_dir is not None else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml"))
+    directory = RunDir(
+        run_dir
+        if run_dir is not None
+        else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml")
+    )
     asked = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
-    code = _execute(recipe, directory, workspace, device, unchanged_exit_code=unchanged_exit_code, as_json=as_json, **asked)
+    code = _execute(
+        recipe,
+        directory,
+        workspace,
+        device,
+        unchanged_exit_code=unchanged_exit_code,
+        as_json=as_json,
+        **asked,
+    )
     if code:
         raise typer.Exit(code)
 
@@ -63,7 +100,12 @@ def run(
 def resume(
     run_dir: Annotated[Path, typer.Argument(help="Directory of an earlier run.", show_default=False)],
     workspace: Annotated[
-        Path | None, typer.Option("--workspace", help="Cache of stage results; that of the earlier run by default.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--workspace",
+            help="Cache of stage results; that of the earlier run by default.",
+            show_default=False,
+        ),
     ] = None,
     device: DeviceOption = None,
     offline: OfflineOption = False,
@@ -74,7 +116,9 @@ def resume(
 
     directory = RunDir(run_dir)
     if not directory.lock.is_file():
-        raise UsageError(f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one.")
+        raise UsageError(
+            f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one."
+        )
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
     code = _execute(directory.lock, directory, root, device, as_json=as_json, offline=offline)
     if code:
@@ -93,12 +137,21 @@ def _execute(
 ) -> int:
     """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of several ranks that torchrun
     started, rank 0 does this and the others help."""
-    from compress.artifact.context import OneRank
+    from compress.context import OneRank
     from compress.pipeline import Job, execute
 
     def lead(chosen: str, ranks: "Ranks") -> int:
         with _stop_signal() as stopped:
-            job = Job(recipe_file, directory, workspace, chosen, stop_signal=stopped, step_done=_note_step, ranks=ranks, **asked)
+            job = Job(
+                recipe_file,
+                directory,
+                workspace,
+                chosen,
+                stop_signal=stopped,
+                step_done=_note_step,
+                ranks=ranks,
+                **asked,
+            )
             outcome = execute(job, TerminalWatch(chosen))
         document = _document(outcome, directory)
         emit(document, _card(document, outcome.result), as_json=as_json)
@@ -113,12 +166,14 @@ def _execute(
 
 def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
     """Join the others, and lead or follow. What ends one rank ends all; rank 0 says why, with the exit code of whoever it was."""
-    from compress.calibrate.ranks import Launch, joined
     from compress.pipeline import follow
+    from compress.ranks import Launch, joined
 
     launch = Launch.of(os.environ)
     if launch is None:
-        raise UsageError("WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun.")
+        raise UsageError(
+            "WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun."
+        )
     chosen = _device_of(launch, device)
     try:
         with joined(launch, chosen) as ranks:
@@ -146,9 +201,13 @@ def _device_of(launch: "Launch", asked: str | None) -> str:
     if device_kind(chosen) == "cpu":
         return chosen
     if torch.device(chosen).index is not None:
-        raise UsageError(f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, or leave it out.")
+        raise UsageError(
+            f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, or leave it out."
+        )
     if launch.local_rank >= torch.cuda.device_count():
-        raise EnvironmentUnfit(f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks were started.")
+        raise EnvironmentUnfit(
+            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks were started."
+        )
     torch.cuda.set_device(launch.local_rank)
     return f"cuda:{launch.local_rank}"
 
@@ -167,9 +226,13 @@ def pick_device(asked: str | None) -> str:
         return "cuda" if usable else "cpu"
     if device_kind(asked) == "cuda":
         if not usable:
-            raise EnvironmentUnfit("--device asks for CUDA, and torch finds no usable GPU here; `compress doctor` says why.")
+            raise EnvironmentUnfit(
+                "--device asks for CUDA, and torch finds no usable GPU here; `compress doctor` says why."
+            )
         if (torch.device(asked).index or 0) >= torch.cuda.device_count():
-            raise EnvironmentUnfit(f"--device asks for {asked}, and this machine has {torch.cuda.device_count()} GPUs, counted from 0.")
+            raise EnvironmentUnfit(
+                f"--device asks for {asked}, and this machine has {torch.cuda.device_count()} GPUs, counted from 0."
+            )
     return asked
 
 
@@ -198,7 +261,7 @@ class TerminalWatch:
 
     @contextmanager
     def stage(self, kind: str, *, cached: bool) -> Iterator["Progress"]:
-        from compress.artifact.context import SilentProgress
+        from compress.context import SilentProgress
 
         if cached:
             yield SilentProgress()
@@ -225,7 +288,9 @@ def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
             raise KeyboardInterrupt
         received.append(number)
         if not silent:
-            note(f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)")
+            note(
+                f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)"
+            )
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -246,18 +311,33 @@ def _document(outcome: "Outcome", directory: "RunDir") -> dict[str, Any]:
     result, pushed = outcome.result, outcome.pushed
     checkpoint = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
     has_report = result.latest(Port.EVIDENCE) is not None and directory.report.is_file()
-    artifact = {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes} if checkpoint else None
+    artifact = (
+        {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}
+        if checkpoint
+        else None
+    )
     return {
         "status": outcome.status,
         "artifact": artifact,
-        "source": {"name": result.source.name, "revision": result.source.revision, "digest": result.source.digest},
+        "source": {
+            "name": result.source.name,
+            "revision": result.source.revision,
+            "digest": result.source.digest,
+        },
         "stages": [
-            {"kind": each.kind, "cached": each.cached, "seconds": round(each.seconds, 3), "digest": each.artifact.digest}
+            {
+                "kind": each.kind,
+                "cached": each.cached,
+                "seconds": round(each.seconds, 3),
+                "digest": each.artifact.digest,
+            }
             for each in result.steps
         ],
         "gates": result.gates,
         "report": str(directory.report) if has_report else None,
-        "pushed": {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest} if pushed else None,
+        "pushed": {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest}
+        if pushed
+        else None,
         "seconds": round(outcome.seconds, 3),
     }
 
@@ -265,16 +345,23 @@ def _document(outcome: "Outcome", directory: "RunDir") -> dict[str, Any]:
 def _card(document: dict[str, Any], result: "RunResult") -> str:
     cached = sum(each.cached for each in result.steps)
     rows: list[tuple[str, str]] = [
-        ("status", f"{document['status']} in {document['seconds']:.1f} s, {cached} of {len(result.steps)} stages cached")
+        (
+            "status",
+            f"{document['status']} in {document['seconds']:.1f} s, {cached} of {len(result.steps)} stages cached",
+        )
     ]
     if document["artifact"]:
-        rows.append(("artifact", f"{document['artifact']['digest']}  {size_text(document['artifact']['size_bytes'])}"))
+        rows.append(
+            ("artifact", f"{document['artifact']['digest']}  {size_text(document['artifact']['size_bytes'])}")
+        )
         rows.append(("", document["artifact"]["path"]))
     for gate in document["gates"]:
         verdict = {True: "pass", False: "FAIL", None: "n/a"}[gate["passed"]]
         measured = "" if gate["value"] is None else f"{gate['value']:.4g}, bound {gate['bound']:.4g}"
         reason = f"  {gate['note']}" if gate["note"] else ""
-        rows.append(("gate", f"{verdict}  {gate['name']} {gate['relation']} {gate['limit']:g}  {measured}{reason}"))
+        rows.append(
+            ("gate", f"{verdict}  {gate['name']} {gate['relation']} {gate['limit']:g}  {measured}{reason}")
+        )
     rows += [("warning", warning) for warning in result.warnings]
     if document["pushed"]:
         rows.append(("pushed", f"{document['pushed']['name']}:{', '.join(document['pushed']['tags'])}"))

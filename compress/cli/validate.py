@@ -11,31 +11,52 @@ from compress.errors import GateFailed, UsageError
 
 
 def validate(
-    artifact: Annotated[Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)],
+    artifact: Annotated[
+        Path, typer.Argument(help="Directory of a compressed checkpoint.", show_default=False)
+    ],
     against: Annotated[str, typer.Option("--against", help="The source model: builtin://, a path or hf://.")],
-    data: Annotated[str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")] = "builtin://python-eval",
-    num_samples: Annotated[int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")] = 32,
+    data: Annotated[
+        str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
+    ] = "builtin://python-eval",
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")
+    ] = 32,
     seq_len: Annotated[int, typer.Option("--seq-len", min=8, help="Tokens a window.")] = 512,
     kv_format: Annotated[
         str | None,
-        typer.Option("--kv-format", help="KV cache of the artifact: DENSE, FP8_STATIC or *_TOKEN_HEAD; by default what it states."),
+        typer.Option(
+            "--kv-format",
+            help="KV cache of the artifact: DENSE, FP8_STATIC or *_TOKEN_HEAD; by default what it states.",
+        ),
     ] = None,
     gate: Annotated[
-        list[str] | None, typer.Option("--gate", help="metric=limit or metric@device=limit, may be repeated; a failed gate is exit code 3.")
+        list[str] | None,
+        typer.Option(
+            "--gate",
+            help="metric=limit or metric@device=limit, may be repeated; a failed gate is exit code 3.",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")] = Path("validation"),
-    latency: Annotated[bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")] = True,
+    out: Annotated[
+        Path, typer.Option("--out", help="New directory for report.html, report.json and the model card.")
+    ] = Path("validation"),
+    latency: Annotated[
+        bool, typer.Option("--latency/--no-latency", help="Also time both models on this machine.")
+    ] = True,
     speculative: Annotated[
-        bool, typer.Option("--speculative/--no-speculative", help="Also serve the artifact with the draft that lies in it, if one does.")
+        bool,
+        typer.Option(
+            "--speculative/--no-speculative",
+            help="Also serve the artifact with the draft that lies in it, if one does.",
+        ),
     ] = True,
     device: DeviceOption = None,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare an artifact with its source: accuracy with uncertainty, latency, gates, report."""
-    from compress.artifact.context import Context
     from compress.artifact.manifest import MANIFEST_NAME, open_artifact
     from compress.artifact.workspace import ArtifactWriter
+    from compress.context import Context
     from compress.pipeline import resolve_text
     from compress.stages import Input, Inputs, Port
     from compress.stages.validate import REPORT_HTML
@@ -65,13 +86,22 @@ def validate(
         )
     out.mkdir(parents=True, exist_ok=True)
     writer = ArtifactWriter(out)
-    inputs = Inputs(source, {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)})
+    inputs = Inputs(
+        source,
+        {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)},
+    )
     with progress("validate") as report:
         prove(spec, inputs, writer, Context(chosen, 0, out, report, offline=offline))
     assert writer.description is not None
     facts = writer.description["facts"]
     rows = [
-        (each["name"], {True: "pass", False: "FAIL", None: "n/a"}[each["passed"]], each["value"], each["bound"]) for each in facts["gates"]
+        (
+            each["name"],
+            {True: "pass", False: "FAIL", None: "n/a"}[each["passed"]],
+            each["value"],
+            each["bound"],
+        )
+        for each in facts["gates"]
     ]
     emit(
         {"verdict": facts["verdict"], "gates": facts["gates"], "report": str(out / REPORT_HTML)},
@@ -94,7 +124,9 @@ def _gates(said: list[str]) -> dict[str, float | dict[str, float]]:
         try:
             number = float(limit)
         except ValueError:
-            raise UsageError(f"--gate {each}: write metric=number, such as ppl_ratio=1.1 or tpot_ms_p50@cuda-sm90=2.") from None
+            raise UsageError(
+                f"--gate {each}: write metric=number, such as ppl_ratio=1.1 or tpot_ms_p50@cuda-sm90=2."
+            ) from None
         if at:
             limits = gates.setdefault(metric, {})
             if isinstance(limits, dict):

@@ -19,7 +19,11 @@ def verify(
 
         report = verify_ref(target)
         document = {**asdict(report), "ref": str(report.ref)}
-        proof = f" with {count_text(len(report.evidence_digests), 'piece')} of evidence" if report.evidence_digests else ""
+        proof = (
+            f" with {count_text(len(report.evidence_digests), 'piece')} of evidence"
+            if report.evidence_digests
+            else ""
+        )
         text = f"{target}: whole, {count_text(report.num_blobs, 'blob')}{proof}, {size_text(report.size_bytes)}\n{report.artifact_digest}"
         emit({"whole": True, **document}, text, as_json=as_json)
         return

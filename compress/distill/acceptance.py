@@ -35,6 +35,8 @@ def steps_through(ahead_NSK: Tensor) -> tuple[Tensor, Tensor]:
     begins_NS = ahead_NSK.new_zeros(len(ahead_NSK), num_starts + k + 1)
     begins_NS[:, 0] = 1
     for position in range(num_starts):
-        begins_NS[:, position + 1 : position + k + 2] += begins_NS[:, position : position + 1] * exactly_NSL[:, position]
+        begins_NS[:, position + 1 : position + k + 2] += (
+            begins_NS[:, position : position + 1] * exactly_NSL[:, position]
+        )
     steps_NS = begins_NS[:, :num_starts]
     return (steps_NS * all_NSL.sum(dim=2)).sum(), steps_NS.sum()

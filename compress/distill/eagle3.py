@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.artifact.context import OneRank, Ranks
+from compress.context import OneRank, Ranks
 from compress.distill.acceptance import K, steps_through
 from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
@@ -47,13 +47,17 @@ class UnrolledAttention:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def __call__(self, layer_idx: int, q_BRHC: Tensor, k_BRKC: Tensor, v_BRKC: Tensor, *, window: int | None) -> Tensor:
+    def __call__(
+        self, layer_idx: int, q_BRHC: Tensor, k_BRKC: Tensor, v_BRKC: Tensor, *, window: int | None
+    ) -> Tensor:
         assert (layer_idx, window) == (0, None), "a head has one layer, which sees everything"
         self._keys.append(k_BRKC)
         self._values.append(v_BRKC)
         num_rows, repeat = q_BRHC.shape[1], q_BRHC.shape[2] // k_BRKC.shape[2]
         k, v = (
-            torch.cat([each[:, :num_rows] for each in steps], dim=1).transpose(1, 2).repeat_interleave(repeat, dim=1)
+            torch.cat([each[:, :num_rows] for each in steps], dim=1)
+            .transpose(1, 2)
+            .repeat_interleave(repeat, dim=1)
             for steps in (self._keys, self._values)
         )
         own = torch.eye(num_rows, dtype=torch.bool, device=q_BRHC.device)
@@ -64,7 +68,15 @@ class UnrolledAttention:
 class Target:
     """The model drafted for, asked for hidden states on the way and at its end; it is never trained. `device` is where answers go."""
 
-    def __init__(self, decoder: Decoder, layer_ids: tuple[int, ...], vocabulary_W: Tensor, *, device: torch.device, compile: bool = False):
+    def __init__(
+        self,
+        decoder: Decoder,
+        layer_ids: tuple[int, ...],
+        vocabulary_W: Tensor,
+        *,
+        device: torch.device,
+        compile: bool = False,
+    ):
         self._decoder = decoder.requires_grad_(False).eval()
         self._place, self._device = decoder.embed.weight.device, device
         self._layer_ids = layer_ids
@@ -84,13 +96,19 @@ class Target:
 
 def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
     """The embedding and the hidden state after each layer."""
-    states, positions, attention = [decoder.embed(tokens_BS)], torch.arange(tokens_BS.shape[1], device=tokens_BS.device), FullAttention()
+    states, positions, attention = (
+        [decoder.embed(tokens_BS)],
+        torch.arange(tokens_BS.shape[1], device=tokens_BS.device),
+        FullAttention(),
+    )
     for layer in decoder.layers:
         states.append(layer(states[-1], positions, attention))
     return states
 
 
-def unrolled(head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap) -> Iterator[Tensor]:
+def unrolled(
+    head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap
+) -> Iterator[Tensor]:
     """Normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the target does at token t + 1 + s."""
     hidden, attention = head.fuse(features_BSE[:, :-1]), UnrolledAttention()
     for step in range(num_steps):
@@ -104,7 +122,13 @@ class Eagle3Objective:
     """The training loop's loss: (head, tokens [B, S+1]) -> L."""
 
     def __init__(
-        self, loss: Divergence, target: Target, num_steps: int, *, compute_dtype: torch.dtype = torch.float32, compile: bool = False
+        self,
+        loss: Divergence,
+        target: Target,
+        num_steps: int,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        compile: bool = False,
     ) -> None:
         assert not loss.hard_frac, "the text's own token may be none of the head's"
         self._loss, self._target, self._dtype = loss, target, compute_dtype
@@ -119,7 +143,9 @@ class Eagle3Objective:
             final_TD, normed_TD = final_BSD[:, 1 + step :].flatten(0, 1), normed.flatten(0, 1).to(self._dtype)
             targets = partial(_logits, final_TD, self._target.head_WD)
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
-            loss = mean_divergence(normed_TD, head.head.weight, targets, no_labels_T, self._loss, rows=self._rows)
+            loss = mean_divergence(
+                normed_TD, head.head.weight, targets, no_labels_T, self._loss, rows=self._rows
+            )
             total = total + self._weights[step] * loss
         return total
 
@@ -143,7 +169,12 @@ class Drafted:
 
     def drafting(self) -> dict[str, float]:
         """What a curve says."""
-        return {"kl": self.kl, "top1": self.top1, "acceptance": self.acceptance[0], "acceptance_length": self.acceptance_length}
+        return {
+            "kl": self.kl,
+            "top1": self.top1,
+            "acceptance": self.acceptance[0],
+            "acceptance_length": self.acceptance_length,
+        }
 
 
 @torch.no_grad()
@@ -162,13 +193,17 @@ def measure_eagle3(
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
     sums, kept = torch.zeros(5 + num_steps, dtype=torch.float64, device=device), []
     for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
-        embedded_BSD, features_BSE, final_BSD = target.asked(batch_BS[:, :-1].to(device=device, dtype=torch.int64))
+        embedded_BSD, features_BSE, final_BSD = target.asked(
+            batch_BS[:, :-1].to(device=device, dtype=torch.int64)
+        )
         num_rows, kept_K = embedded_BSD.shape[1] - num_steps, []
         with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
             outputs = list(unrolled(head, embedded_BSD, features_BSE, num_steps))
         for step, normed in enumerate(outputs):
             final_TD = final_BSD[:, 1 + step : 1 + step + num_rows].flatten(0, 1)
-            kept_T, kl, top1, covered = _compared(head, target, normed[:, :num_rows].flatten(0, 1).to(compute_dtype), final_TD)
+            kept_T, kl, top1, covered = _compared(
+                head, target, normed[:, :num_rows].flatten(0, 1).to(compute_dtype), final_TD
+            )
             kept_K.append(kept_T.view(-1, num_rows))
             if step == 0:
                 sums[:3] += torch.stack((kl, top1, covered))
@@ -183,13 +218,18 @@ def measure_eagle3(
     return Drafted(kl / num_tokens, top1 / num_tokens, acceptance, emitted / steps, covered / num_tokens)
 
 
-def _compared(head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compared(
+    head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest token, of the mass covered)."""
     sums, kept = torch.zeros(3, dtype=torch.float64, device=final_TD.device), []
     weight_WD, words_W = head.head.weight.to(normed_TD.dtype), target.vocabulary_W
     for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
         log_p_TV = (final_TD[part] @ target.head_VD.T).to(torch.float32).log_softmax(-1)
-        log_p_TW, log_q_TW = log_p_TV[:, words_W], (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1)
+        log_p_TW, log_q_TW = (
+            log_p_TV[:, words_W],
+            (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1),
+        )
         covered_T = log_p_TW.logsumexp(-1)
         among_TW = log_p_TW - covered_T.unsqueeze(1)
         sums[0] += (among_TW.exp() * (among_TW - log_q_TW)).sum(-1).double().sum()

@@ -31,7 +31,13 @@ def slices(num_tokens: int, vocab_size: int, device: torch.device) -> list[slice
 
 
 def mean_divergence(
-    hidden_TD: Tensor, head_VD: Tensor, targets: Targets, labels_T: Tensor, loss: Divergence, *, rows: Rows = divergence_rows
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets: Targets,
+    labels_T: Tensor,
+    loss: Divergence,
+    *,
+    rows: Rows = divergence_rows,
 ) -> Tensor:
     """Mean over tokens of the loss between the student's logits hidden @ head^T and the targets; differentiable by hidden and head.
     Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`."""
@@ -42,7 +48,15 @@ def mean_divergence(
 
 class _HeadDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets: Targets, labels_T: Tensor, loss: Divergence, rows: Rows) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        head_VD: Tensor,
+        targets: Targets,
+        labels_T: Tensor,
+        loss: Divergence,
+        rows: Rows,
+    ) -> Tensor:
         num_tokens = hidden_TD.shape[0]
         weight_VD = head_VD.to(hidden_TD.dtype)
         wants_hidden, wants_head = ctx.needs_input_grad[:2]

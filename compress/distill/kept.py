@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from compress.artifact.context import Ranks
 from compress.artifact.tensors import save_tensors
+from compress.context import Ranks
 from compress.digest import digest_json
 from compress.distill.losses import TopK
 from compress.distill.objective import Teacher
@@ -31,8 +31,17 @@ _LAYOUT = 1
 class KeptLogits:
     """What a teacher said of windows int32 [N, S+1], each of which predicts S tokens."""
 
-    def __init__(self, place: Path, tokens_NS: Tensor, *, teacher: str, tokens: str, num_kept: int, temperature: float) -> None:
-        name = {"teacher": teacher, "tokens": tokens, "top_k": num_kept, "temperature": temperature, "dtype": "float16", "layout": _LAYOUT}
+    def __init__(
+        self, place: Path, tokens_NS: Tensor, *, teacher: str, tokens: str, num_kept: int, temperature: float
+    ) -> None:
+        name = {
+            "teacher": teacher,
+            "tokens": tokens,
+            "top_k": num_kept,
+            "temperature": temperature,
+            "dtype": "float16",
+            "layout": _LAYOUT,
+        }
         self.directory = place / f"teacher-{digest_json(name).removeprefix('sha256:')[:32]}"
         self._tokens_NS, self._num_kept, self._temperature = tokens_NS, num_kept, temperature
         self._open: dict[int, Any] = {}
@@ -44,10 +53,20 @@ class KeptLogits:
     def missing(self) -> list[int]:
         return [idx for idx in range(self.num_shards) if not self._file(idx).exists()]
 
-    def fill(self, teacher: Teacher, ranks: Ranks, done: Callable[[int], None], *, device: torch.device, at_once: int) -> None:
+    def fill(
+        self,
+        teacher: Teacher,
+        ranks: Ranks,
+        done: Callable[[int], None],
+        *,
+        device: torch.device,
+        at_once: int,
+    ) -> None:
         """Ask the teacher for what is missing, `at_once` windows at a time; `done` is called with the number of shards on disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        missing: list[int] = ranks.broadcast(self.missing())  # as rank 0 saw it: others write while this one looks
+        missing: list[int] = ranks.broadcast(
+            self.missing()
+        )  # as rank 0 saw it: others write while this one looks
         for count, idx in enumerate(missing[ranks.rank :: ranks.size]):
             done(self.num_shards - len(missing) + count * ranks.size)
             windows = self._tokens_NS[idx * WINDOWS_OF_A_SHARD : (idx + 1) * WINDOWS_OF_A_SHARD, :-1]
@@ -55,8 +74,13 @@ class KeptLogits:
                 teacher.keep(part.to(device=device, dtype=torch.int64), self._num_kept, self._temperature)
                 for part in windows.split(at_once)
             ]
-            ids, log_p, log_tail = (torch.cat([each.cpu() for each in column]) for column in zip(*parts, strict=True))
-            save_tensors(self._file(idx), {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail})
+            ids, log_p, log_tail = (
+                torch.cat([each.cpu() for each in column]) for column in zip(*parts, strict=True)
+            )
+            save_tensors(
+                self._file(idx),
+                {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail},
+            )
         for source in range(ranks.size):  # nobody reads before all are through
             ranks.broadcast(None, source=source)
 

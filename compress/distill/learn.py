@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
+from compress.context import Context
 from compress.distill.train import TrainConfig, Training, TrainLogRow
 
 STATE_NAME = "state.safetensors"

@@ -65,13 +65,17 @@ def keep_top(logits_TV: Tensor, num_kept: int, temperature: float = 1.0) -> TopK
         UsageError: there would be no tail.
     """
     if num_kept >= logits_TV.shape[-1]:
-        raise UsageError(f"top_k is {num_kept} and the vocabulary has {logits_TV.shape[-1]} tokens: leave out top_k to use all of them.")
+        raise UsageError(
+            f"top_k is {num_kept} and the vocabulary has {logits_TV.shape[-1]} tokens: leave out top_k to use all of them."
+        )
     log_p_TV = (logits_TV.to(torch.float32) / temperature).log_softmax(-1)
     log_p_TK, ids_TK = log_p_TV.topk(num_kept, dim=-1)
     return TopK(ids_TK, log_p_TK, _log_tail(log_p_TV, ids_TK))
 
 
-def divergence_rows(student_TV: Tensor, teacher: Tensor | TopK, labels_T: Tensor, loss: Divergence) -> tuple[Tensor, Tensor]:
+def divergence_rows(
+    student_TV: Tensor, teacher: Tensor | TopK, labels_T: Tensor, loss: Divergence
+) -> tuple[Tensor, Tensor]:
     """(loss of each token float32 [T], its gradient by the student's logits in their dtype [T, V]). `teacher`: logits [T, V], or what was
     kept of them at the loss's temperature."""
     temperature = loss.temperature
@@ -89,7 +93,9 @@ def divergence_rows(student_TV: Tensor, teacher: Tensor | TopK, labels_T: Tensor
         label_T1 = labels_T.unsqueeze(1)
         loss_T = loss_T - loss.hard_frac * log_q_TV.gather(-1, label_T1).squeeze(1)
         grad_TV = grad_TV + loss.hard_frac * log_q_TV.exp()
-        grad_TV = grad_TV.scatter_add(-1, label_T1, torch.full_like(label_T1, -loss.hard_frac, dtype=torch.float32))
+        grad_TV = grad_TV.scatter_add(
+            -1, label_T1, torch.full_like(label_T1, -loss.hard_frac, dtype=torch.float32)
+        )
     return loss_T, grad_TV.to(student_TV.dtype)
 
 
@@ -115,7 +121,9 @@ def _bucketed(log_q_TV: Tensor, teacher: TopK, kind: Kind) -> tuple[Tensor, Tens
     ids_TK = teacher.ids_TK.to(torch.int64)
     log_tail_T1 = _log_tail(log_q_TV, ids_TK).unsqueeze(1)
     log_q_TK = log_q_TV.gather(-1, ids_TK)
-    log_p_TN = torch.cat((teacher.log_p_TK.to(torch.float32), teacher.log_tail_T.to(torch.float32).unsqueeze(1)), dim=-1)
+    log_p_TN = torch.cat(
+        (teacher.log_p_TK.to(torch.float32), teacher.log_tail_T.to(torch.float32).unsqueeze(1)), dim=-1
+    )
     loss_T, h_TN = _pointwise(log_p_TN, torch.cat((log_q_TK, log_tail_T1), dim=-1), kind)
     total_T1, h_TK, h_tail_T1 = h_TN.sum(-1, keepdim=True), h_TN[:, :-1], h_TN[:, -1:]
     in_tail_TV = (log_q_TV - log_tail_T1).exp() * h_tail_T1 - log_q_TV.exp() * total_T1

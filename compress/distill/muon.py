@@ -13,7 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic with the steepest start: singular values land in about [0.7, 1.2]
+_COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic with the steepest start: singular values land in about [0.7, 1.2]
 _NUM_ITERATIONS = 5
 _RMS_OF_ADAMW = 0.2
 
@@ -34,7 +38,9 @@ def orthogonalise(matrices_NOI: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum over `params`, which must all be matrices and all have a gradient at every step."""
 
-    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -53,4 +59,6 @@ class Muon(torch.optim.Optimizer):
                 update_NOI = orthogonalise(gradient_NOI.lerp_(momentum_NOI, group["momentum"]))
                 scale = _RMS_OF_ADAMW * max(shape) ** 0.5
                 for parameter, update_OI in zip(parameters, update_NOI, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update_OI, alpha=-group["lr"] * scale)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                        update_OI, alpha=-group["lr"] * scale
+                    )

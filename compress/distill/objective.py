@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from compress.artifact.context import OneRank, Ranks
+from compress.context import OneRank, Ranks
 from compress.distill.acceptance import K, steps_over
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
@@ -50,14 +50,23 @@ class Teacher:
             assert isinstance(logits_TV, Tensor)
             parts.append(keep_top(logits_TV, num_kept, temperature))
         ids, log_p, log_tail = (torch.cat(each) for each in zip(*parts, strict=True))
-        return TopK(ids.view(num_rows, seq_len, -1), log_p.view(num_rows, seq_len, -1), log_tail.view(num_rows, seq_len))
+        return TopK(
+            ids.view(num_rows, seq_len, -1),
+            log_p.view(num_rows, seq_len, -1),
+            log_tail.view(num_rows, seq_len),
+        )
 
 
 class Objective:
     """The training loop's loss: (student, tokens [B, S+1]) with a teacher, or (student, tokens, *what was kept of one)."""
 
     def __init__(
-        self, loss: Divergence, teacher: Teacher | None, *, compute_dtype: torch.dtype = torch.float32, compile: bool = False
+        self,
+        loss: Divergence,
+        teacher: Teacher | None,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        compile: bool = False,
     ) -> None:
         self._loss, self._teacher, self._dtype = loss, teacher, compute_dtype
         self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
@@ -118,12 +127,23 @@ class HeldOut:
 
     def drafting(self) -> dict[str, float]:
         """What it says of one that is to propose to its teacher."""
-        return {"kl": self.kl_mean, "top1": self.top1, "acceptance": self.acceptance, "acceptance_length": self.acceptance_length}
+        return {
+            "kl": self.kl_mean,
+            "top1": self.top1,
+            "acceptance": self.acceptance,
+            "acceptance_length": self.acceptance_length,
+        }
 
 
 @torch.no_grad()
 def measure(
-    student: Decoder, teacher: Teacher, tokens_NS: Tensor, device: torch.device, *, compute_dtype: torch.dtype, ranks: Ranks | None = None
+    student: Decoder,
+    teacher: Teacher,
+    tokens_NS: Tensor,
+    device: torch.device,
+    *,
+    compute_dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> HeldOut:
     """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank takes its share of the windows."""
     ranks = OneRank() if ranks is None else ranks

@@ -36,7 +36,9 @@ class TunedLinear(nn.Module):
     def __init__(self, weight: QuantizedWeight, bias_O: Tensor | None, *, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("levels_OI", _levels(weight).to(device), persistent=False)
-        self.register_buffer("before_OG", weight.scale_OG.to(device=device, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "before_OG", weight.scale_OG.to(device=device, dtype=torch.float32), persistent=False
+        )
         self.register_buffer("bias_O", bias_O, persistent=False)
         self.change_OG = nn.Parameter(torch.zeros(weight.scale_OG.shape, device=device))
 
@@ -47,7 +49,9 @@ class TunedLinear(nn.Module):
     @torch.no_grad()
     def tuned(self, weight: QuantizedWeight) -> QuantizedWeight:
         """The weight that this was made of, with its scales as they are stored; one that is driven to zero stays as it was."""
-        scale_OG = storable(self.before_OG * (1 + self.change_OG), weight.scheme, weight.scale_OG.dtype).to(weight.scale_OG.device)
+        scale_OG = storable(self.before_OG * (1 + self.change_OG), weight.scheme, weight.scale_OG.dtype).to(
+            weight.scale_OG.device
+        )
         return replace(weight, scale_OG=torch.where(scale_OG > 0, scale_OG, weight.scale_OG))
 
 
@@ -56,7 +60,9 @@ def _levels(weight: QuantizedWeight) -> Tensor:
     if weight.zero_point_OG is None:
         return weight.codes_OI
     members = weight.shape[1] // weight.zero_point_OG.shape[1]
-    levels_OI = weight.codes_OI.to(torch.int16) - weight.zero_point_OG.to(torch.int16).repeat_interleave(members, dim=1)
+    levels_OI = weight.codes_OI.to(torch.int16) - weight.zero_point_OG.to(torch.int16).repeat_interleave(
+        members, dim=1
+    )
     return levels_OI.to(torch.int8) if weight.scheme.num_bits < 8 else levels_OI
 
 
@@ -74,7 +80,9 @@ class _Product(torch.autograd.Function):
         (grad,) = grad_outputs
         grad_x = grad @ _weight(levels_OI, scale_OG, x.dtype)
         grad_OI = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        grad_OG = (grad_OI.to(torch.float32) * levels_OI.to(torch.float32)).view(*scale_OG.shape, -1).sum(dim=-1)
+        grad_OG = (
+            (grad_OI.to(torch.float32) * levels_OI.to(torch.float32)).view(*scale_OG.shape, -1).sum(dim=-1)
+        )
         return grad_x, None, grad_OG
 
 
@@ -84,7 +92,9 @@ def _weight(levels_OI: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
     return (levels_OGN * scale_OG.unsqueeze(-1)).view(levels_OI.shape).to(dtype)
 
 
-def in_tuning(teacher: Decoder, layers: Callable[[int], Weights], *, dtype: torch.dtype, device: torch.device) -> Decoder:
+def in_tuning(
+    teacher: Decoder, layers: Callable[[int], Weights], *, dtype: torch.dtype, device: torch.device
+) -> Decoder:
     """The quantized model in training: linears over the codes of its layers, and what lies outside of the layers shared with the source's
     decoder. Nothing but scales is trained."""
     with torch.device("meta"):
@@ -97,7 +107,11 @@ def in_tuning(teacher: Decoder, layers: Callable[[int], Weights], *, dtype: torc
             weight = weights[f"{name}.weight"]
             if isinstance(weight, QuantizedWeight) and tunes(weight.scheme):
                 parent, _, leaf = name.partition(".")
-                setattr(layer.get_submodule(parent), leaf, TunedLinear(weight, layer.linear(name).bias, device=device))
+                setattr(
+                    layer.get_submodule(parent),
+                    leaf,
+                    TunedLinear(weight, layer.linear(name).bias, device=device),
+                )
         student.layers[idx] = layer
     return student
 

@@ -41,7 +41,9 @@ def evenly(num_kept: int, num_all: int) -> list[int]:
 def student_arch(teacher: Arch, shape: Shape) -> Arch:
     """Raises UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads evenly."""
     if not is_uniform(teacher):
-        raise UsageError("student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them.")
+        raise UsageError(
+            "student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them."
+        )
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),
@@ -61,14 +63,18 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
         )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
     widths = Widths(num_heads, num_kv_heads, shape.ffn or first.intermediate_size, len(kept))
-    return resized(with_layers(teacher, kept), widths).replace(hidden_size=shape.hidden or teacher.hidden_size)
+    return resized(with_layers(teacher, kept), widths).replace(
+        hidden_size=shape.hidden or teacher.hidden_size
+    )
 
 
 def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
     """A float32 student on the CPU with weights of the source, whose shape `arch` was cut from; reads a layer at a time."""
     decoder = Decoder(arch)
     hidden = torch.tensor(evenly(arch.hidden_size, source.arch.hidden_size))
-    state = {name: _cut(name, dense(value, torch.float32), hidden, {}) for name, value in source.outer().items()}
+    state = {
+        name: _cut(name, dense(value, torch.float32), hidden, {}) for name, value in source.outer().items()
+    }
     for idx, source_idx in enumerate(evenly(arch.num_layers, source.arch.num_layers)):
         channels = _channels(source.arch, source_idx, arch, idx)
         for name, value in source.layer(source_idx).items():
@@ -85,12 +91,22 @@ def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) 
     old, new = teacher.layers[teacher_idx], student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)
     old_repeat = old.num_heads // old.num_kv_heads
-    heads = [group * old_repeat + idx for group in groups for idx in evenly(new.num_heads // new.num_kv_heads, old_repeat)]
+    heads = [
+        group * old_repeat + idx
+        for group in groups
+        for idx in evenly(new.num_heads // new.num_kv_heads, old_repeat)
+    ]
 
     def spread(chosen: list[int]) -> Tensor:
-        return torch.tensor([head * old.head_dim + channel for head in chosen for channel in range(old.head_dim)])
+        return torch.tensor(
+            [head * old.head_dim + channel for head in chosen for channel in range(old.head_dim)]
+        )
 
-    return {"q": spread(heads), "kv": spread(groups), "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size))}
+    return {
+        "q": spread(heads),
+        "kv": spread(groups),
+        "ffn": torch.tensor(evenly(new.intermediate_size, old.intermediate_size)),
+    }
 
 
 _ROWS = {"attn.q": "q", "attn.k": "kv", "attn.v": "kv", "ffn.gate": "ffn", "ffn.up": "ffn"}

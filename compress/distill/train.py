@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from compress.artifact.context import OneRank, Ranks
+from compress.context import OneRank, Ranks
 from compress.distill.muon import Muon
 from compress.errors import UsageError
 
@@ -47,13 +47,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.batch_size % self.micro_batch_size:
-            raise UsageError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}.")
+            raise UsageError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}."
+            )
 
     def learning_rate(self, step: int) -> float:
         warmup = max(1, round(self.num_steps * self.warmup_frac))
         if step < warmup:
             return self.peak_lr * (step + 1) / warmup
-        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.num_steps - warmup)))
+        return (
+            self.peak_lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.num_steps - warmup)))
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class TokenStream:
         self._tokens, self._seq_len, self._batch_size, self._seed = tokens, seq_len, batch_size, seed
         self._batches_per_epoch = (tokens.numel() - 1 - seq_len) // seq_len // batch_size
         if self._batches_per_epoch < 1:
-            raise UsageError(f"{tokens.numel()} training tokens do not fill one batch of {batch_size} x {seq_len}; give more text.")
+            raise UsageError(
+                f"{tokens.numel()} training tokens do not fill one batch of {batch_size} x {seq_len}; give more text."
+            )
         self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Tensor:
@@ -89,7 +95,9 @@ class TokenStream:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             offset = int(torch.randint(self._seq_len, (1,), generator=generator))
             num_windows = (self._tokens.numel() - 1 - offset) // self._seq_len
-            self._starts = (offset + self._seq_len * torch.randperm(num_windows, generator=generator)).to(self._tokens.device)
+            self._starts = (offset + self._seq_len * torch.randperm(num_windows, generator=generator)).to(
+                self._tokens.device
+            )
             self._epoch = epoch
         starts = self._starts[idx * self._batch_size : (idx + 1) * self._batch_size]
         span = torch.arange(self._seq_len + 1, device=self._tokens.device)
@@ -108,7 +116,9 @@ class Windows:
         self._tokens_NS, self._batch_size, self._seed = tokens_NS, batch_size, seed
         self._batches_per_epoch = tokens_NS.shape[0] // batch_size
         if self._batches_per_epoch < 1:
-            raise UsageError(f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens.")
+            raise UsageError(
+                f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens."
+            )
         self._epoch, self._order = -1, list[int]()
 
     def chosen(self, step: int) -> list[int]:
@@ -147,7 +157,10 @@ class Training:
         self._ranks: Ranks = OneRank() if ranks is None else ranks
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizers = _optimizers(self._trained, config, device)
-        self._model, self._loss_fn = model, torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
+        self._model, self._loss_fn = (
+            model,
+            torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn,
+        )
         self._window = _Window()
 
     def rows(self) -> Iterator[TrainLogRow]:
@@ -161,7 +174,9 @@ class Training:
         while self.step < config.num_steps:
             grad_norm = self._take_step()
             if self.step % config.log_every == 0 or self.step == config.num_steps:
-                yield self._window.row(self.step, float(grad_norm), config.learning_rate(self.step - 1), self._ranks)
+                yield self._window.row(
+                    self.step, float(grad_norm), config.learning_rate(self.step - 1), self._ranks
+                )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that the coming steps depend on; views, not copies."""
@@ -169,7 +184,10 @@ class Training:
         for idx, optimizer in enumerate(self._optimizers):
             for parameter_idx, values in optimizer.state_dict()["state"].items():
                 state |= {f"optimizer.{idx}.{parameter_idx}.{name}": value for name, value in values.items()}
-        return state | {"step": torch.tensor(self.step), "num_tokens": torch.tensor(self._window.total_tokens)}
+        return state | {
+            "step": torch.tensor(self.step),
+            "num_tokens": torch.tensor(self._window.total_tokens),
+        }
 
     def restore_(self, tensors: Mapping[str, Tensor]) -> None:
         """Become what `tensors` said."""
@@ -190,10 +208,15 @@ class Training:
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = config.learning_rate(self.step)
         batch = self._batch_of(self.step)
-        parts = [part.to(self._device, non_blocking=True) for part in (batch if isinstance(batch, tuple) else (batch,))]
+        parts = [
+            part.to(self._device, non_blocking=True)
+            for part in (batch if isinstance(batch, tuple) else (batch,))
+        ]
         micros = list(zip(*(part.chunk(num_micro) for part in parts), strict=True))
         for micro in micros[self._ranks.rank :: self._ranks.size]:
-            with torch.autocast(self._device.type, dtype=config.compute_dtype, enabled=config.compute_dtype != torch.float32):
+            with torch.autocast(
+                self._device.type, dtype=config.compute_dtype, enabled=config.compute_dtype != torch.float32
+            ):
                 loss = self._loss_fn(self._model, *micro) / num_micro
             loss.backward()
             self._window.add(loss.detach())
@@ -210,7 +233,12 @@ class Training:
 
 
 def train(
-    model: nn.Module, loss_fn: LossFn, batch_of: Callable[[int], Batch], config: TrainConfig, *, device: torch.device
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch_of: Callable[[int], Batch],
+    config: TrainConfig,
+    *,
+    device: torch.device,
 ) -> Iterator[TrainLogRow]:
     """Train `model` in place, from the first step to the last; rows as of `Training.rows`."""
     return Training(model, loss_fn, batch_of, config, device=device).rows()
@@ -242,7 +270,9 @@ class _Window:
             ranks.add_up([self._loss])
         loss = float(self._loss) / self.num_steps
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise UsageError(f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower the learning rate.")
+            raise UsageError(
+                f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower the learning rate."
+            )
         self.total_tokens += self.num_tokens
         speed = self.num_tokens / (time.perf_counter() - self._start_s)
         row = TrainLogRow(step, self.total_tokens, loss, grad_norm, learning_rate, speed)
@@ -250,9 +280,15 @@ class _Window:
         return row
 
 
-def _optimizers(trained: Mapping[str, nn.Parameter], config: TrainConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    trained: Mapping[str, nn.Parameter], config: TrainConfig, device: torch.device
+) -> list[torch.optim.Optimizer]:
     """AdamW, and before it Muon when it is asked for. A layer is what stands in a module list named `layers`, as in `Decoder`."""
-    hidden = [p for name, p in trained.items() if config.optimizer == "muon" and p.dim() == 2 and "layers" in name.split(".")]
+    hidden = [
+        p
+        for name, p in trained.items()
+        if config.optimizer == "muon" and p.dim() == 2 and "layers" in name.split(".")
+    ]
     rest = [p for p in trained.values() if not any(p is other for other in hidden)]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},

@@ -66,7 +66,9 @@ class ExportFormat(Protocol):
     @property
     def codec(self) -> ForeignCodec: ...
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """The `quantization_config` of `config.json`. All names are those of disk modules, also in `scheme`; `linears` are all of the
         layers, which one needs to know where they have several schemes."""
 
@@ -110,7 +112,11 @@ def open_weights(path: Path) -> WeightSource:
     if not (path / MANIFEST_NAME).exists():
         return open_checkpoint(path)
     artifact = open_artifact(path)
-    return CanonicalStore(artifact) if (path / OUTER_NAME).exists() else open_checkpoint(path, kv_format=stated_kv_format(artifact))
+    return (
+        CanonicalStore(artifact)
+        if (path / OUTER_NAME).exists()
+        else open_checkpoint(path, kv_format=stated_kv_format(artifact))
+    )
 
 
 def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: str | None = None) -> None:
@@ -124,10 +130,16 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
     if scheme is None and form.static_kv is None:
         broken.append(Rule("dense-weights", f"{name} has no word for a model whose linears are all dense."))
     if kv_format == FP8_STATIC and form.static_kv is None:
-        broken.append(Rule("kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."))
+        broken.append(
+            Rule(
+                "kv-scales", f"{name} has no place for the calibrated scales of {kv_format} keys and values."
+            )
+        )
     if broken:
         reasons = " ".join(f"[{rule.name}] {rule.problem}" for rule in broken)
-        raise UnsupportedFormat(f"scheme {DENSE if scheme is None else scheme.name} cannot be exported as {name}: {reasons}")
+        raise UnsupportedFormat(
+            f"scheme {DENSE if scheme is None else scheme.name} cannot be exported as {name}: {reasons}"
+        )
 
 
 def check_scales(name: str, source: WeightSource) -> None:
@@ -193,7 +205,11 @@ def kv_note(kv_format: str) -> str:
 
 def weight_only_scheme(num_bits: int, *, symmetric: bool, group_size: int | None) -> Scheme:
     """The weight-only integer scheme of these facts, under its name here if it has one."""
-    name = f"W{num_bits}A16" + ("_CHANNEL" if group_size is None else f"_G{group_size}") + ("" if symmetric else "_ASYM")
+    name = (
+        f"W{num_bits}A16"
+        + ("_CHANNEL" if group_size is None else f"_G{group_size}")
+        + ("" if symmetric else "_ASYM")
+    )
     scheme = Scheme(name, num_bits, symmetric, group_size)
     return next((each for each in SCHEMES.values() if replace(each, name=name) == scheme), scheme)
 

@@ -51,15 +51,22 @@ class AwqCodec:
         num_groups, out_features = scale_GO.shape
         codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
         if num_groups != scheme.num_groups(codes_IO.shape[0]):
-            raise UnsupportedFormat(f"it has {num_groups} groups of scales where {scheme.name} has {scheme.num_groups(codes_IO.shape[0])}.")
+            raise UnsupportedFormat(
+                f"it has {num_groups} groups of scales where {scheme.name} has {scheme.num_groups(codes_IO.shape[0])}."
+            )
         if scheme.symmetric and bool((zero_GO != 0).any()):
-            raise UnsupportedFormat("the checkpoint's config says that its codes are symmetric and its zero points are not all 8.")
+            raise UnsupportedFormat(
+                "the checkpoint's config says that its codes are symmetric and its zero points are not all 8."
+            )
         zero_OG = None if scheme.symmetric else zero_GO.t().contiguous()
         return QuantizedWeight(scheme, codes_IO.t().contiguous(), scale_GO.t().contiguous(), zero_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        bits, group_size = said.get("bits", said.get("w_bit")), said.get("group_size", said.get("q_group_size"))
+        bits, group_size = (
+            said.get("bits", said.get("w_bit")),
+            said.get("group_size", said.get("q_group_size")),
+        )
         version, backend = str(said.get("version") or "gemm").lower(), said.get("backend") or "autoawq"
         if (
             bits != BITS
@@ -73,9 +80,13 @@ class AwqCodec:
                 "version gemm are read."
             )
         if said.get("lm_head"):
-            raise UnsupportedFormat("the checkpoint has an AWQ head (lm_head); linears of the layers are read.")
+            raise UnsupportedFormat(
+                "the checkpoint has an AWQ head (lm_head); linears of the layers are read."
+            )
         symmetric = bool(said.get("sym")) or not said.get("zero_point", True)
-        scheme = weight_only_scheme(BITS, symmetric=symmetric, group_size=None if group_size == -1 else group_size)
+        scheme = weight_only_scheme(
+            BITS, symmetric=symmetric, group_size=None if group_size == -1 else group_size
+        )
         dense = said.get("modules_to_not_convert") or ()  # parts of names, as AutoAWQ and vLLM take them
         return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
 
@@ -105,7 +116,9 @@ class Awq:
     static_kv = None
     codec: ForeignCodec = AwqCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "bits": scheme.layers.num_bits,

@@ -35,7 +35,12 @@ from compress.quant.packing import pack, unpack
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORMAT_VERSION = "0.20.0"
-PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = "pack-quantized", "float-quantized", "int-quantized", "mixed-precision"
+PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = (
+    "pack-quantized",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+)
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
 DENSE_FORMAT = "dense"
@@ -55,8 +60,13 @@ class CompressedTensorsCodec:
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         if _format(scheme) != PACK_FORMAT:
-            return frozenset({"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set()))
-        return frozenset({"weight_packed", "weight_scale", "weight_shape"} | (set() if scheme.symmetric else {"weight_zero_point"}))
+            return frozenset(
+                {"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
+            )
+        return frozenset(
+            {"weight_packed", "weight_scale", "weight_shape"}
+            | (set() if scheme.symmetric else {"weight_zero_point"})
+        )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         bits, leaves = weight.scheme.num_bits, {"weight_scale": weight.scale_OG}
@@ -73,7 +83,9 @@ class CompressedTensorsCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         if _format(scheme) != PACK_FORMAT:
-            return decode_unpacked(leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme)
+            return decode_unpacked(
+                leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
+            )
         out_features, in_features = leaves["weight_shape"].tolist()
         codes_OI = unpack(leaves["weight_packed"], scheme.num_bits, in_features)
         zero_point_OG = None
@@ -87,13 +99,17 @@ class CompressedTensorsCodec:
             raise UnsupportedFormat("the checkpoint has a sparsity_config; sparse checkpoints are not read.")
         groups = quantization_config.get("config_groups") or {}
         if not groups and not quantization_config.get(KV_KEY):
-            raise UnsupportedFormat("the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded.")
+            raise UnsupportedFormat(
+                "the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded."
+            )
         by_target: dict[str, Scheme] = {}
         for group in groups.values():
             scheme = _read_scheme(group, str(group.get("format") or quantization_config.get("format")))
             for target in group.get("targets") or ():
                 if target in by_target:
-                    raise UnsupportedFormat(f"two of the checkpoint's config_groups target {target}; they contradict each other.")
+                    raise UnsupportedFormat(
+                        f"two of the checkpoint's config_groups target {target}; they contradict each other."
+                    )
                 by_target[target] = scheme
         _check_targets(by_target, linears)
         ignored = list(quantization_config.get("ignore") or ())
@@ -114,7 +130,9 @@ class CompressedTensorsCodec:
         return FP8_STATIC
 
 
-def decode_unpacked(codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None, scheme: Scheme) -> QuantizedWeight:
+def decode_unpacked(
+    codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None, scheme: Scheme
+) -> QuantizedWeight:
     """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype.
 
     Raises:
@@ -130,7 +148,9 @@ def decode_unpacked(codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None,
     if scheme.block_rows == 1 and scale.numel() in (1, out_features):
         scale = scale.reshape(-1, 1).expand(wanted)
     if scale.shape != wanted:
-        raise UnsupportedFormat(f"it is {out_features} x {in_features} with scales {list(scale.shape)}, where {scheme.name} has {wanted}.")
+        raise UnsupportedFormat(
+            f"it is {out_features} x {in_features} with scales {list(scale.shape)}, where {scheme.name} has {wanted}."
+        )
     static = None if input_scale is None else input_scale.to(torch.float32).reshape(())
     return QuantizedWeight(scheme, codes_OI, scale.contiguous(), input_scale=static)
 
@@ -154,12 +174,18 @@ def _scheme_of(linear: str, by_target: Mapping[str, Scheme]) -> Scheme | None:
 
 def _names(pattern: str, module: str) -> bool:
     """An exact module name, or a regular expression behind `re:`, as the format defines `targets` and `ignore`."""
-    return re.match(pattern.removeprefix("re:"), module) is not None if pattern.startswith("re:") else pattern == module
+    return (
+        re.match(pattern.removeprefix("re:"), module) is not None
+        if pattern.startswith("re:")
+        else pattern == module
+    )
 
 
 def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
     if group.get("output_activations"):
-        raise UnsupportedFormat("the checkpoint quantizes the output activations of linears; input activations are read.")
+        raise UnsupportedFormat(
+            "the checkpoint quantizes the output activations of linears; input activations are read."
+        )
     if (group.get("weights") or {}).get("type") == "float":
         return _read_float(group, form)
     return _read_int(group, form) if form == PACK_FORMAT else _read_int8(group, form)
@@ -174,10 +200,17 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
             f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
         )
     if group.get("input_activations"):
-        raise UnsupportedFormat(f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in other formats.")
+        raise UnsupportedFormat(
+            f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in other formats."
+        )
     if weights.get("actorder") == "group":
-        raise UnsupportedFormat("the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed.")
-    symmetric, group_size = bool(weights.get("symmetric")), weights.get("group_size") if strategy == "group" else None
+        raise UnsupportedFormat(
+            "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
+        )
+    symmetric, group_size = (
+        bool(weights.get("symmetric")),
+        weights.get("group_size") if strategy == "group" else None,
+    )
     name = f"W{bits}A16" + (f"_G{group_size}" if group_size else "") + ("" if symmetric else "_ASYM")
     return _known(Scheme(name, bits, symmetric, group_size))
 
@@ -186,7 +219,9 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
     strategy, said = weights.get("strategy"), _said_of_inputs(group)
-    read = form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
+    read = (
+        form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
+    )
     if not read or said != (8, "int", True, "token", True):
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy {strategy}, with input activations "
@@ -209,7 +244,10 @@ def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
         (8, "float", True, "tensor", False): "FP8_STATIC",
         (8, "float", True, "group", True): "FP8_BLOCK",
     }
-    block, group_size = weights.get("block_structure"), (group.get("input_activations") or {}).get("group_size")
+    block, group_size = (
+        weights.get("block_structure"),
+        (group.get("input_activations") or {}).get("group_size"),
+    )
     known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and said in names
     if known and names[said] == "FP8_BLOCK":
         known = strategy == "block" and block in ([128, 128], "128x128") and group_size == 128
@@ -247,7 +285,9 @@ class CompressedTensors:
     )
     codec: ForeignCodec = CompressedTensorsCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """One group for all linears, or one for each scheme of the layers with the names of its linears: vLLM, which asks for a fused
         projection, takes a group of the whole class before one that names the parts.
 
@@ -257,7 +297,10 @@ class CompressedTensors:
         if len(scheme.of_layers) == 1:
             coded.append((scheme.layers, [ALL_LINEARS]))
         else:
-            coded += [(each, [linear for linear in linears if scheme.of(linear) == each]) for each in scheme.of_layers]
+            coded += [
+                (each, [linear for linear in linears if scheme.of(linear) == each])
+                for each in scheme.of_layers
+            ]
         assert all(targets for _, targets in coded), "a scheme without linears"
         groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
@@ -275,17 +318,41 @@ class CompressedTensors:
         rules = []
         for bits in sorted({each.num_bits for each in scheme.all} - {4, 8}):
             rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
-        if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
-            rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
+        if (
+            len(
+                {
+                    (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
+                    for each in arch.layers
+                }
+            )
+            > 1
+        ):
+            rules.append(
+                Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say.")
+            )
         if scheme.head is not None and arch.tied_head:
-            rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
-        for name, size, group_size in sorted({(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}):
+            rules.append(
+                Rule(
+                    "tied-head",
+                    "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk.",
+                )
+            )
+        for name, size, group_size in sorted(
+            {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}
+        ):
             if size % group_size:
-                rules.append(Rule("whole-groups", f"{name} has K = {size}, not a multiple of {group_size}; vLLM would floor it."))
+                rules.append(
+                    Rule(
+                        "whole-groups",
+                        f"{name} has K = {size}, not a multiple of {group_size}; vLLM would floor it.",
+                    )
+                )
         return rules
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
-        narrow = sorted({name for name, size, each in _quantized(arch, scheme) if each.type == "int" and size % 32})
+        narrow = sorted(
+            {name for name, size, each in _quantized(arch, scheme) if each.type == "int" and size % 32}
+        )
         blocks = [each for each in scheme.of_layers if each.block_rows > 1]
         ragged = _fused_ragged(arch, blocks[0]) if blocks else []
         vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
@@ -326,7 +393,11 @@ def _format(scheme: Scheme) -> str:
 def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
     common: dict[str, Any] = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
     weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
-    inputs = common | {"strategy": scheme.activation, "group_size": None, "dynamic": scheme.activation != "tensor"}
+    inputs = common | {
+        "strategy": scheme.activation,
+        "group_size": None,
+        "dynamic": scheme.activation != "tensor",
+    }
     if scheme.block_rows > 1:
         weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
         inputs |= {"group_size": scheme.group_size}
@@ -342,7 +413,11 @@ def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     """Linears that end within a block, with another behind them where vLLM makes one of q, k and v, and of gate and up."""
     fused = ("attn.q", "attn.k", "ffn.gate")
-    return [name for name, (out_features, _) in sorted(shapes(arch).items()) if name in fused and out_features % scheme.block_rows]
+    return [
+        name
+        for name, (out_features, _) in sorted(shapes(arch).items())
+        if name in fused and out_features % scheme.block_rows
+    ]
 
 
 def _quantized(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Scheme]]:

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from compress.artifact.atomic import sync_directory
-from compress.artifact.context import Progress, SilentProgress
 from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
 from compress.export import FORMATS, open_weights, write_format
 from compress.models.arch import Arch
@@ -53,7 +53,9 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
             shutil.copyfile(file, out.path / file.name)
         arch, layers = described(weights.arch, scheme)
         said = None if scheme is None else scheme.to_json()
-        out.describe(role="checkpoint", arch=arch, layers=layers, scheme=said, facts={"format": name, **kv_cache})
+        out.describe(
+            role="checkpoint", arch=arch, layers=layers, scheme=said, facts={"format": name, **kv_cache}
+        )
 
     parents = {"source": digest}
     key = Workspace.key("convert", CONVERT_VERSION, {"to": name}, parents, 0)
@@ -69,7 +71,9 @@ def _cache_facts(weights: WeightSource, artifact: Artifact | None) -> dict[str, 
     if weights.kv_format is None:
         return {}
     stated = {} if artifact is None else artifact.manifest.facts.get("kv_cache", {})
-    return {"kv_cache": stated if stated.get("format") == weights.kv_format else {"format": weights.kv_format}}
+    return {
+        "kv_cache": stated if stated.get("format") == weights.kv_format else {"format": weights.kv_format}
+    }
 
 
 def stated_scheme(weights: WeightSource) -> ModelScheme | None:
@@ -86,7 +90,9 @@ def stated_scheme(weights: WeightSource) -> ModelScheme | None:
     if not schemes and head is None and weights.kv_format is not None:
         return None
     if not schemes:
-        raise UnsupportedFormat("the linears of this model's layers are dense: there are no codes to convert. `compress run` makes some.")
+        raise UnsupportedFormat(
+            "the linears of this model's layers are dense: there are no codes to convert. `compress run` makes some."
+        )
     return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)
 
 

@@ -36,23 +36,31 @@ BLOCK_SIZE = [128, 128]
 class Fp8Codec:
     """Exact inverse pair between a `QuantizedWeight` and its tensors on disk."""
 
-    aliases: Mapping[str, str] = MappingProxyType({"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"})
+    aliases: Mapping[str, str] = MappingProxyType(
+        {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    )
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        return frozenset({"weight", _scale_leaf(scheme)} | ({"input_scale"} if scheme.activation == "tensor" else set()))
+        return frozenset(
+            {"weight", _scale_leaf(scheme)} | ({"input_scale"} if scheme.activation == "tensor" else set())
+        )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         leaves = {"weight": weight.codes_OI, _scale_leaf(weight.scheme): weight.scale_OG}
         return leaves if weight.input_scale is None else leaves | {"input_scale": weight.input_scale}
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        return decode_unpacked(leaves["weight"], leaves[_scale_leaf(scheme)], leaves.get("input_scale"), scheme)
+        return decode_unpacked(
+            leaves["weight"], leaves[_scale_leaf(scheme)], leaves.get("input_scale"), scheme
+        )
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
         for unread in ("kv_cache_scheme", "modules_to_convert"):
             if said.get(unread):
-                raise UnsupportedFormat(f"the checkpoint's quantization_config has {unread}, which is not read.")
+                raise UnsupportedFormat(
+                    f"the checkpoint's quantization_config has {unread}, which is not read."
+                )
         if (said.get("fmt") or "e4m3") != "e4m3" or (said.get("scale_fmt") or "float") != "float":
             raise UnsupportedFormat(
                 f"the checkpoint is FP8 of fmt {said.get('fmt')} and scale_fmt {said.get('scale_fmt')}; e4m3 with scales that are floats "
@@ -60,7 +68,11 @@ class Fp8Codec:
             )
         scheme = _scheme(said.get("weight_block_size"), said.get("activation_scheme"))
         dense = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
-        return {linear: scheme for linear in in_layers(linears) if not any(_names(str(each), linear) for each in dense)}
+        return {
+            linear: scheme
+            for linear in in_layers(linears)
+            if not any(_names(str(each), linear) for each in dense)
+        }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
         return None
@@ -93,7 +105,9 @@ class Fp8:
     codec: ForeignCodec = Fp8Codec()
     static_kv = None
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+    ) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "fmt": "e4m3",
@@ -108,16 +122,27 @@ class Fp8:
             rules.append(Rule("bits", f"{scheme.layers.num_bits} bits; e4m3 has 8."))
         if scheme.of_layers != (BLOCKS,):
             rules.append(
-                Rule("blocks", f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.")
+                Rule(
+                    "blocks",
+                    f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.",
+                )
             )
         for name, (out_features, in_features) in sorted(shapes(arch).items()):
             if in_features % 128:
                 rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of 128."))
             if out_features % 128:
-                rules.append(Rule("whole-blocks", f"{name} has N = {out_features}, not a multiple of 128; transformers would misread it."))
+                rules.append(
+                    Rule(
+                        "whole-blocks",
+                        f"{name} has N = {out_features}, not a multiple of 128; transformers would misread it.",
+                    )
+                )
         if scheme.head is not None:
             rules.append(
-                Rule("dense-head", "consumers take the head of an fp8 checkpoint to be dense; compressed-tensors has a place for it.")
+                Rule(
+                    "dense-head",
+                    "consumers take the head of an fp8 checkpoint to be dense; compressed-tensors has a place for it.",
+                )
             )
         return rules
 
@@ -125,8 +150,16 @@ class Fp8:
         biased = any(arch.has_bias(linear) for layer in arch.layers for linear in layer.linears)
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
-            Consumer("transformers", loads=True, note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load"),
-            Consumer("vLLM", loads=True, note="reads fp8 natively" + ("; its CPU kernel takes no 16-bit bias" if biased else "")),
+            Consumer(
+                "transformers",
+                loads=True,
+                note="multiplies in FP8 on a GPU from sm_89 on; elsewhere it decompresses at load",
+            ),
+            Consumer(
+                "vLLM",
+                loads=True,
+                note="reads fp8 natively" + ("; its CPU kernel takes no 16-bit bias" if biased else ""),
+            ),
         ]
 
 

@@ -46,7 +46,11 @@ class GptqCodec:
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         scheme, zero_OG = weight.scheme, weight.zero_point_OG
-        zero_GO = torch.zeros_like(weight.scale_OG, dtype=torch.int16).t() if zero_OG is None else zero_OG.t().to(torch.int16)
+        zero_GO = (
+            torch.zeros_like(weight.scale_OG, dtype=torch.int16).t()
+            if zero_OG is None
+            else zero_OG.t().to(torch.int16)
+        )
         if bool((zero_GO == scheme.min_code).any()):
             raise UnsupportedFormat(f"a linear has {_AMBIGUOUS.format(above=1 << scheme.num_bits)}.")
         return {
@@ -75,20 +79,34 @@ class GptqCodec:
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        bits, group_size, form = said.get("bits"), said.get("group_size"), said.get("checkpoint_format") or "gptq"
+        bits, group_size, form = (
+            said.get("bits"),
+            said.get("group_size"),
+            said.get("checkpoint_format") or "gptq",
+        )
         if form != "gptq" or said.get("is_marlin_format") or said.get("pack_dtype") not in (None, "int32"):
             raise UnsupportedFormat(
                 f"the checkpoint is GPTQ in checkpoint_format {form}, packed in {said.get('pack_dtype') or 'int32'}; "
                 "checkpoint_format gptq (version 1: zeros stored minus one, int32 words) is read."
             )
         if bits not in BITS or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
-            raise UnsupportedFormat(f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read.")
+            raise UnsupportedFormat(
+                f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read."
+            )
         if said.get("modules_in_block_to_quantize"):
-            raise UnsupportedFormat("the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not read.")
+            raise UnsupportedFormat(
+                "the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not read."
+            )
         skipped = _skipped(said.get("dynamic") or {})
-        scheme = weight_only_scheme(bits, symmetric=bool(said.get("sym", True)), group_size=None if group_size == -1 else group_size)
+        scheme = weight_only_scheme(
+            bits, symmetric=bool(said.get("sym", True)), group_size=None if group_size == -1 else group_size
+        )
         quantized = linears if said.get("lm_head") else in_layers(linears)
-        return {linear: scheme for linear in quantized if not any(re.match(pattern, linear) for pattern in skipped)}
+        return {
+            linear: scheme
+            for linear in quantized
+            if not any(re.match(pattern, linear) for pattern in skipped)
+        }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
         return None
@@ -118,7 +136,9 @@ def _zero_points(stored_GO: Tensor, scheme: Scheme) -> Tensor | None:
 
 def _skipped(dynamic: Mapping[str, Any]) -> list[str]:
     if other := [pattern for pattern in dynamic if not pattern.startswith(SKIP)]:
-        raise UnsupportedFormat(f"the checkpoint's dynamic gives '{other[0]}' a scheme of its own; patterns behind '{SKIP}' are read.")
+        raise UnsupportedFormat(
+            f"the checkpoint's dynamic gives '{other[0]}' a scheme of its own; patterns behind '{SKIP}' are read."
+        )
     return [pattern.removeprefix(SKIP) for pattern in dynamic]
 
 
@@ -128,9 +148,13 @@ class Gptq:
     static_kv = None
     codec: ForeignCodec = GptqCodec()
 
-    def quantization_config(self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()) -> dict[str, Any]:
+    def quantization_config(
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+    ) -> dict[str, Any]:
         dense = sorted({*scheme.dense, *(FUSED.sub(_fused, linear) for linear in scheme.dense)})
-        dynamic: dict[str, Any] = {"dynamic": {f"{SKIP}^{re.escape(name)}$": {} for name in dense}} if dense else {}
+        dynamic: dict[str, Any] = (
+            {"dynamic": {f"{SKIP}^{re.escape(name)}$": {} for name in dense}} if dense else {}
+        )
         return {
             "quant_method": self.quant_method,
             "bits": scheme.layers.num_bits,
@@ -145,7 +169,12 @@ class Gptq:
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = packed_rules(arch, scheme, bits=BITS)
         if not scheme.layers.symmetric:
-            rules.append(Rule("symmetric", "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use awq."))
+            rules.append(
+                Rule(
+                    "symmetric",
+                    "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use awq.",
+                )
+            )
         if scheme.head not in (None, scheme.layers):
             rules.append(Rule("one-scheme", "a quantized head has the scheme of the layers or stays dense."))
         return rules

@@ -22,31 +22,66 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
     if len(scheme.of_layers) > 1:
         names = ", ".join(each.name for each in scheme.of_layers)
         rules.append(
-            Rule("one-scheme", f"layers have several schemes ({names}); one for all linears, or dense ones beside it, can be said.")
+            Rule(
+                "one-scheme",
+                f"layers have several schemes ({names}); one for all linears, or dense ones beside it, can be said.",
+            )
         )
     if layers.type != "int" or layers.activation is not None:
-        rules.append(Rule("weight-only", f"{layers.name} is not a scheme of integer weights with 16-bit inputs."))
+        rules.append(
+            Rule("weight-only", f"{layers.name} is not a scheme of integer weights with 16-bit inputs.")
+        )
     if layers.num_bits not in bits:
-        rules.append(Rule("bits", f"{layers.num_bits} bits; {' and '.join(map(str, sorted(bits)))} are read by consumers."))
+        rules.append(
+            Rule(
+                "bits",
+                f"{layers.num_bits} bits; {' and '.join(map(str, sorted(bits)))} are read by consumers.",
+            )
+        )
     if layers.group_size not in GROUP_SIZES:
-        rules.append(Rule("group-size", f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels."))
+        rules.append(
+            Rule(
+                "group-size",
+                f"groups of {layers.group_size}; vLLM reads groups of 32, 64 and 128 and whole channels.",
+            )
+        )
     rules += layout_rules(arch, scheme)
     per_word = 32 // layers.num_bits
     for name, (out_features, in_features) in sorted(_quantized_shapes(arch, scheme).items()):
         if layers.group_size is not None and in_features % layers.group_size:
-            rules.append(Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}."))
+            rules.append(
+                Rule("whole-groups", f"{name} has K = {in_features}, not a multiple of {layers.group_size}.")
+            )
         if out_features % per_word or in_features % per_word:
-            rules.append(Rule("whole-words", f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a word."))
+            rules.append(
+                Rule(
+                    "whole-words",
+                    f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a word.",
+                )
+            )
     return rules
 
 
 def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     """What breaks any checkpoint that a stock config describes."""
     rules = []
-    if len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) > 1:
+    if (
+        len(
+            {
+                (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
+                for each in arch.layers
+            }
+        )
+        > 1
+    ):
         rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
     if scheme.head is not None and arch.tied_head:
-        rules.append(Rule("tied-head", "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk."))
+        rules.append(
+            Rule(
+                "tied-head",
+                "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk.",
+            )
+        )
     return rules
 
 
@@ -64,7 +99,9 @@ def float16_scales(scale_OG: Tensor) -> Tensor:
     """
     changed = count_changed(scale_OG, torch.float16)
     if changed:
-        raise UnsupportedFormat(f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of float16.")
+        raise UnsupportedFormat(
+            f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of float16."
+        )
     return scale_OG.to(torch.float16).t().contiguous()
 
 
@@ -75,7 +112,9 @@ def in_layers(linears: Sequence[str]) -> list[str]:
 
 def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
     """[O, I] of the linears of layers."""
-    return {name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears}
+    return {
+        name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears
+    }
 
 
 def _quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:

@@ -53,7 +53,9 @@ def is_eagle3(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file() and _read(path).get("speculators_model_type") == "eagle3"
 
 
-def write_speculators(directory: Path, head: Eagle3Head, *, verifier: str, architectures: list[str], k: int) -> None:
+def write_speculators(
+    directory: Path, head: Eagle3Head, *, verifier: str, architectures: list[str], k: int
+) -> None:
     """`verifier`: the model as its users call it, and its architectures; `k` tokens are proposed unless somebody says otherwise.
 
     Raises:
@@ -71,7 +73,9 @@ def write_speculators(directory: Path, head: Eagle3Head, *, verifier: str, archi
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory / TENSORS_NAME, tensors)
     config = _config(head.facts, scheme, verifier=verifier, architectures=architectures, k=k)
-    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / CONFIG_NAME).write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def open_eagle3(path: Path) -> Eagle3Head:
@@ -82,20 +86,26 @@ def open_eagle3(path: Path) -> Eagle3Head:
     if said:
         _decode_(tensors, said, path)
     ours = {f"{disk}.weight": f"{name}.weight" for name, disk in NAMES.items()}
-    return checked_head(facts, {ours.get(name, name): value for name, value in tensors.items()}, where=str(path))
+    return checked_head(
+        facts, {ours.get(name, name): value for name, value in tensors.items()}, where=str(path)
+    )
 
 
 def _decode_(tensors: dict[str, Tensor | QuantizedWeight], said: Mapping[str, Any], path: Path) -> None:
     """Codes of a linear become one weight."""
     method = str(said.get("quant_method"))
     if method not in codecs():
-        raise UnsupportedFormat(f"{path}: a head quantized with quant_method '{method}'; read are {', '.join(sorted(codecs()))}.")
+        raise UnsupportedFormat(
+            f"{path}: a head quantized with quant_method '{method}'; read are {', '.join(sorted(codecs()))}."
+        )
     codec = codecs()[method]
     for disk, scheme in codec.schemes(said, [NAMES[name] for name in LINEARS]).items():
         names = {leaf: f"{disk}.{leaf}" for leaf in codec.leaves(scheme)}
         if absent := sorted(name for name in names.values() if name not in tensors):
             raise UnsupportedFormat(f"{path} lacks {absent[0]}, which its quantization_config promises.")
-        tensors[f"{disk}.weight"] = codec.decode({leaf: dense(tensors.pop(name)) for leaf, name in names.items()}, scheme)
+        tensors[f"{disk}.weight"] = codec.decode(
+            {leaf: dense(tensors.pop(name)) for leaf, name in names.items()}, scheme
+        )
 
 
 def scheme_of(head: Eagle3Head) -> ModelScheme | None:
@@ -106,11 +116,15 @@ def scheme_of(head: Eagle3Head) -> ModelScheme | None:
     if not schemes and of_head is None:
         return None
     if len(schemes) != 1 or len(codes) < len(LINEARS) - 1:
-        raise UnsupportedFormat("an EAGLE-3 head is written with one scheme for fc and all linears of its layer, or dense.")
+        raise UnsupportedFormat(
+            "an EAGLE-3 head is written with one scheme for fc and all linears of its layer, or dense."
+        )
     return ModelScheme(schemes[0], of_head)
 
 
-def _config(facts: Eagle3Facts, scheme: ModelScheme | None, *, verifier: str, architectures: list[str], k: int) -> dict[str, Any]:
+def _config(
+    facts: Eagle3Facts, scheme: ModelScheme | None, *, verifier: str, architectures: list[str], k: int
+) -> dict[str, Any]:
     arch = facts.arch
     layer = {
         **family_of({"model_type": arch.family}).write_config(arch),
@@ -123,7 +137,12 @@ def _config(facts: Eagle3Facts, scheme: ModelScheme | None, *, verifier: str, ar
     }
     if scheme is not None:
         layer["quantization_config"] = FORMATS.get(_CODES).quantization_config(scheme, head=NAMES["head"])
-    method = {"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": k,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -147,17 +166,32 @@ def _config(facts: Eagle3Facts, scheme: ModelScheme | None, *, verifier: str, ar
 def _facts(config: Mapping[str, Any], path: Path) -> Eagle3Facts:
     missing = [
         name
-        for name in ("transformer_layer_config", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+        for name in (
+            "transformer_layer_config",
+            "draft_vocab_size",
+            "eagle_aux_hidden_state_layer_ids",
+            "norm_before_residual",
+        )
         if config.get(name) is None
     ]
     if missing:
-        raise UnsupportedFormat(f"{path}: config.json of this EAGLE-3 head does not say {', '.join(missing)}, and programs differ on it.")
+        raise UnsupportedFormat(
+            f"{path}: config.json of this EAGLE-3 head does not say {', '.join(missing)}, and programs differ on it."
+        )
     layer = config["transformer_layer_config"]
-    other = [name for name in _OTHER_FUNCTIONS if config.get(name)] + [name for name in ("attention_bias", "mlp_bias") if layer.get(name)]
+    other = [name for name in _OTHER_FUNCTIONS if config.get(name)] + [
+        name for name in ("attention_bias", "mlp_bias") if layer.get(name)
+    ]
     if other or layer.get("model_type") != "llama" or layer.get("num_hidden_layers") != 1:
-        said = f"{layer.get('num_hidden_layers')} layer(s) of {layer.get('model_type')}" + "".join(f", {name}" for name in other)
-        raise UnsupportedFormat(f"{path}: an EAGLE-3 head of one llama layer without biases is read; this one has {said}.")
-    arch: Arch = family_of(layer).read_config({key: value for key, value in layer.items() if key != "quantization_config"})
+        said = f"{layer.get('num_hidden_layers')} layer(s) of {layer.get('model_type')}" + "".join(
+            f", {name}" for name in other
+        )
+        raise UnsupportedFormat(
+            f"{path}: an EAGLE-3 head of one llama layer without biases is read; this one has {said}."
+        )
+    arch: Arch = family_of(layer).read_config(
+        {key: value for key, value in layer.items() if key != "quantization_config"}
+    )
     arch = arch.replace(config={}, dtype=config.get("dtype") or arch.dtype, tied_head=False)
     ids = tuple(config["eagle_aux_hidden_state_layer_ids"])
     return Eagle3Facts(arch, ids, config["draft_vocab_size"], bool(config["norm_before_residual"]))
@@ -166,7 +200,11 @@ def _facts(config: Mapping[str, Any], path: Path) -> Eagle3Facts:
 def _rope_parameters(rope: Rope) -> dict[str, Any]:
     said: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     said |= {name: getattr(rope, name) for name in _ROPE_FIELDS.get(rope.kind, ())}
-    return said | ({"original_max_position_embeddings": rope.original_max_position} if rope.kind in ("llama3", "yarn") else {})
+    return said | (
+        {"original_max_position_embeddings": rope.original_max_position}
+        if rope.kind in ("llama3", "yarn")
+        else {}
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,15 +10,20 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from compress.kernels.launch import compute_capability
-from compress.kernels.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
+from compress.kernels.build.triton import compute_capability
+from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.select import DENSE_SCHEMES, Op, Problem, candidates
 from compress.models.arch import Arch
 from compress.quant.scheme import SCHEMES
 
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-PROJECTIONS = {"qkv": ("attn.q", "attn.k", "attn.v"), "o": ("attn.o",), "gate_up": ("ffn.gate", "ffn.up"), "down": ("ffn.down",)}
+PROJECTIONS = {
+    "qkv": ("attn.q", "attn.k", "attn.v"),
+    "o": ("attn.o",),
+    "gate_up": ("ffn.gate", "ffn.up"),
+    "down": ("ffn.down",),
+}
 """Linears of a layer that read the same input and become one."""
 LINEARS = (*PROJECTIONS, "head")
 
@@ -106,7 +111,10 @@ def linear_problems(arch: Arch, machine: Machine, name: str, *, scheme: str, pha
     """The problems of a fused linear in the order in which they are tried: decode asks gate_up to apply the activation too."""
     n, k = linear_shape(arch, name)
     activations = (arch.activation, None) if name == "gate_up" and phase == "decode" else (None,)
-    return [machine.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each) for each in activations]
+    return [
+        machine.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
+        for each in activations
+    ]
 
 
 def coverage(arch: Arch, machine: Machine) -> list[Served]:
@@ -120,10 +128,20 @@ def coverage(arch: Arch, machine: Machine) -> list[Served]:
     ]
     layer = arch.layers[0]
     repeat = layer.num_heads // layer.num_kv_heads
-    cached: tuple[tuple[Op, Phase], ...] = (("rope_store", "decode"), ("attention_decode", "decode"), ("attention_prefill", "prefill"))
+    cached: tuple[tuple[Op, Phase], ...] = (
+        ("rope_store", "decode"),
+        ("attention_decode", "decode"),
+        ("attention_prefill", "prefill"),
+    )
     for op, phase in cached:
         for kv_format in (machine.dense, *TOKEN_HEAD_FORMATS, FP8_STATIC):
-            rows.append(_served(op, phase, [machine.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)]))
+            rows.append(
+                _served(
+                    op,
+                    phase,
+                    [machine.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)],
+                )
+            )
     row_wise: tuple[tuple[Op, int], ...] = (
         ("rms_norm", arch.hidden_size),
         ("act_mul", layer.intermediate_size),
@@ -140,7 +158,13 @@ def _served(name: str, phase: Phase, problems: Sequence[Problem]) -> Served:
             reason = kernel.refusal(problem)
             if reason is None:
                 faster = {other.name for other in candidates(problem.op) if other.rank > kernel.rank}
-                return Served(name, phase, problem, kernel.name, {other: why for other, why in refused.items() if other in faster})
+                return Served(
+                    name,
+                    phase,
+                    problem,
+                    kernel.name,
+                    {other: why for other, why in refused.items() if other in faster},
+                )
             refused[kernel.name] = reason
     return Served(name, phase, problems[-1], None, refused)
 
@@ -156,6 +180,10 @@ def unused(rows: Sequence[Served]) -> list[dict[str, str]]:
                 reasons = dict.fromkeys(kernel.refusal(problem) for problem in problems)
                 said = "; ".join(each for each in reasons if each is not None)
                 idle.append(
-                    {"op": op, "kernel": kernel.name, "reason": said if None not in reasons else "a faster one serves all it could"}
+                    {
+                        "op": op,
+                        "kernel": kernel.name,
+                        "reason": said if None not in reasons else "a faster one serves all it could",
+                    }
                 )
     return idle

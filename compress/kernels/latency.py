@@ -34,17 +34,28 @@ class LatencyTable:
     bytes_per_us: float
     us: Mapping[tuple[str, int, int, str, int], float]
 
-    def linear_us(self, linear: str, n: int, k: int, scheme: Scheme | None, *, rows: int, dtype: torch.dtype) -> tuple[float, Origin]:
+    def linear_us(
+        self, linear: str, n: int, k: int, scheme: Scheme | None, *, rows: int, dtype: torch.dtype
+    ) -> tuple[float, Origin]:
         """Microseconds for `rows` tokens (the next number up that the table has), and where they are from."""
         name = DENSE_SCHEMES[dtype] if scheme is None else scheme.name
-        measured = sorted((m, us) for (*what, m), us in self.us.items() if tuple(what) == (linear, n, k, name) and m >= rows)
+        measured = sorted(
+            (m, us) for (*what, m), us in self.us.items() if tuple(what) == (linear, n, k, name) and m >= rows
+        )
         if measured:
             return measured[0][1], "table"
-        num_bytes = 2 * n * k if scheme is None or self._dequantized(n, k, scheme, dtype) else scheme.weight_bytes(n, k)
+        num_bytes = (
+            2 * n * k
+            if scheme is None or self._dequantized(n, k, scheme, dtype)
+            else scheme.weight_bytes(n, k)
+        )
         return self.launch_us + num_bytes / self.bytes_per_us, "bytes"
 
     def _dequantized(self, n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> bool:
-        return DEQUANTIZED in select(Machine("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)).name
+        return (
+            DEQUANTIZED
+            in select(Machine("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)).name
+        )
 
 
 def known_devices() -> list[str]:
@@ -60,9 +71,14 @@ def latency_table(device: str) -> LatencyTable:
     for path in TABLES.glob("*.json"):
         said = json.loads(path.read_text(encoding="utf-8"))
         if said["device"] == device:
-            us = {(row["linear"], row["n"], row["k"], row["scheme"], row["m"]): row["us"] for row in said["rows"]}
+            us = {
+                (row["linear"], row["n"], row["k"], row["scheme"], row["m"]): row["us"]
+                for row in said["rows"]
+            }
             return LatencyTable(device, said["sm"], said["launch_us"], said["bytes_per_us"], us)
-    raise UsageError(f"no table of kernel times ships for the device '{device}'.{did_you_mean(device, known_devices())}")
+    raise UsageError(
+        f"no table of kernel times ships for the device '{device}'.{did_you_mean(device, known_devices())}"
+    )
 
 
 def stored_bytes(n: int, k: int, scheme: str) -> int:

@@ -29,7 +29,9 @@ from compress.errors import EnvironmentUnfit
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight
 
-Op = Literal["linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"]
+Op = Literal[
+    "linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"
+]
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """What a dense weight is called where a quantized one has its scheme's name."""
 OPS: tuple[Op, ...] = get_args(Op)
@@ -61,7 +63,14 @@ class Problem:
 class Repack(Protocol):
     """Weights [O_j, I] to be stacked along O, gate before up when `gated`."""
 
-    def __call__(self, weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> Any: ...
+    def __call__(
+        self,
+        weights: Sequence[Tensor | QuantizedWeight],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        gated: bool,
+    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,9 @@ def anything(problem: Problem) -> str | None:
 
 def candidates(op: Op) -> list[Kernel]:
     """Highest rank first."""
-    return sorted((kernel for _, kernel in KERNELS[op].items()), key=lambda kernel: (-kernel.rank, kernel.name))
+    return sorted(
+        (kernel for _, kernel in KERNELS[op].items()), key=lambda kernel: (-kernel.rank, kernel.name)
+    )
 
 
 def select(problem: Problem) -> Kernel:

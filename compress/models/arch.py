@@ -62,7 +62,11 @@ class LayerShape:
 
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
         """[O, I] of a canonical linear of this layer."""
-        q_size, kv_size, ffn_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.intermediate_size
+        q_size, kv_size, ffn_size = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.intermediate_size,
+        )
         shapes = {
             "attn.q": (q_size, hidden_size),
             "attn.k": (kv_size, hidden_size),
@@ -100,10 +104,14 @@ class Arch:
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
-            raise UnsupportedArch(f"activation '{self.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}.")
+            raise UnsupportedArch(
+                f"activation '{self.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}."
+            )
         for idx, layer in enumerate(self.layers):
             if layer.num_heads % layer.num_kv_heads:
-                raise UnsupportedArch(f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly.")
+                raise UnsupportedArch(
+                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
+                )
 
     @property
     def num_layers(self) -> int:
@@ -117,7 +125,11 @@ class Arch:
     @property
     def num_linear_params(self) -> int:
         """Weights of all decoder linears (those a weight-only scheme quantizes)."""
-        return sum(math.prod(layer.linear_shape(name, self.hidden_size)) for layer in self.layers for name in layer.linears)
+        return sum(
+            math.prod(layer.linear_shape(name, self.hidden_size))
+            for layer in self.layers
+            for name in layer.linears
+        )
 
     @property
     def num_params(self) -> int:
@@ -140,7 +152,11 @@ class Arch:
 
     def to_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The facts as a manifest keeps them: those of the model, and those of each layer."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "layers"}
+        facts = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "layers"
+        }
         return {**facts, "config": dict(self.config)}, [dataclasses.asdict(layer) for layer in self.layers]
 
     @staticmethod
@@ -148,4 +164,6 @@ class Arch:
         """Inverse of `to_json`; what else a layer's mapping says (its scheme) is not the architecture's."""
         names = [field.name for field in dataclasses.fields(LayerShape)]
         shapes = ({name: layer[name] for name in names} for layer in layers)
-        return Arch(**facts, layers=tuple(LayerShape(**{**shape, "rope": Rope(**shape["rope"])}) for shape in shapes))
+        return Arch(
+            **facts, layers=tuple(LayerShape(**{**shape, "rope": Rope(**shape["rope"])}) for shape in shapes)
+        )

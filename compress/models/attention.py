@@ -16,7 +16,9 @@ from compress.models import causal_gradient
 
 
 class AttentionFn(Protocol):
-    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor: ...
+    def __call__(
+        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+    ) -> Tensor: ...
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -44,7 +46,9 @@ def _attend(q_BSHC: Tensor, k_BPKC: Tensor, v_BPKC: Tensor, window: int | None) 
 class FullAttention:
     """Each sequence of the batch attends to itself from position 0; nothing is kept."""
 
-    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor:
+    def __call__(
+        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+    ) -> Tensor:
         del layer_idx
         return _attend(q_BSHC, k_BSKC, v_BSKC, window)
 
@@ -60,7 +64,9 @@ class CachedAttention:
         """Cached positions."""
         return self._past[0][0].shape[1] if self._past else 0
 
-    def __call__(self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None) -> Tensor:
+    def __call__(
+        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+    ) -> Tensor:
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC, v_BSKC = torch.cat((past_k, k_BSKC), dim=1), torch.cat((past_v, v_BSKC), dim=1)

@@ -43,7 +43,9 @@ def encoded(weights: Weights) -> dict[str, Tensor]:
     return tensors
 
 
-def load_weights(path: Path, schemes: Schemes | None, *, prefix: str = "") -> dict[str, Tensor | QuantizedWeight]:
+def load_weights(
+    path: Path, schemes: Schemes | None, *, prefix: str = ""
+) -> dict[str, Tensor | QuantizedWeight]:
     """Inverse of `save_weights`; `prefix` is what `schemes` has before the names of the file (`layers.3.`)."""
     tensors = load_tensors(path)
     weights: dict[str, Tensor | QuantizedWeight] = {}
@@ -51,7 +53,9 @@ def load_weights(path: Path, schemes: Schemes | None, *, prefix: str = "") -> di
         module = name.removesuffix(".scale")
         scheme = None if schemes is None else schemes.of(prefix + module)
         if scheme is None:
-            raise UnsupportedFormat(f"{path} holds quantized weights of {module} and its artifact states no scheme for them.")
+            raise UnsupportedFormat(
+                f"{path} holds quantized weights of {module} and its artifact states no scheme for them."
+            )
         leaves = {leaf: tensors.pop(f"{module}.{leaf}") for leaf in _CODEC.leaves(scheme)}
         weights[f"{module}.weight"] = _CODEC.decode(leaves, scheme)
     return weights | tensors
@@ -68,7 +72,9 @@ class CanonicalStore:
 
     def __init__(self, artifact: Artifact) -> None:
         if artifact.manifest.arch is None:
-            raise UnsupportedFormat(f"{artifact.path} is not an artifact with weights: its manifest states no arch.")
+            raise UnsupportedFormat(
+                f"{artifact.path} is not an artifact with weights: its manifest states no arch."
+            )
         self._path = artifact.path
         self._arch = Arch.from_json(artifact.manifest.arch, artifact.manifest.layers)
         scheme = artifact.manifest.scheme

@@ -35,7 +35,8 @@ def is_faster(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor) -> bool:
     return (
         q_BHSC.device.type == "cpu"
         and not torch.compiler.is_compiling()
-        and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q_BHSC.dtype) == torch.bfloat16
+        and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q_BHSC.dtype)
+        == torch.bfloat16
         and torch.is_grad_enabled()
         and (q_BHSC.requires_grad or k_BKSC.requires_grad or v_BKSC.requires_grad)
         and has_bfloat16_tiles()
@@ -62,7 +63,9 @@ class _Attend(torch.autograd.Function):
             return gradients(q_BHSC, k_BKSC, v_BKSC, g_BHSC)
 
 
-def gradients(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, g_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, g_BHSC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Those of q, k and v, in the dtype of q, for the gradient of the output."""
     num_kv_heads, seq_len, head_dim = k_BKSC.shape[1:]
     qg_2NGSC = torch.stack((q_BHSC, g_BHSC)).unflatten(2, (num_kv_heads, -1)).flatten(1, 2)
@@ -76,7 +79,10 @@ def gradients(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, g_BHSC: Tensor) ->
         for begin in range(0, seq_len, BLOCK):
             end = min(begin + BLOCK, seq_len)
             width = end - begin
-            qg_2NRC, kv_2NLC = _wide(qg_2NGSC[:, part, :, begin:end]).flatten(2, 3), _wide(kv_2NSC[:, part, :end])
+            qg_2NRC, kv_2NLC = (
+                _wide(qg_2NGSC[:, part, :, begin:end]).flatten(2, 3),
+                _wide(kv_2NSC[:, part, :end]),
+            )
             p_ds = scores[: 2 * qg_2NRC[0, ..., 0].numel() * end].view(-1, qg_2NRC.shape[2], end)
             p_ds.baddbmm_(qg_2NRC.flatten(0, 1), kv_2NLC.flatten(0, 1).mT, beta=0, alpha=head_dim**-0.5)
             p_NRL, ds_NRL = p_ds.chunk(2)
@@ -86,7 +92,11 @@ def gradients(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, g_BHSC: Tensor) ->
             dv_NSC[part, :end].baddbmm_(p_NRL.mT, qg_2NRC[1])
             dk_NSC[part, :end].baddbmm_(ds_NRL.mT, qg_2NRC[0])
             dq_NGSC[part, :, begin:end] = torch.bmm(ds_NRL, kv_2NLC[0]).view_as(dq_NGSC[part, :, begin:end])
-    return dq_NGSC.view(q_BHSC.shape), dk_NSC.to(q_BHSC.dtype).view(k_BKSC.shape), dv_NSC.to(q_BHSC.dtype).view(k_BKSC.shape)
+    return (
+        dq_NGSC.view(q_BHSC.shape),
+        dk_NSC.to(q_BHSC.dtype).view(k_BKSC.shape),
+        dv_NSC.to(q_BHSC.dtype).view(k_BKSC.shape),
+    )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -38,7 +38,11 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         pickles = sorted(each.name for each in path.glob("*.bin"))
-        beside = f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and safetensors." if pickles else ""
+        beside = (
+            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and safetensors."
+            if pickles
+            else ""
+        )
         raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
     except ValueError as error:
         raise UsageError(f"{file} is not valid JSON: {error}.") from None
@@ -55,7 +59,9 @@ class Checkpoint:
         UnsupportedFormat: pickles, or a `quant_method` without a codec here.
     """
 
-    def __init__(self, path: Path, *, codecs: Mapping[str, ForeignCodec] | None = None, kv_format: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, codecs: Mapping[str, ForeignCodec] | None = None, kv_format: str | None = None
+    ) -> None:
         config = read_config(path)
         self.path = path
         self.family = family_of(config)
@@ -65,8 +71,12 @@ class Checkpoint:
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
-        if not (config.get("dtype") or config.get("torch_dtype")):  # a config that leaves it out means the dtype of the tensors
-            self._arch = self._arch.replace(dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch."))
+        if not (
+            config.get("dtype") or config.get("torch_dtype")
+        ):  # a config that leaves it out means the dtype of the tensors
+            self._arch = self._arch.replace(
+                dtype=str(self._files.dtype(self._disk_embed())).removeprefix("torch.")
+            )
 
     @property
     def arch(self) -> Arch:
@@ -75,7 +85,9 @@ class Checkpoint:
     @property
     def schemes(self) -> dict[str, Scheme]:
         """Canonical linear (`layers.0.attn.q`, `head`) -> scheme of the quantized ones; empty for a dense checkpoint."""
-        linears = [each for each in self._canonical_linears() if each[0] != "head" or not self._arch.tied_head]
+        linears = [
+            each for each in self._canonical_linears() if each[0] != "head" or not self._arch.tied_head
+        ]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -121,19 +133,32 @@ class Checkpoint:
         expected = self._expected()
         for name, shape in expected.items():
             if name not in self._files:
-                raise UnsupportedArch(f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its config has.")
+                raise UnsupportedArch(
+                    f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its config has."
+                )
             if shape is not None and self._files.shape(name) != shape:
-                raise UnsupportedArch(f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says {list(shape)}.")
+                raise UnsupportedArch(
+                    f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says {list(shape)}."
+                )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
-        if tied in self._files and not torch.equal(self._files.get(tied), self._files.get(self._disk_embed())):
+        if tied in self._files and not torch.equal(
+            self._files.get(tied), self._files.get(self._disk_embed())
+        ):
             raise UnsupportedArch(
                 f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is another matrix. Set "
                 "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if it is not."
             )
         for name in self._files.names():
-            if name not in expected and name != tied and not ignored.search(name) and not self._is_idle_bias(name):
-                raise UnsupportedArch(f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know.")
+            if (
+                name not in expected
+                and name != tied
+                and not ignored.search(name)
+                and not self._is_idle_bias(name)
+            ):
+                raise UnsupportedArch(
+                    f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know."
+                )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Zeros that some tools store beside each linear that they quantized, whether it has a bias or not."""
@@ -180,9 +205,13 @@ def write_checkpoint(
         module, _, leaf = name.rpartition(".")
         disk = family.to_disk(module)
         if not isinstance(value, QuantizedWeight):
-            shards.add(f"{disk}.{leaf}", value if value.dim() else value.reshape(1))  # scales of the KV cache: consumers want [1]
+            shards.add(
+                f"{disk}.{leaf}", value if value.dim() else value.reshape(1)
+            )  # scales of the KV cache: consumers want [1]
         elif codec is None:
-            raise UnsupportedFormat(f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export format.")
+            raise UnsupportedFormat(
+                f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export format."
+            )
         else:
             for each, tensor in codec.encode(value).items():
                 shards.add(f"{disk}.{each}", tensor)
@@ -196,7 +225,9 @@ def write_checkpoint(
     config = family.write_config(arch)
     if quantization_config is not None:
         config["quantization_config"] = dict(quantization_config)
-    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / CONFIG_NAME).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _quantization(
@@ -209,12 +240,16 @@ def _quantization(
     method = str(said.get("quant_method"))
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
-        raise UnsupportedFormat(f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}.")
+        raise UnsupportedFormat(
+            f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}."
+        )
     codec = codecs[method]
     return codec, codec.schemes(said, linears), codec.kv_format(said)
 
 
-def _names_of(arch: Arch, *, kv_scales: bool) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
+def _names_of(
+    arch: Arch, *, kv_scales: bool
+) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
     """What a checkpoint holds, and its shapes: (outer, one mapping a layer)."""
     outer, layers = parameter_names(arch)
     return outer, [layer | (dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}) for layer in layers]
@@ -227,4 +262,8 @@ def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:
     if scale_OG.dtype != torch.float16 or wanted not in (torch.bfloat16, torch.float32):
         return weight
     again = scale_OG.to(wanted)
-    return replace(weight, scale_OG=again) if torch.equal(again.to(torch.float32), scale_OG.to(torch.float32)) else weight
+    return (
+        replace(weight, scale_OG=again)
+        if torch.equal(again.to(torch.float32), scale_OG.to(torch.float32))
+        else weight
+    )

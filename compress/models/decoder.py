@@ -99,7 +99,9 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, arch.norm_eps)
         self.qk_norm = arch.qk_norm
 
-    def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
+    ) -> Tensor:
         tap("attn_in", x_BSD)
         out = self.heads(x_BSD, positions, attention, layer_idx=layer_idx)
         tap("attn_out", out)
@@ -119,7 +121,10 @@ class Attention(nn.Module):
     def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What a cache holds: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
         shape = self.shape
-        k_BSKC, v_BSKC = (each(x_BSD).view(*x_BSD.shape[:-1], shape.num_kv_heads, shape.head_dim) for each in (self.k, self.v))
+        k_BSKC, v_BSKC = (
+            each(x_BSD).view(*x_BSD.shape[:-1], shape.num_kv_heads, shape.head_dim)
+            for each in (self.k, self.v)
+        )
         if self.qk_norm:
             k_BSKC = self.k_norm(k_BSKC)
         return rotate(k_BSKC, *cos_sin_SC), v_BSKC
@@ -197,7 +202,12 @@ class DecoderLayer(nn.Module):
         heads = partial(self.attn.heads, layer_idx=self.layer_idx)
         return (
             HalfLayer(("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o),
-            HalfLayer(("ffn_in", "ffn_mid"), self.ffn_norm, lambda x_BSD, positions, attention: self.ffn.gated(x_BSD), self.ffn.down),
+            HalfLayer(
+                ("ffn_in", "ffn_mid"),
+                self.ffn_norm,
+                lambda x_BSD, positions, attention: self.ffn.gated(x_BSD),
+                self.ffn.down,
+            ),
         )
 
     def linear(self, name: str) -> nn.Linear:
@@ -217,7 +227,13 @@ class DecoderLayer(nn.Module):
         shape = self.shape
         return [
             SmoothingPair("attn_norm", "attn_in", ("attn.q", "attn.k", "attn.v")),
-            SmoothingPair("attn.v", "attn_out", ("attn.o",), head_dim=shape.head_dim, repeat=shape.num_heads // shape.num_kv_heads),
+            SmoothingPair(
+                "attn.v",
+                "attn_out",
+                ("attn.o",),
+                head_dim=shape.head_dim,
+                repeat=shape.num_heads // shape.num_kv_heads,
+            ),
             SmoothingPair("ffn_norm", "ffn_in", ("ffn.gate", "ffn.up")),
             SmoothingPair("ffn.up", "ffn_mid", ("ffn.down",)),
         ]
@@ -236,11 +252,15 @@ class Decoder(nn.Module):
         if arch.tied_head:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None
+    ) -> Tensor:
         """Logits [B, S, V]. Positions default to 0..S-1, attention to the whole sequence."""
         return self.head(self.hidden(tokens_BS, positions, attention))
 
-    def hidden(self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None) -> Tensor:
+    def hidden(
+        self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None
+    ) -> Tensor:
         """Final normed hidden states [B, S, D]."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)

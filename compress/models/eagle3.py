@@ -58,7 +58,9 @@ class Eagle3Facts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.arch.vocab_size:
-            raise UsageError(f"eagle3: a draft vocabulary of {self.draft_vocab_size} tokens; the model has {self.arch.vocab_size}.")
+            raise UsageError(
+                f"eagle3: a draft vocabulary of {self.draft_vocab_size} tokens; the model has {self.arch.vocab_size}."
+            )
 
     def to_json(self) -> dict[str, Any]:
         arch, layers = self.arch.to_json()
@@ -74,10 +76,14 @@ class Eagle3Facts:
     def from_json(stated: Mapping[str, Any]) -> "Eagle3Facts":
         """Inverse of `to_json`; other keys are somebody else's."""
         arch = Arch.from_json(stated["arch"], stated["layers"])
-        return Eagle3Facts(arch, tuple(stated["layer_ids"]), stated["draft_vocab_size"], stated["norm_before_residual"])
+        return Eagle3Facts(
+            arch, tuple(stated["layer_ids"]), stated["draft_vocab_size"], stated["norm_before_residual"]
+        )
 
 
-def eagle3_facts(target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None) -> Eagle3Facts:
+def eagle3_facts(
+    target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None
+) -> Eagle3Facts:
     """A head for this model: a layer as its last one, without biases, windows and norms of heads, that reads `layer_ids` or the default.
 
     Raises:
@@ -106,7 +112,11 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """After 2 layers, half of them and all but 3, as elsewhere; where a model has too few for that, one less of each end."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
-    return (1, num_layers // 2, num_layers - 1) if num_layers >= 4 else tuple(range(max(num_layers - 2, 0), num_layers + 1))
+    return (
+        (1, num_layers // 2, num_layers - 1)
+        if num_layers >= 4
+        else tuple(range(max(num_layers - 2, 0), num_layers + 1))
+    )
 
 
 class Eagle3Layer(nn.Module):
@@ -125,7 +135,14 @@ class Eagle3Layer(nn.Module):
         self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.ffn = Ffn(arch, shape)
 
-    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+    def forward(
+        self,
+        embedded_BSD: Tensor,
+        hidden_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = no_tap,
+    ) -> Tensor:
         normed_BSD = self.hidden_norm(hidden_BSD)
         pair = torch.cat((self.embed_norm(embedded_BSD), normed_BSD), dim=-1)
         residual_BSD = normed_BSD if self.norm_before_residual else hidden_BSD
@@ -150,7 +167,14 @@ class Eagle3Decoder(nn.Module):
         fused: Tensor = self.fc(features_BSE)
         return fused
 
-    def forward(self, embedded_BSD: Tensor, hidden_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
+    def forward(
+        self,
+        embedded_BSD: Tensor,
+        hidden_BSD: Tensor,
+        positions: Tensor,
+        attention: AttentionFn,
+        tap: Tap = no_tap,
+    ) -> Tensor:
         """g [B, S, D] of embedded next tokens, and of f or of g where there is none yet."""
         out: Tensor = self.layers[0](embedded_BSD, hidden_BSD, positions, attention, tap)
         return out
@@ -214,16 +238,23 @@ def draft_head(artifact: Artifact) -> Eagle3Head:
 def checked_head(facts: Eagle3Facts, tensors: Weights, *, where: str) -> Eagle3Head:
     """Raises UnsupportedFormat where tensors are missing, of other shapes, or more than a head has."""
     expected = parameter_shapes(facts) | {"d2t": (facts.draft_vocab_size,)}
-    found = {name: tuple(value.shape) for name, value in tensors.items() if name not in ("t2d", _OWN_EMBEDDING)}
+    found = {
+        name: tuple(value.shape) for name, value in tensors.items() if name not in ("t2d", _OWN_EMBEDDING)
+    }
     if found != expected:
         names = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         raise UnsupportedFormat(
             f"{where} is not the EAGLE-3 head that its facts describe: "
-            + "; ".join(f"{name} is {found.get(name, 'absent')}, expected {expected.get(name, 'nothing')}" for name in names[:4])
+            + "; ".join(
+                f"{name} is {found.get(name, 'absent')}, expected {expected.get(name, 'nothing')}"
+                for name in names[:4]
+            )
         )
     own = tensors.get(_OWN_EMBEDDING)
     weights = {name: value for name, value in tensors.items() if name not in (*_VOCABULARY, _OWN_EMBEDDING)}
-    return Eagle3Head(facts, weights, vocabulary_of(dense(tensors["d2t"])), None if own is None else dense(own))
+    return Eagle3Head(
+        facts, weights, vocabulary_of(dense(tensors["d2t"])), None if own is None else dense(own)
+    )
 
 
 def parameter_shapes(facts: Eagle3Facts) -> dict[str, tuple[int, ...]]:
@@ -231,7 +262,9 @@ def parameter_shapes(facts: Eagle3Facts) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Eagle3Decoder(facts).named_parameters()}
 
 
-def fresh_eagle3(facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor, *, generator: torch.Generator) -> Eagle3Decoder:
+def fresh_eagle3(
+    facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor, *, generator: torch.Generator
+) -> Eagle3Decoder:
     """A float32 head on the CPU to be trained, which begins as the target's last layer and head on the deepest hidden state it reads: fc
     hands that one on, and what reads the embedding is normal with std 0.02."""
     decoder, outer, last = Eagle3Decoder(facts), target.outer(), target.layer(target.arch.num_layers - 1)
@@ -240,14 +273,19 @@ def fresh_eagle3(facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor,
         for name, parameter in decoder.named_parameters():
             if name == "fc.weight":
                 parameter.zero_()[:, -size:].fill_diagonal_(1.0)
-            elif name.startswith(layer) and name not in (f"{layer}embed_norm.weight", f"{layer}hidden_norm.weight"):
+            elif name.startswith(layer) and name not in (
+                f"{layer}embed_norm.weight",
+                f"{layer}hidden_norm.weight",
+            ):
                 theirs = dense(last[name.removeprefix(layer)]).to(torch.float32)
                 if parameter.shape != theirs.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                 parameter[..., -theirs.shape[-1] :] = theirs
         decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(dense(last["attn_norm.weight"]))
         decoder.norm.weight.copy_(dense(outer["norm.weight"]))
-        decoder.head.weight.copy_(dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W])
+        decoder.head.weight.copy_(
+            dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W]
+        )
     return decoder
 
 

@@ -185,9 +185,13 @@ class Family:
                 config=dict(raw),
             )
         except KeyError as error:
-            raise UnsupportedArch(f"config.json of this {self.model_type} model has no field {error}.") from None
+            raise UnsupportedArch(
+                f"config.json of this {self.model_type} model has no field {error}."
+            ) from None
         except (TypeError, ValueError, IndexError) as error:
-            raise UnsupportedArch(f"config.json of this {self.model_type} model has a value of the wrong kind: {error}.") from error
+            raise UnsupportedArch(
+                f"config.json of this {self.model_type} model has a value of the wrong kind: {error}."
+            ) from error
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """`config.json` of an `Arch`: the source's config with every field rewritten that the facts decide.
@@ -196,9 +200,14 @@ class Family:
             UnsupportedArch: the widths differ between layers, which a stock config cannot say.
         """
         first = arch.layers[0]
-        widths = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size) for layer in arch.layers}
+        widths = {
+            (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size)
+            for layer in arch.layers
+        }
         if len(widths) > 1:
-            raise UnsupportedArch("the layers differ in width; a stock Hugging Face config states one width for all layers.")
+            raise UnsupportedArch(
+                "the layers differ in width; a stock Hugging Face config states one width for all layers."
+            )
         config = dict(arch.config)
         config.update(
             architectures=[self.architecture],
@@ -235,7 +244,9 @@ class Family:
             )
         for key, value in self.fixed_fields.items():
             if config.get(key) not in (None, value):
-                raise UnsupportedArch(f"config.json says {key} = {config[key]!r}; the decoder computes {value!r} only.")
+                raise UnsupportedArch(
+                    f"config.json says {key} = {config[key]!r}; the decoder computes {value!r} only."
+                )
 
 
 FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")
@@ -263,10 +274,15 @@ def windows_by_layer_type(config: Mapping[str, Any]) -> list[int | None]:
     types = config.get("layer_types")
     if types is None:
         first = config.get("max_window_layers", 0)
-        types = ["sliding_attention" if window is not None and idx >= first else "full_attention" for idx in range(num_layers)]
+        types = [
+            "sliding_attention" if window is not None and idx >= first else "full_attention"
+            for idx in range(num_layers)
+        ]
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UnsupportedArch(f"config.json names layer_types {sorted(unknown)}; known: full_attention, sliding_attention.")
+        raise UnsupportedArch(
+            f"config.json names layer_types {sorted(unknown)}; known: full_attention, sliding_attention."
+        )
     return [window if kind == "sliding_attention" else None for kind in types]
 
 

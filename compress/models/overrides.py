@@ -37,7 +37,9 @@ def described(arch: Arch, scheme: ModelScheme | None) -> tuple[dict[str, Any], l
     return facts, [said | layer for said, layer in zip(of_layers, layers, strict=True)]
 
 
-def overridden(layers: Scheme | None, overrides: Mapping[str, Scheme | None], arch: Arch, *, head: Scheme | None = None) -> ModelScheme:
+def overridden(
+    layers: Scheme | None, overrides: Mapping[str, Scheme | None], arch: Arch, *, head: Scheme | None = None
+) -> ModelScheme:
     """`layers` (None: dense) for every linear but those that a pattern of `overrides` gives another scheme, or none.
 
     Raises:
@@ -73,7 +75,9 @@ def decide(overrides: Mapping[str, Scheme | None], arch: Arch) -> dict[str, Sche
     for pattern, scheme in overrides.items():
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
-            raise UsageError(f"overrides: the pattern '{pattern}' matches no linear.{_nearest(pattern, names)}")
+            raise UsageError(
+                f"overrides: the pattern '{pattern}' matches no linear.{_nearest(pattern, names)}"
+            )
         left = [name for name in matched if name not in decided]
         if not left:
             raise UsageError(
@@ -89,7 +93,12 @@ def _nearest(pattern: str, names: list[str]) -> str:
     if pattern == "head":
         return " The head has a key of its own, `head`."
     kinds = list(dict.fromkeys("*." + name.split(".", 2)[2] for name in names))
-    for theirs, ours in (("model.", ""), ("self_attn", "attn"), ("mlp", "ffn"), ("_proj", "")):  # as checkpoints have them
+    for theirs, ours in (
+        ("model.", ""),
+        ("self_attn", "attn"),
+        ("mlp", "ffn"),
+        ("_proj", ""),
+    ):  # as checkpoints have them
         pattern = pattern.replace(theirs, ours)
     near = did_you_mean(pattern, [*names, *kinds])
     return near if near.startswith(" Did you mean") else did_you_mean(pattern, kinds)

@@ -59,7 +59,13 @@ def head_units(shape: LayerShape, unit: HeadUnit) -> Units:
     return Units(shape.num_heads, shape.head_dim, num_parts=shape.num_kv_heads)
 
 
-def keep_heads_(weights: dict[str, Tensor], shape: LayerShape, unit: HeadUnit, kept_U: Tensor, o_weight: Tensor | None = None) -> None:
+def keep_heads_(
+    weights: dict[str, Tensor],
+    shape: LayerShape,
+    unit: HeadUnit,
+    kept_U: Tensor,
+    o_weight: Tensor | None = None,
+) -> None:
     """Slice q, k, v and o of a layer, in place; `o_weight` is what the kept columns of o become, themselves by default."""
     q_rows = head_units(shape, unit).columns(kept_U)
     kv_rows = kept_U.repeat_interleave(shape.head_dim) if unit == "kv_group" else None
@@ -99,7 +105,15 @@ class Widths:
 
 
 def is_uniform(arch: Arch) -> bool:
-    return len({(each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size) for each in arch.layers}) == 1
+    return (
+        len(
+            {
+                (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
+                for each in arch.layers
+            }
+        )
+        == 1
+    )
 
 
 def resized(arch: Arch, widths: Widths) -> Arch:
@@ -119,7 +133,9 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     if "layer_types" in config and config["layer_types"] is not None:
         config["layer_types"] = [config["layer_types"][idx] for idx in kept]
     elif len({each.window for each in arch.layers}) > 1:
-        config["layer_types"] = ["full_attention" if each.window is None else "sliding_attention" for each in layers]
+        config["layer_types"] = [
+            "full_attention" if each.window is None else "sliding_attention" for each in layers
+        ]
     return arch.replace(layers=layers, config=config)
 
 
@@ -138,7 +154,10 @@ def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
         rule = rules["o_bias" if linear == "attn.o" else "ffn_bias"]
         if not arch.has_bias(linear):
             assert isinstance(rule, str), f"{arch.family} models have no bias in {linear}"
-            arch = arch.replace(**{field: True for field, each in rules.items() if each == rule}, config={**arch.config, rule: True})
+            arch = arch.replace(
+                **{field: True for field, each in rules.items() if each == rule},
+                config={**arch.config, rule: True},
+            )
     return arch
 
 
@@ -163,9 +182,15 @@ def as_mistral(arch: Arch) -> Arch:
         UsageError: it is not such a Llama.
     """
     if arch.family != "llama" or arch.qkv_bias or arch.o_bias or arch.ffn_bias:
-        raise UsageError(f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is none.")
+        raise UsageError(
+            f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is none."
+        )
     words = family_of({"model_type": "llama"})
-    config = {key: value for key, value in arch.config.items() if key not in words.known_fields | words.fixed_fields.keys()}
+    config = {
+        key: value
+        for key, value in arch.config.items()
+        if key not in words.known_fields | words.fixed_fields.keys()
+    }
     return arch.replace(family="mistral", config={**config, "model_type": "mistral", "sliding_window": None})
 
 

@@ -42,7 +42,9 @@ class RandomSource:
         seed: int = 0,
     ) -> None:
         if head_scheme is not None and arch.tied_head:
-            raise UsageError(f"a head in {head_scheme.name} was asked for, but this model's head is its embedding, which stays dense.")
+            raise UsageError(
+                f"a head in {head_scheme.name} was asked for, but this model's head is its embedding, which stays dense."
+            )
         self._arch = arch
         self._device = device
         self._dtype = dtype
@@ -62,7 +64,9 @@ class RandomSource:
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         generator = self._generator(_OUTER)
         return {
-            name: self._parameter(shape, self._head_scheme if name == "head.weight" else None, name, generator)
+            name: self._parameter(
+                shape, self._head_scheme if name == "head.weight" else None, name, generator
+            )
             for name, shape in self._outer_shapes.items()
         }
 
@@ -70,11 +74,17 @@ class RandomSource:
         generator, shapes = self._generator(layer_idx), self._layer_shapes[layer_idx]
         return {name: self._parameter(shape, self._scheme, name, generator) for name, shape in shapes.items()}
 
-    def _parameter(self, shape: tuple[int, ...], scheme: Scheme | None, name: str, generator: torch.Generator) -> Tensor | QuantizedWeight:
+    def _parameter(
+        self, shape: tuple[int, ...], scheme: Scheme | None, name: str, generator: torch.Generator
+    ) -> Tensor | QuantizedWeight:
         if len(shape) == 2:
             return random_weight((shape[0], shape[1]), scheme, dtype=self._dtype, generator=generator)
         vector = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return vector.normal_(0.0, _BIAS_STD, generator=generator) if name.endswith("bias") else vector.fill_(1.0)
+        return (
+            vector.normal_(0.0, _BIAS_STD, generator=generator)
+            if name.endswith("bias")
+            else vector.fill_(1.0)
+        )
 
     def _generator(self, layer_idx: int) -> torch.Generator:
         return torch.Generator(self._device).manual_seed((self._seed << 20) + layer_idx - _OUTER)
@@ -90,21 +100,36 @@ def random_weight(
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)
     if scheme.type == "float":
         code_std = scheme.max_code / 3.5
-        codes_OI = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0.0, code_std, generator=generator)
+        codes_OI = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(
+            0.0, code_std, generator=generator
+        )
         codes_OI = codes_OI.clamp_(scheme.min_code, scheme.max_code).to(scheme.code_dtype)
     else:
         code_std = ((4**scheme.num_bits - 1) / 12) ** 0.5  # of a uniform draw from 2^b neighbouring integers
-        codes_OI = torch.randint(scheme.min_code, scheme.max_code + 1, shape, dtype=scheme.code_dtype, device=device, generator=generator)
+        codes_OI = torch.randint(
+            scheme.min_code,
+            scheme.max_code + 1,
+            shape,
+            dtype=scheme.code_dtype,
+            device=device,
+            generator=generator,
+        )
     groups = (scheme.num_scale_rows(out_features), scheme.num_groups(in_features))
-    spread_OG = torch.empty(groups, dtype=torch.float32, device=device).uniform_(1 - SCALE_SPREAD, 1 + SCALE_SPREAD, generator=generator)
+    spread_OG = torch.empty(groups, dtype=torch.float32, device=device).uniform_(
+        1 - SCALE_SPREAD, 1 + SCALE_SPREAD, generator=generator
+    )
     zero_point_OG = None
     if not scheme.symmetric:
         quarter = scheme.max_code // 4 + 1
-        zero_point_OG = torch.randint(-quarter, quarter, groups, dtype=torch.int8, device=device, generator=generator)
+        zero_point_OG = torch.randint(
+            -quarter, quarter, groups, dtype=torch.int8, device=device, generator=generator
+        )
     return QuantizedWeight(
         scheme,
         codes_OI,
         (spread_OG * (std / code_std)).to(dtype),
         zero_point_OG,
-        torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device) if scheme.activation == "tensor" else None,
+        torch.tensor(INPUT_ABSMAX / scheme.max_code, device=device)
+        if scheme.activation == "tensor"
+        else None,
     )

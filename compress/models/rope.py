@@ -43,13 +43,19 @@ def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
     """NTK by parts (arXiv 2309.00071, section 3.2): a linear ramp between dimensions that turn beta_fast and beta_slow times."""
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device) - low) / max(
+        high - low, 0.001
+    )
     interpolated_frac = ramp.clamp(0, 1)
     return plain / rope.factor * interpolated_frac + plain * (1 - interpolated_frac)
 

@@ -35,7 +35,9 @@ def read_rope(config: Mapping[str, Any], layer_type: str) -> Rope:
     kind = said.get("rope_type") or said.get("type") or "default"
     if unknown or kind not in ROPE_KINDS:
         what = f"field(s) {', '.join(unknown)}" if unknown else f"rope_type '{kind}'"
-        raise UnsupportedArch(f"rope_parameters has {what}, not known here; known rope types: {', '.join(ROPE_KINDS)}.")
+        raise UnsupportedArch(
+            f"rope_parameters has {what}, not known here; known rope types: {', '.join(ROPE_KINDS)}."
+        )
     theta = said.get("rope_theta") or config.get("rope_theta")
     if theta is None:
         raise KeyError("rope_theta")
@@ -45,7 +47,9 @@ def read_rope(config: Mapping[str, Any], layer_type: str) -> Rope:
         theta=float(theta),
         kind=kind,
         factor=factor,
-        original_max_position=int(original or config["max_position_embeddings"]) if kind in ("llama3", "yarn") else 0,
+        original_max_position=int(original or config["max_position_embeddings"])
+        if kind in ("llama3", "yarn")
+        else 0,
         low_freq_factor=float(said.get("low_freq_factor") or 1.0),
         high_freq_factor=float(said.get("high_freq_factor") or 4.0),
         beta_fast=float(said.get("beta_fast") or 32.0),

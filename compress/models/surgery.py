@@ -21,7 +21,9 @@ def producer_scale(scale_I: Tensor, pair: SmoothingPair) -> Tensor:
     return scale_I.view(-1, pair.repeat, pair.head_dim)[:, 0].reshape(-1)
 
 
-def fold_(weights: dict[str, Tensor], pair: SmoothingPair, scale_I: Tensor, *, stored_dtype: torch.dtype) -> Tensor:
+def fold_(
+    weights: dict[str, Tensor], pair: SmoothingPair, scale_I: Tensor, *, stored_dtype: torch.dtype
+) -> Tensor:
     """Move `scale_I` into the producer, in place, and return the scale that the columns were in fact multiplied by.
 
     A norm's weight stays unquantized and is stored in `stored_dtype`: it is rounded to it here and the columns take the quotient that the

@@ -43,7 +43,9 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 
 def without_codes(arch: Arch) -> Arch:
     """The facts of a model whose config says nothing of codes."""
-    return arch.replace(config={key: value for key, value in arch.config.items() if key != "quantization_config"})
+    return arch.replace(
+        config={key: value for key, value in arch.config.items() if key != "quantization_config"}
+    )
 
 
 class Dense:
@@ -63,10 +65,16 @@ class Dense:
 
     def _dense(self, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
         dtype: torch.dtype = getattr(torch, self.arch.dtype)
-        return {name: dense(value, dtype) for name, value in weights.items() if not name.endswith(tuple(KV_SCALES.values()))}
+        return {
+            name: dense(value, dtype)
+            for name, value in weights.items()
+            if not name.endswith(tuple(KV_SCALES.values()))
+        }
 
 
-def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False) -> None:
+def fill_(
+    module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False
+) -> None:
     """Assign every parameter of a module built on the meta device; both sides must name the same parameters. Scales of a KV cache are
     none: a decoder attends to keys and values as its linears give them. With `narrow`, matrices of fewer bits than `dtype` stay so."""
     state = {}
@@ -74,7 +82,9 @@ def fill_(module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: to
         if name.endswith(tuple(KV_SCALES.values())):
             continue
         tensor = dense(value)
-        kept = tensor.dtype if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize else dtype
+        kept = (
+            tensor.dtype if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize else dtype
+        )
         state[name] = tensor.to(device=device, dtype=kept)
     module.load_state_dict(state, strict=True, assign=True)
 
@@ -85,7 +95,13 @@ def refill_(linear: nn.Linear, value: Tensor | QuantizedWeight) -> None:
 
 
 def build_layer(
-    arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False
+    arch: Arch,
+    layer_idx: int,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    narrow: bool = False,
 ) -> DecoderLayer:
     """One decoder layer with the weights given, ready to run. `narrow`: linears are widened to `dtype` product by product."""
     with torch.device("meta"):
@@ -140,4 +156,6 @@ class MemorySource:
         return {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: p.detach().to(self._dtype) for name, p in self._decoder.layers[layer_idx].named_parameters()}
+        return {
+            name: p.detach().to(self._dtype) for name, p in self._decoder.layers[layer_idx].named_parameters()
+        }

@@ -2,7 +2,16 @@
 
 from compress.pipeline.follow import follow
 from compress.pipeline.job import Job, Outcome, execute
-from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, cached_keys, publish, run, unchanged
+from compress.pipeline.run import (
+    RunOptions,
+    RunResult,
+    StepResult,
+    Watch,
+    cached_keys,
+    publish,
+    run,
+    unchanged,
+)
 from compress.pipeline.run_dir import LOCK_NAME, RunDir
 from compress.pipeline.steps import Step, build_steps, check_selection, estimates, lock_of, resolve_text
 

@@ -8,22 +8,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.artifact.context import Context
+from compress.context import Context
 from compress.recipe import Spec
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Input, Inputs, Port
 
 if TYPE_CHECKING:
-    from compress.calibrate.ranks import TorchRanks
+    from compress.ranks import TorchRanks
 
 
 def share(kind: str, spec: Spec, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     """One stage, as rank 0 hands it to the others."""
     source = {**asdict(inputs.source), "path": str(inputs.source.path.resolve())}
-    ports = {port.value: {"path": str(each.path.resolve()), "digest": each.digest} for port, each in inputs.ports.items()}
+    ports = {
+        port.value: {"path": str(each.path.resolve()), "digest": each.digest}
+        for port, each in inputs.ports.items()
+    }
     kept = None if ctx.kept is None else str(ctx.kept.resolve())
     context = {"seed": ctx.seed, "scratch": str(ctx.scratch.resolve()), "offline": ctx.offline, "kept": kept}
-    return {"kind": kind, "spec": spec.model_dump(mode="json", serialize_as_any=True), "source": source, "ports": ports, **context}
+    return {
+        "kind": kind,
+        "spec": spec.model_dump(mode="json", serialize_as_any=True),
+        "source": source,
+        "ports": ports,
+        **context,
+    }
 
 
 def follow(ranks: "TorchRanks", device: str) -> None:
@@ -36,7 +45,12 @@ def follow(ranks: "TorchRanks", device: str) -> None:
         stage = STAGES.get(work["kind"])
         assert stage.together is not None, "rank 0 summons to stages that have such a part"
         source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
-        inputs = Inputs(source, {Port(port): Input(Path(each["path"]), each["digest"]) for port, each in work["ports"].items()})
+        inputs = Inputs(
+            source,
+            {Port(port): Input(Path(each["path"]), each["digest"]) for port, each in work["ports"].items()},
+        )
         kept = None if work["kept"] is None else Path(work["kept"])
-        context = Context(device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks, kept=kept)
+        context = Context(
+            device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks, kept=kept
+        )
         stage.together(stage.spec.model_validate(work["spec"]), inputs, context)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from compress.artifact.context import OneRank, Ranks, never
 from compress.artifact.workspace import Workspace
+from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.pipeline.provenance import provenance
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
@@ -73,7 +73,13 @@ def execute(job: Job, watch: Watch) -> Outcome:
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
         options = RunOptions(
-            job.device, job.until, job.rebuild_from, job.offline, job.stop_signal, lambda result: _step_done(job, result), job.ranks
+            job.device,
+            job.until,
+            job.rebuild_from,
+            job.offline,
+            job.stop_signal,
+            lambda result: _step_done(job, result),
+            job.ranks,
         )
         pushed = None
         with _ends_in_log(directory):
@@ -81,7 +87,9 @@ def execute(job: Job, watch: Watch) -> Outcome:
             evidence = _write_evidence(directory, result, job.recipe_file)
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed = publish(recipe.push, result, evidence)
-                directory.log(f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}")
+                directory.log(
+                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}"
+                )
     status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
     return Outcome(status, result, pushed, time.perf_counter() - started_s)
 
@@ -99,7 +107,9 @@ def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> 
         return None
     digests = {each.kind: each.artifact.digest for each in result.steps}
     built = any(not each.cached for each in result.steps)
-    known = None if built else directory.provenance_of(digests)  # finding everything cached is not when and where it was made
+    known = (
+        None if built else directory.provenance_of(digests)
+    )  # finding everything cached is not when and where it was made
     directory.write_evidence(artifact, known or provenance(recipe_file, result.source, digests))
     return directory.evidence
 

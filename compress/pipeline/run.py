@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from compress.artifact.context import Context, OneRank, Progress, Ranks, never
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
+from compress.context import Context, OneRank, Progress, Ranks, never
 from compress.errors import GateFailed
 from compress.pipeline.follow import share
 from compress.pipeline.steps import Step, check_selection, met_by
@@ -82,7 +82,14 @@ class RunOptions:
     ranks: Ranks = field(default_factory=OneRank)
 
 
-def run(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, watch: Watch, options: RunOptions) -> RunResult:
+def run(
+    recipe: Recipe,
+    steps: Sequence[Step],
+    source: ModelSource,
+    workspace: Workspace,
+    watch: Watch,
+    options: RunOptions,
+) -> RunResult:
     """Build what is not there yet, let the gates decide, push. The caller holds the workspace's lock.
 
     Raises:
@@ -96,14 +103,18 @@ def run(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: W
     for step in steps:
         rebuild = rebuild or step.stage.kind == options.rebuild_from
         key, inputs = _key(step, ports, recipe.seed, options.device), _inputs(step, ports, source)
-        if rebuild and workspace.get(key) is not None:  # resume points alone come from a rebuild that was cut: it goes on
+        if (
+            rebuild and workspace.get(key) is not None
+        ):  # resume points alone come from a rebuild that was cut: it goes on
             workspace.discard(key)
         started_s = time.perf_counter()
         cached = workspace.get(key)
         with watch.stage(step.stage.kind, cached=cached is not None) as progress:
             artifact = cached or _build(step, key, inputs, workspace, recipe.seed, progress, options)
         ports[step.stage.gives] = Input(artifact.path, artifact.digest)
-        results.append(StepResult(step.stage.kind, key, artifact, cached is not None, time.perf_counter() - started_s))
+        results.append(
+            StepResult(step.stage.kind, key, artifact, cached is not None, time.perf_counter() - started_s)
+        )
         options.step_done(results[-1])
         if step.stage.kind == options.until:
             return RunResult(source, tuple(results), complete=step is steps[-1])
@@ -118,13 +129,19 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
         StorageError: the registry cannot be written.
     """
     if result.gates_failed:
-        raise GateFailed(f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report says by how much.")
+        raise GateFailed(
+            f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report says by how much."
+        )
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
-    return transfer.push(open_registry(push.to), checkpoint, name=push.name, aliases=push.aliases, evidence=evidence)
+    return transfer.push(
+        open_registry(push.to), checkpoint, name=push.name, aliases=push.aliases, evidence=evidence
+    )
 
 
-def unchanged(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str) -> RunResult | None:
+def unchanged(
+    recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
+) -> RunResult | None:
     """The result of an earlier run if nothing that decides it has changed and it is where the recipe pushes it; else None."""
     ports = _initial_ports(source)
     results: list[StepResult] = []
@@ -141,7 +158,9 @@ def unchanged(recipe: Recipe, steps: Sequence[Step], source: ModelSource, worksp
     return result
 
 
-def cached_keys(recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str) -> list[bool]:
+def cached_keys(
+    recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
+) -> list[bool]:
     """For each step, whether a run would find it built; unknown counts as not, and everything behind a missing step is unknown."""
     ports = _initial_ports(source)
     found: list[bool] = []
@@ -153,13 +172,32 @@ def cached_keys(recipe: Recipe, steps: Sequence[Step], source: ModelSource, work
     return found
 
 
-def _build(step: Step, key: str, inputs: Inputs, workspace: Workspace, seed: int, progress: Progress, options: RunOptions) -> Artifact:
+def _build(
+    step: Step,
+    key: str,
+    inputs: Inputs,
+    workspace: Workspace,
+    seed: int,
+    progress: Progress,
+    options: RunOptions,
+) -> Artifact:
     scratch = workspace.scratch(key)
-    context = Context(options.device, seed, scratch, progress, options.stop_signal, options.offline, options.ranks, workspace.kept)
+    context = Context(
+        options.device,
+        seed,
+        scratch,
+        progress,
+        options.stop_signal,
+        options.offline,
+        options.ranks,
+        workspace.kept,
+    )
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
     if step.stage.together is not None:
         options.ranks.summon(share(step.stage.kind, step.spec, inputs, context))
-    return workspace.commit(key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context))
+    return workspace.commit(
+        key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context)
+    )
 
 
 def _initial_ports(source: ModelSource) -> dict[Port, Input]:
@@ -179,9 +217,13 @@ def _ports_read(stage: Stage, ports: Mapping[Port, Input]) -> list[Port]:
 
 
 def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str:
-    inputs = {port.value: ports[port].digest for port in _ports_read(step.stage, ports)} | {"source": ports[Port.SOURCE].digest}
+    inputs = {port.value: ports[port].digest for port in _ports_read(step.stage, ports)} | {
+        "source": ports[Port.SOURCE].digest
+    }
     spec = step.spec.model_dump(mode="json", serialize_as_any=True)
-    return Workspace.key(step.stage.kind, step.stage.version, spec, inputs, seed, step.stage.depends(step.spec, device))
+    return Workspace.key(
+        step.stage.kind, step.stage.version, spec, inputs, seed, step.stage.depends(step.spec, device)
+    )
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:
@@ -189,4 +231,7 @@ def _is_pushed(push: Push, result: RunResult) -> bool:
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
     registry = open_registry(push.to)
-    return all(transfer.tagged_artifact(registry, push.name, tag) == checkpoint.digest for tag in (DEFAULT_TAG, *push.aliases))
+    return all(
+        transfer.tagged_artifact(registry, push.name, tag) == checkpoint.digest
+        for tag in (DEFAULT_TAG, *push.aliases)
+    )

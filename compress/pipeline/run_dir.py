@@ -69,7 +69,9 @@ class RunDir:
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
         """The provenance that is here, if it speaks of these artifacts."""
         try:
-            document: dict[str, Any] = json.loads((self.evidence / PROVENANCE_NAME).read_text(encoding="utf-8"))
+            document: dict[str, Any] = json.loads(
+                (self.evidence / PROVENANCE_NAME).read_text(encoding="utf-8")
+            )
         except (OSError, ValueError):  # none yet, or damaged: it is written anew
             return None
         return document if document.get("artifacts") == dict(digests) else None

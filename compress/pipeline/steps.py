@@ -49,21 +49,26 @@ def build_steps(recipe: Recipe) -> list[Step]:
                 present.add(implied.stage.gives)
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
-                ("kind",), f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage."
+                ("kind",),
+                f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage.",
             )
         if stage.gives in (Port.DENSE, Port.QUANTIZED) and Port.DRAFT in given:
             raise entry.where.error(
-                ("kind",), f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it before that stage."
+                ("kind",),
+                f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it before that stage.",
             )
         if stage.gives == Port.DRAFT and Port.CHECKPOINT in given:
             raise entry.where.error(
-                ("kind",), f"'{entry.kind}' stands behind export, whose checkpoint would lack it. Put it before that stage."
+                ("kind",),
+                f"'{entry.kind}' stands behind export, whose checkpoint would lack it. Put it before that stage.",
             )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
         given.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
-        raise RecipeError(f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it.")
+        raise RecipeError(
+            f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it."
+        )
     if recipe.push is not None:
         _check_push(recipe.push, recipe.file)
         _refuse_unproven_push(recipe, steps)
@@ -79,7 +84,9 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
     kinds = [step.stage.kind for step in steps]
     for flag, name in (("--until", until), ("--from", rebuild_from)):
         if name is not None and name not in kinds:
-            raise UsageError(f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}")
+            raise UsageError(
+                f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}"
+            )
     if until is not None and rebuild_from is not None and kinds.index(until) < kinds.index(rebuild_from):
         raise UsageError(f"--until {until} stops before --from {rebuild_from}: nothing would be built again.")
 
@@ -94,7 +101,11 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
     """
     specs, source_arch, found = {step.stage.kind: step.spec for step in steps}, arch, []
     for step in steps:
-        found.append(step.stage.estimate(step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source_arch)))
+        found.append(
+            step.stage.estimate(
+                step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source_arch)
+            )
+        )
         arch = step.stage.reshape(step.spec, arch)
     return found
 
@@ -117,7 +128,10 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
         model = f"hf://{ref.name}@{source.revision}"
     else:
         model = str(source.path.resolve()) if ref.scheme == "path" else recipe.model
-    stages = [{"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)} for step in steps]
+    stages = [
+        {"kind": step.stage.kind, **step.spec.model_dump(mode="json", serialize_as_any=True)}
+        for step in steps
+    ]
     lock: dict[str, Any] = {"version": recipe.version, "model": model, "seed": recipe.seed, "stages": stages}
     if recipe.push is not None:
         lock["push"] = recipe.push.model_dump(mode="json")
@@ -128,7 +142,9 @@ def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
     """What is pushed is the last checkpoint, and its proof must be about it: no validation of something earlier beside it."""
     gives = [step.stage.gives for step in steps]
     if Port.EVIDENCE in gives and gives[::-1].index(Port.EVIDENCE) > gives[::-1].index(Port.CHECKPOINT):
-        raise RecipeError(f"{recipe.file}: validate stands before the last export, so what is pushed would be unproven. Put validate last.")
+        raise RecipeError(
+            f"{recipe.file}: validate stands before the last export, so what is pushed would be unproven. Put validate last."
+        )
 
 
 def _check_push(push: Push, file: str) -> None:

@@ -58,7 +58,9 @@ class CanonicalCodec:
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
         if scheme.type == "float":
-            return frozenset({"codes", "scale"} | ({"input_scale"} if scheme.activation == "tensor" else set()))
+            return frozenset(
+                {"codes", "scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
+            )
         return frozenset({"packed", "shape", "scale"} | (set() if scheme.symmetric else {"zero_point"}))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -79,4 +81,6 @@ class CanonicalCodec:
             codes_OI = leaves["codes"]
         else:
             codes_OI = unpack(leaves["packed"], scheme.num_bits, int(leaves["shape"][1]))
-        return QuantizedWeight(scheme, codes_OI, leaves["scale"], leaves.get("zero_point"), leaves.get("input_scale"))
+        return QuantizedWeight(
+            scheme, codes_OI, leaves["scale"], leaves.get("zero_point"), leaves.get("input_scale")
+        )

@@ -3,7 +3,8 @@
     FP8_STATIC                          e4m3, one float32 scale for all keys of a layer and one for all values, kept with its weights
     FP8_, INT8_, INT4_TOKEN_HEAD        one float32 scale for each position and head, found when it is written: nothing to calibrate
 
-How pages hold them is `kernels/paged.py`'s. Scales stand in a layer under `KV_SCALES`, scalars: value ~ e4m3(value / scale) * scale.
+How pages hold them is `kernels/operands/paged.py`'s. Scales are scalars of a layer under
+`KV_SCALES`: value ~ e4m3(value / scale) * scale.
 """
 
 import torch
@@ -16,7 +17,12 @@ DENSE = "DENSE"
 """Keys and values as they are, in the dtype that the model computes in."""
 FP8_STATIC, FP8_TOKEN_HEAD = "FP8_STATIC", "FP8_TOKEN_HEAD"
 INT8_TOKEN_HEAD, INT4_TOKEN_HEAD = "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"
-KV_CACHES = {"fp8": FP8_STATIC, "fp8_token_head": FP8_TOKEN_HEAD, "int8": INT8_TOKEN_HEAD, "int4": INT4_TOKEN_HEAD}
+KV_CACHES = {
+    "fp8": FP8_STATIC,
+    "fp8_token_head": FP8_TOKEN_HEAD,
+    "int8": INT8_TOKEN_HEAD,
+    "int4": INT4_TOKEN_HEAD,
+}
 """What a recipe calls them."""
 KV_SCALES = {"k": "attn.k_scale", "v": "attn.v_scale"}
 
@@ -44,5 +50,7 @@ def read_kv_scale(stored: Tensor, name: str) -> Tensor:
         UnsupportedFormat: it is several numbers, or none that anything can be divided by.
     """
     if stored.numel() != 1 or not bool(torch.isfinite(stored).all()) or float(stored) <= 0:
-        raise UnsupportedFormat(f"'{name}' is not one positive number, as the scale of all keys or values of a layer has to be.")
+        raise UnsupportedFormat(
+            f"'{name}' is not one positive number, as the scale of all keys or values of a layer has to be."
+        )
     return stored.to(torch.float32).reshape(())

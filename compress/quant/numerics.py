@@ -44,7 +44,11 @@ def ungrouped(w_OGN: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
     if scheme.block_rows == 1:
         return w_OGN.view(shape)
     num_blocks, groups, _ = w_OGN.shape
-    return w_OGN.view(num_blocks, groups, scheme.block_rows, -1).transpose(1, 2).reshape(-1, shape[1])[: shape[0]]
+    return (
+        w_OGN.view(num_blocks, groups, scheme.block_rows, -1)
+        .transpose(1, 2)
+        .reshape(-1, shape[1])[: shape[0]]
+    )
 
 
 def whole_blocks(w_OI: Tensor, scheme: Scheme) -> Tensor:
@@ -65,7 +69,9 @@ def _range(w_OGN: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     if scheme.symmetric:
         absmax = w_OGN.abs().amax(dim=-1).to(torch.float32)
         return -absmax, absmax
-    return w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0), w_OGN.amax(dim=-1).to(torch.float32).clamp(min=0)
+    return w_OGN.amin(dim=-1).to(torch.float32).clamp(max=0), w_OGN.amax(dim=-1).to(torch.float32).clamp(
+        min=0
+    )
 
 
 def _scale_of(
@@ -75,11 +81,15 @@ def _scale_of(
     scale = stored_scale((high - low) / (scheme.max_code - scheme.min_code), scheme, scale_dtype)
     if scheme.symmetric:
         return scale, None
-    zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(scheme.min_code, scheme.max_code)
+    zero_point = torch.round(scheme.min_code - low / scale.to(torch.float32)).clamp(
+        scheme.min_code, scheme.max_code
+    )
     return scale, zero_point.to(torch.int8)
 
 
-def search_scale(w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_GNN: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def search_scale(
+    w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_GNN: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """As `min_max_scale`, with the range of each group that minimises d^T H d over d = dequantized - w (H None: the identity)."""
     low, high = _range(w_OGN, scheme)
     best_scale, best_zero = _scale_of(low, high, scheme, scale_dtype, 1.0)
@@ -99,7 +109,11 @@ def search_scale(w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_G
 def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
     """[I, I] -> [G, N, N], the blocks of H that belong to one group each."""
     num_groups = scheme.num_groups(h_II.shape[0])
-    return h_II.reshape(num_groups, len(h_II) // num_groups, num_groups, -1).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return (
+        h_II.reshape(num_groups, len(h_II) // num_groups, num_groups, -1)
+        .diagonal(dim1=0, dim2=2)
+        .permute(2, 0, 1)
+    )
 
 
 CPU_SEARCH = 1 << 18
@@ -118,7 +132,9 @@ def choose_scale(
     assert choice == "mse" or h_II is not None, "the choice 'hessian' needs H"
     h_GNN = diagonal_blocks(h_II, scheme).contiguous() if choice == "hessian" and h_II is not None else None
     rows = len(w_OGN) if w_OI.is_cuda else max(1, CPU_SEARCH * len(w_OGN) // w_OGN.numel())
-    scales, zeros = zip(*(search_scale(some, scheme, scale_dtype, h_GNN=h_GNN) for some in w_OGN.split(rows)), strict=True)
+    scales, zeros = zip(
+        *(search_scale(some, scheme, scale_dtype, h_GNN=h_GNN) for some in w_OGN.split(rows)), strict=True
+    )
     return torch.cat(scales), None if zeros[0] is None else torch.cat(zeros)
 
 
@@ -133,11 +149,15 @@ def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor |
     return codes.clamp_(scheme.min_code, scheme.max_code)
 
 
-def round_to_nearest(w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None) -> QuantizedWeight:
+def round_to_nearest(
+    w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None
+) -> QuantizedWeight:
     """Quantize with the given scales, each weight on its own."""
     zero = None if zero_point_OG is None else zero_point_OG.unsqueeze(-1)
     codes = nearest_codes(grouped(w_OI, scheme), scheme, scale_OG.unsqueeze(-1), zero)
-    return QuantizedWeight(scheme, ungrouped(codes, scheme, w_OI.shape).to(scheme.code_dtype), scale_OG, zero_point_OG)
+    return QuantizedWeight(
+        scheme, ungrouped(codes, scheme, w_OI.shape).to(scheme.code_dtype), scale_OG, zero_point_OG
+    )
 
 
 def nearest_weight(w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> QuantizedWeight:
@@ -152,7 +172,11 @@ def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype)
 
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
     """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
-    w, delta, h = w_OI.to(torch.float32), (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)), h_II.to(torch.float32)
+    w, delta, h = (
+        w_OI.to(torch.float32),
+        (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)),
+        h_II.to(torch.float32),
+    )
     signal = (product(w, h) * w).sum()
     return float((product(delta, h) * delta).sum() / signal) if signal > 0 else 0.0
 
@@ -172,12 +196,16 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
         if not stored.is_cuda and not bool(small.any()):  # which a GPU would have to be asked and waited for
             return stored
         both = stored.to(torch.float16).to(dtype)
-        both = torch.where((both == 0) & (stored != 0), torch.full_like(both, _LEAST_SCALE).copysign(stored), both)
+        both = torch.where(
+            (both == 0) & (stored != 0), torch.full_like(both, _LEAST_SCALE).copysign(stored), both
+        )
         stored = torch.where(small, both, stored)
     return stored
 
 
-def _group_error(w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None) -> Tensor:
+def _group_error(
+    w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None
+) -> Tensor:
     scale, zero = scale_OG.unsqueeze(-1), None if zero_OG is None else zero_OG.unsqueeze(-1)
     codes = nearest_codes(w_OGN, scheme, scale, zero)
     levels = codes if zero is None else codes.sub_(zero.to(torch.float32))

@@ -103,19 +103,30 @@ class Scheme:
 
     def by_row(self, scale_RG: Tensor, out_features: int) -> Tensor:
         """[R, G] -> [O, G]: what each output channel is scaled by."""
-        return scale_RG if self.block_rows == 1 else scale_RG.repeat_interleave(self.block_rows, dim=0)[:out_features]
+        return (
+            scale_RG
+            if self.block_rows == 1
+            else scale_RG.repeat_interleave(self.block_rows, dim=0)[:out_features]
+        )
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
         """Bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight on disk and on the device."""
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
         input_scale = 4 if self.activation == "tensor" else 0
-        return out_features * in_features * self.num_bits // 8 + num_scales * scale_bytes + zero_points + input_scale
+        return (
+            out_features * in_features * self.num_bits // 8
+            + num_scales * scale_bytes
+            + zero_points
+            + input_scale
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What was not always there is left out where it is the default, so that manifests of older schemes keep their digest."""
         optional = {"type": "int", "activation": None, "block_rows": 1}
-        return {key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]}
+        return {
+            key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
+        }
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "Scheme":
@@ -137,7 +148,15 @@ SCHEMES = {
         Scheme("INT8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, activation="token"),
         Scheme("FP8_DYNAMIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="token"),
         Scheme("FP8_STATIC", num_bits=8, symmetric=True, group_size=None, type="float", activation="tensor"),
-        Scheme("FP8_BLOCK", num_bits=8, symmetric=True, group_size=128, type="float", activation="group", block_rows=128),
+        Scheme(
+            "FP8_BLOCK",
+            num_bits=8,
+            symmetric=True,
+            group_size=128,
+            type="float",
+            activation="group",
+            block_rows=128,
+        ),
     )
 }
 
@@ -166,13 +185,19 @@ class ModelScheme:
     @property
     def name(self) -> str:
         counts = Counter(name_of(scheme) for _, scheme in self.exceptions)
-        exceptions = [f"{count} linear{'s' if count > 1 else ''} {name}" for name, count in sorted(counts.items())]
-        return ", ".join([self.layers.name, *exceptions, *([] if self.head is None else [f"head {self.head.name}"])])
+        exceptions = [
+            f"{count} linear{'s' if count > 1 else ''} {name}" for name, count in sorted(counts.items())
+        ]
+        return ", ".join(
+            [self.layers.name, *exceptions, *([] if self.head is None else [f"head {self.head.name}"])]
+        )
 
     @property
     def of_layers(self) -> tuple[Scheme, ...]:
         """Each that a linear of a layer has, once."""
-        return tuple(dict.fromkeys([self.layers, *(scheme for _, scheme in self.exceptions if scheme is not None)]))
+        return tuple(
+            dict.fromkeys([self.layers, *(scheme for _, scheme in self.exceptions if scheme is not None)])
+        )
 
     @property
     def all(self) -> tuple[Scheme, ...]:
@@ -199,21 +224,38 @@ class ModelScheme:
         linears: dict[Scheme | None, list[str]] = {}
         for linear, scheme in self.exceptions:
             linears.setdefault(scheme, []).append(linear)
-        exceptions = [{"scheme": scheme.to_json() if scheme else None, "linears": names} for scheme, names in linears.items()]
+        exceptions = [
+            {"scheme": scheme.to_json() if scheme else None, "linears": names}
+            for scheme, names in linears.items()
+        ]
         head = {} if self.head is None else {"head": self.head.to_json()}
         return self.layers.to_json() | head | ({"exceptions": exceptions} if exceptions else {})
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "ModelScheme":
-        layers = Scheme.from_json({key: value for key, value in facts.items() if key not in ("head", "exceptions")})
+        layers = Scheme.from_json(
+            {key: value for key, value in facts.items() if key not in ("head", "exceptions")}
+        )
         head = Scheme.from_json(facts["head"]) if facts.get("head") else None
-        schemes = {linear: each["scheme"] for each in facts.get("exceptions", ()) for linear in each["linears"]}
-        return with_exceptions(layers, {linear: Scheme.from_json(said) if said else None for linear, said in schemes.items()}, head=head)
+        schemes = {
+            linear: each["scheme"] for each in facts.get("exceptions", ()) for linear in each["linears"]
+        }
+        return with_exceptions(
+            layers,
+            {linear: Scheme.from_json(said) if said else None for linear, said in schemes.items()},
+            head=head,
+        )
 
 
-def with_exceptions(layers: Scheme, schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None) -> ModelScheme:
+def with_exceptions(
+    layers: Scheme, schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None
+) -> ModelScheme:
     """`layers` for every linear but those of `schemes` that have another; names in one order, so that equal models are equal."""
-    return ModelScheme(layers, head, tuple((linear, schemes[linear]) for linear in sorted(schemes) if schemes[linear] != layers))
+    return ModelScheme(
+        layers,
+        head,
+        tuple((linear, schemes[linear]) for linear in sorted(schemes) if schemes[linear] != layers),
+    )
 
 
 def commonest(schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None) -> ModelScheme:

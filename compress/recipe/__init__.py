@@ -1,7 +1,15 @@
 """One YAML file: what to compress, with which stages, and where it goes. Owns the syntax and the errors, not the meaning of any stage."""
 
 from compress.recipe.model_ref import ModelRef, parse_model_ref
-from compress.recipe.recipe import Push, Recipe, StageEntry, load_recipe, parse_recipe, recipe_schema, unknown_kind_error
+from compress.recipe.recipe import (
+    Push,
+    Recipe,
+    StageEntry,
+    load_recipe,
+    parse_recipe,
+    recipe_schema,
+    unknown_kind_error,
+)
 from compress.recipe.source import KeyPath, Position, SourceMap, dump_yaml, read_yaml
 from compress.recipe.spec import ByKind, Spec, checked_by, parse_spec
 

@@ -25,7 +25,9 @@ def parse_model_ref(text: str) -> ModelRef:
     scheme, separator, rest = text.partition("://")
     if not separator:
         if not text.strip():
-            raise RecipeError("the model reference is empty. Write builtin://reference, ./path, or hf://org/name@revision.")
+            raise RecipeError(
+                "the model reference is empty. Write builtin://reference, ./path, or hf://org/name@revision."
+            )
         return ModelRef("path", text)
     if scheme == "builtin" and re.fullmatch(r"[a-z0-9][a-z0-9_-]*", rest):
         return ModelRef("builtin", rest)
@@ -34,7 +36,9 @@ def parse_model_ref(text: str) -> ModelRef:
         if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) and bool(at) == bool(revision):
             return ModelRef("hf", name, revision or None)
     if scheme in ("builtin", "hf"):
-        raise RecipeError(f"'{text}' is not a model reference. Write builtin://reference or hf://org/name@revision.")
+        raise RecipeError(
+            f"'{text}' is not a model reference. Write builtin://reference or hf://org/name@revision."
+        )
     raise RecipeError(
         f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A path needs no scheme."
     )

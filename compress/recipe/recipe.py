@@ -66,9 +66,13 @@ def load_recipe(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}:1:1: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8.") from error
+        raise RecipeError(
+            f"{path}:1:1: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8."
+        ) from error
     except OSError as error:
-        raise RecipeError(f"{path}: cannot read the recipe: {error.strerror}. `compress init` writes one to start from.") from error
+        raise RecipeError(
+            f"{path}: cannot read the recipe: {error.strerror}. `compress init` writes one to start from."
+        ) from error
     return parse_recipe(text, file=str(path))
 
 
@@ -87,7 +91,12 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
     except RecipeError as error:
         raise where.error(("model",), str(error)) from None
     stages = tuple(
-        StageEntry(raw["kind"], index, {key: value for key, value in raw.items() if key != "kind"}, where.under("stages", index))
+        StageEntry(
+            raw["kind"],
+            index,
+            {key: value for key, value in raw.items() if key != "kind"},
+            where.under("stages", index),
+        )
         for index, raw in enumerate(tree["stages"])
     )
     return Recipe(head.version, head.model, head.seed, stages, head.push, file)
@@ -111,7 +120,13 @@ def recipe_schema(stage_specs: Mapping[str, type[Spec]]) -> dict[str, Any]:
     for kind, spec in sorted(stage_specs.items()):
         body = definitions[name_of[spec]]
         properties = {"kind": {"const": kind}} | body.get("properties", {})
-        stages[f"stage:{kind}"] = body | {"title": kind, "properties": properties, "required": ["kind", *body.get("required", [])]}
-    head["properties"]["stages"]["items"] = {"oneOf": [{"$ref": template.format(model=name)} for name in stages]}
+        stages[f"stage:{kind}"] = body | {
+            "title": kind,
+            "properties": properties,
+            "required": ["kind", *body.get("required", [])],
+        }
+    head["properties"]["stages"]["items"] = {
+        "oneOf": [{"$ref": template.format(model=name)} for name in stages]
+    }
     head |= {"title": "compress recipe", "description": "One model, and the stages that compress it."}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **head, "$defs": definitions | stages}

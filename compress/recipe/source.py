@@ -35,10 +35,14 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _WORDS: Mapping[str, bool | None] = {"": None, "~": None} | {
-    form: value for word, value in (("null", None), ("true", True), ("false", False)) for form in (word, word.title(), word.upper())
+    form: value
+    for word, value in (("null", None), ("true", True), ("false", False))
+    for form in (word, word.title(), word.upper())
 }
 _MAX_DEPTH = 64
-_MAX_DIGITS = 400  # the longest float that repr gives has 24 characters; integers beyond 4,300 digits make int() fail
+_MAX_DIGITS = (
+    400  # the longest float that repr gives has 24 characters; integers beyond 4,300 digits make int() fail
+)
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,17 @@ class SourceMap:
     def under(self, *path: str | int) -> "SourceMap":
         """The part below `path`, with paths relative to it."""
         depth = len(path)
-        inner = {known[depth:]: position for known, position in self.positions.items() if known[:depth] == path}
+        inner = {
+            known[depth:]: position for known, position in self.positions.items() if known[:depth] == path
+        }
         return SourceMap(self.file, {(): self.at(path)} | inner, self.prefix + path)
 
     def error(self, path: KeyPath, problem: str) -> RecipeError:
         """`file:line:column: <key path>: problem`."""
         position, name = self.at(path), path_text(self.prefix + path)
-        return RecipeError(f"{self.file}:{position.line}:{position.column}: {name + ': ' if name else ''}{problem}")
+        return RecipeError(
+            f"{self.file}:{position.line}:{position.column}: {name + ': ' if name else ''}{problem}"
+        )
 
 
 def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
@@ -122,7 +130,10 @@ class _Reader:
         if isinstance(event, AliasEvent) or getattr(event, "anchor", None) is not None:
             raise self._error(event.start_mark, "anchors and aliases are not read here; write the value out.")
         if (tag := getattr(event, "tag", None)) is not None:
-            raise self._error(event.start_mark, f"the tag '{tag}' is not read here; values are plain text, numbers, lists and mappings.")
+            raise self._error(
+                event.start_mark,
+                f"the tag '{tag}' is not read here; values are plain text, numbers, lists and mappings.",
+            )
         if len(path) > _MAX_DEPTH:
             raise self._error(event.start_mark, f"nested more than {_MAX_DEPTH} levels deep.")
         if isinstance(event, ScalarEvent):
@@ -132,14 +143,22 @@ class _Reader:
     def _mapping(self, path: KeyPath) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         while not isinstance(event := self._next(), MappingEndEvent):
-            if not isinstance(event, ScalarEvent) or event.anchor is not None or event.tag is not None or not event.value:
+            if (
+                not isinstance(event, ScalarEvent)
+                or event.anchor is not None
+                or event.tag is not None
+                or not event.value
+            ):
                 raise self._error(event.start_mark, "a key is one plain word or text.")
             key = event.value
             if key == "<<" and event.style is None:
                 raise self._error(event.start_mark, "merge keys are not read here; write the values out.")
             if key in mapping:
                 first = self.positions[(*path, key)]
-                raise self._error(event.start_mark, f"{path_text((*path, key))}: duplicate key, first given at line {first.line}.")
+                raise self._error(
+                    event.start_mark,
+                    f"{path_text((*path, key))}: duplicate key, first given at line {first.line}.",
+                )
             self.positions[(*path, key)] = _position(event.start_mark)
             mapping[key] = self._value(self._next(), (*path, key))
         return mapping
@@ -157,12 +176,17 @@ class _Reader:
         if text in _WORDS:
             return _WORDS[text]
         if len(text) > _MAX_DIGITS and (_INT.fullmatch(text) or _FLOAT.fullmatch(text)):
-            raise self._error(event.start_mark, f"a number of {len(text)} characters; quote it if it is text.")
+            raise self._error(
+                event.start_mark, f"a number of {len(text)} characters; quote it if it is text."
+            )
         if _INT.fullmatch(text):
             return int(text, 0)
         if _FLOAT.fullmatch(text):
             if re.fullmatch(r"[-+]?0[0-9_]+", text):
-                raise self._error(event.start_mark, f"{text} starts with 0: quote it if it is text, write 0o for octal, or drop the zero.")
+                raise self._error(
+                    event.start_mark,
+                    f"{text} starts with 0: quote it if it is text, write 0o for octal, or drop the zero.",
+                )
             if abs(number := float(text)) != float("inf"):
                 return number
         elif not _NOT_FINITE.fullmatch(text):
@@ -181,7 +205,9 @@ class _Reader:
         except ReaderError as error:
             before = self.text[: error.position]
             line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
-            raise RecipeError(f"{self.file}:{line}:{column}: a control character is not text; remove it.") from None
+            raise RecipeError(
+                f"{self.file}:{line}:{column}: a control character is not text; remove it."
+            ) from None
         except YAMLError as error:
             raise RecipeError(f"{self.file}:1:1: not YAML: {error}") from None
 

@@ -36,7 +36,9 @@ class ByKind:
 
     specs: Callable[[], Mapping[str, type[Spec]]]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         choices = {kind: handler.generate_schema(spec) for kind, spec in self.specs().items()}
         return core_schema.tagged_union_schema(choices, discriminator="kind")
 
@@ -69,7 +71,9 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
             path, text = _explain(spec_type, raw, location, detail)
             problems.setdefault(path, []).append(text)
         found = sorted(problems.items(), key=lambda item: (where.at(item[0]).line, where.at(item[0]).column))
-        raise RecipeError("\n".join(str(where.error(path, " Or: ".join(dict.fromkeys(texts)))) for path, texts in found)) from None
+        raise RecipeError(
+            "\n".join(str(where.error(path, " Or: ".join(dict.fromkeys(texts)))) for path, texts in found)
+        ) from None
     except RecipeError:
         raise
     except UsageError as error:  # of a validator that is not a field's own (`checked_by`)
@@ -86,7 +90,9 @@ def _flatten(error: ValidationError, outer: KeyPath = ()) -> Iterator[tuple[KeyP
             yield location, detail
 
 
-def _explain(spec_type: type[BaseModel], raw: Mapping[str, Any], location: KeyPath, detail: Mapping[str, Any]) -> tuple[KeyPath, str]:
+def _explain(
+    spec_type: type[BaseModel], raw: Mapping[str, Any], location: KeyPath, detail: Mapping[str, Any]
+) -> tuple[KeyPath, str]:
     """The path in the file and the sentence for one pydantic error."""
     path, owner = _locate(spec_type, raw, location)
     context, given = detail.get("ctx", {}), json.dumps(detail["input"], default=str)
@@ -125,7 +131,11 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
                 tag_is_next = False
                 continue
             if part not in value:
-                if tagged and tag_is_next and (named := [spec for spec in _specs(choices) if part in _literals(spec)]):
+                if (
+                    tagged
+                    and tag_is_next
+                    and (named := [spec for spec in _specs(choices) if part in _literals(spec)])
+                ):
                     annotation = named[0]  # a kind that the file leaves out
                 continue
             owner = _owner(choices, value)

@@ -54,7 +54,12 @@ class Descriptor:
         fields = value if isinstance(value, dict) else {}
         annotations = fields.get("annotations") or {}
         media_type, digest, size_bytes = fields.get("mediaType"), fields.get("digest"), fields.get("size")
-        if not (isinstance(media_type, str) and isinstance(digest, str) and _DIGEST.fullmatch(digest) and isinstance(annotations, dict)):
+        if not (
+            isinstance(media_type, str)
+            and isinstance(digest, str)
+            and _DIGEST.fullmatch(digest)
+            and isinstance(annotations, dict)
+        ):
             raise StorageError(f"{where} has a malformed descriptor {value!r:.200}; push the artifact again.")
         if type(size_bytes) is not int or size_bytes < 0:
             raise StorageError(f"{where} gives no valid size for the blob {digest}; push the artifact again.")
@@ -99,7 +104,10 @@ class ImageManifest:
         """
         try:
             value = json.loads(data)
-            artifact_type, layers = value["artifactType"], [Descriptor.from_json(layer, where) for layer in value["layers"]]
+            artifact_type, layers = (
+                value["artifactType"],
+                [Descriptor.from_json(layer, where) for layer in value["layers"]],
+            )
             config = Descriptor.from_json(value["config"], where)
             subject = Descriptor.from_json(value["subject"], where) if "subject" in value else None
         except (ValueError, KeyError, TypeError) as error:
@@ -107,7 +115,9 @@ class ImageManifest:
         titles = [layer.title for layer in layers]
         for title in titles:
             if not isinstance(title, str):
-                raise StorageError(f"{where} has a layer without a file title; it was not pushed by compress.")
+                raise StorageError(
+                    f"{where} has a layer without a file title; it was not pushed by compress."
+                )
             check_relative(title, where)
         if len(set(titles)) < len(titles):
             raise StorageError(f"{where} has two layers of one title; push the artifact again.")
@@ -117,6 +127,11 @@ class ImageManifest:
 def file_layers(files: Iterable[FileRecord]) -> tuple[Descriptor, ...]:
     """One layer per file."""
     return tuple(
-        Descriptor(TENSOR_LAYER if record.path.endswith(".safetensors") else FILE_LAYER, record.digest, record.size_bytes, record.path)
+        Descriptor(
+            TENSOR_LAYER if record.path.endswith(".safetensors") else FILE_LAYER,
+            record.digest,
+            record.size_bytes,
+            record.path,
+        )
         for record in files
     )

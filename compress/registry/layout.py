@@ -67,12 +67,16 @@ class Layout:
         try:
             stream = _open_plain(self._blob(blob.digest))
         except OSError as error:
-            raise StorageError(f"the {blob} cannot be read from {self.root}: {error.strerror}; push the artifact again.") from error
+            raise StorageError(
+                f"the {blob} cannot be read from {self.root}: {error.strerror}; push the artifact again."
+            ) from error
         with stream:
             yield stream
 
     def find(self, digest: str) -> Descriptor | None:
-        return next((self._descriptor(entry) for entry in self._entries() if entry.get("digest") == digest), None)
+        return next(
+            (self._descriptor(entry) for entry in self._entries() if entry.get("digest") == digest), None
+        )
 
     def read_tag(self, name: str, tag: str) -> Descriptor | None:
         return next((item.manifest for item in self.tags() if (item.name, item.tag) == (name, tag)), None)
@@ -80,7 +84,9 @@ class Layout:
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         names = [f"{name}:{tag}" for tag in tags]
         with self._locked():
-            entries = [_without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()]
+            entries = [
+                _without_name(entry) if _ref_name(entry) in names else entry for entry in self._entries()
+            ]
             entries += [{**manifest.to_json(), "annotations": {REF_NAME: ref_name}} for ref_name in names]
             self._write(entries)
             self._collect()
@@ -99,7 +105,11 @@ class Layout:
             self._write([*entries, {**manifest.to_json(), "annotations": {SUBJECT: subject.digest}}])
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
-        return tuple(self._descriptor(entry) for entry in self._entries() if _annotations(entry).get(SUBJECT) == subject.digest)
+        return tuple(
+            self._descriptor(entry)
+            for entry in self._entries()
+            if _annotations(entry).get(SUBJECT) == subject.digest
+        )
 
     def _blob(self, digest: str) -> Path:
         return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
@@ -111,9 +121,15 @@ class Layout:
         """Make the layout; a directory that holds other things is left alone."""
         if (self.root / "oci-layout").exists():
             return
-        strange = self.root.exists() and (not self.root.is_dir() or set(os.listdir(self.root)) - {"blobs", ".tmp"})
-        if strange and not (self.root / "oci-layout").exists():  # asked again: another first push may have come between
-            raise UsageError(f"{self.root} is not an OCI image layout and not empty; give a new directory to push to.")
+        strange = self.root.exists() and (
+            not self.root.is_dir() or set(os.listdir(self.root)) - {"blobs", ".tmp"}
+        )
+        if (
+            strange and not (self.root / "oci-layout").exists()
+        ):  # asked again: another first push may have come between
+            raise UsageError(
+                f"{self.root} is not an OCI image layout and not empty; give a new directory to push to."
+            )
         self._blob("").mkdir(parents=True, exist_ok=True)
         self._replace("oci-layout", b'{"imageLayoutVersion": "1.0.0"}\n')
 
@@ -135,16 +151,28 @@ class Layout:
         try:
             version = json.loads((self.root / "oci-layout").read_bytes())["imageLayoutVersion"]
             path = self.root / "index.json"
-            index = json.loads(path.read_bytes()) if path.exists() else {"schemaVersion": 2, "mediaType": IMAGE_INDEX, "manifests": []}
+            index = (
+                json.loads(path.read_bytes())
+                if path.exists()
+                else {"schemaVersion": 2, "mediaType": IMAGE_INDEX, "manifests": []}
+            )
             entries = index["manifests"]
         except FileNotFoundError as error:
-            raise UsageError(f"there is no registry at {self.root} (no oci-layout file); the first push creates one.") from error
+            raise UsageError(
+                f"there is no registry at {self.root} (no oci-layout file); the first push creates one."
+            ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read ({error}).") from error
+            raise StorageError(
+                f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read ({error})."
+            ) from error
         if not str(version).startswith("1."):
-            raise UnsupportedFormat(f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is read here.")
+            raise UnsupportedFormat(
+                f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is read here."
+            )
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise StorageError(f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of objects.")
+            raise StorageError(
+                f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of objects."
+            )
         return dict(index)
 
     def _write(self, entries: list[dict[str, Any]]) -> None:

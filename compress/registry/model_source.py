@@ -102,11 +102,17 @@ def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str
         commit = revision
         if not offline and not (revision and re.fullmatch(r"[0-9a-f]{40}", revision)):
             commit = HfApi().model_info(name, revision=revision).sha
-        path = Path(snapshot_download(name, revision=commit, allow_patterns=list(MODEL_FILES), local_files_only=offline))
+        path = Path(
+            snapshot_download(
+                name, revision=commit, allow_patterns=list(MODEL_FILES), local_files_only=offline
+            )
+        )
     except HFValidationError as error:
         raise UsageError(f"'{name}' is not the name of a model on the Hugging Face hub: {error}") from None
     except (HTTPError, OSError) as error:  # a hub that answers with an error, or nobody who answers
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "in the local cache" if offline else "from the Hugging Face hub"
-        raise StorageError(f"the model '{name}' at revision '{revision or 'main'}' could not be had {where}: {reason}") from error
+        raise StorageError(
+            f"the model '{name}' at revision '{revision or 'main'}' could not be had {where}: {reason}"
+        ) from error
     return path, path.name

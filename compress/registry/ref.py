@@ -83,11 +83,15 @@ def parse_ref(text: str) -> Ref:
 
 def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise UsageError(f"'{name}' is not a name for a registry; use letters, digits, '.', '_' and '-', and start with a letter or digit.")
+        raise UsageError(
+            f"'{name}' is not a name for a registry; use letters, digits, '.', '_' and '-', and start with a letter or digit."
+        )
     return name
 
 
 def check_tag(tag: str) -> str:
     if not _TAG.fullmatch(tag):
-        raise UsageError(f"'{tag}' is not a tag; use up to 128 letters, digits, '.', '_' and '-', and start with a letter, digit or '_'.")
+        raise UsageError(
+            f"'{tag}' is not a tag; use up to 128 letters, digits, '.', '_' and '-', and start with a letter, digit or '_'."
+        )
     return tag

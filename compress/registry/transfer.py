@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
-from compress.artifact.manifest import MANIFEST_NAME, Artifact, FileRecord, Manifest, file_names, open_artifact
+from compress.artifact.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    FileRecord,
+    Manifest,
+    file_names,
+    open_artifact,
+)
 from compress.digest import digest_bytes, digest_file
 from compress.errors import StorageError, UsageError, did_you_mean
 from compress.registry.image import (
@@ -59,7 +66,14 @@ class VerifyReport:
     size_bytes: int
 
 
-def push(registry: Registry, artifact: Artifact, *, name: str, aliases: Sequence[str] = (), evidence: Path | None = None) -> PushResult:
+def push(
+    registry: Registry,
+    artifact: Artifact,
+    *,
+    name: str,
+    aliases: Sequence[str] = (),
+    evidence: Path | None = None,
+) -> PushResult:
     """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to it in one step.
 
     Raises:
@@ -71,7 +85,9 @@ def push(registry: Registry, artifact: Artifact, *, name: str, aliases: Sequence
     proof = _evidence_files(evidence) if evidence is not None else ()
     config = artifact.manifest.to_bytes()
     image = ImageManifest(
-        ARTIFACT, Descriptor(ARTIFACT_CONFIG, digest_bytes(config), len(config), MANIFEST_NAME), file_layers(artifact.manifest.files)
+        ARTIFACT,
+        Descriptor(ARTIFACT_CONFIG, digest_bytes(config), len(config), MANIFEST_NAME),
+        file_layers(artifact.manifest.files),
     )
     num_new = _store(registry, image, config, artifact.path)
     attached = None
@@ -94,18 +110,28 @@ def push(registry: Registry, artifact: Artifact, *, name: str, aliases: Sequence
 
 def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
     if not path.is_dir() or (path / MANIFEST_NAME).exists():
-        raise UsageError(f"{path} is not a directory of evidence (report.json, provenance.json, README.md and plots).")
-    records = tuple(FileRecord(name, (path / name).stat().st_size, digest_file(path / name)) for name in file_names(path))
+        raise UsageError(
+            f"{path} is not a directory of evidence (report.json, provenance.json, README.md and plots)."
+        )
+    records = tuple(
+        FileRecord(name, (path / name).stat().st_size, digest_file(path / name)) for name in file_names(path)
+    )
     if not records:
-        raise UsageError(f"the evidence directory {path} is empty; validate the artifact first or push without evidence.")
+        raise UsageError(
+            f"the evidence directory {path} is empty; validate the artifact first or push without evidence."
+        )
     return records
 
 
 def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path) -> int:
     """Put what the registry lacks, the manifest last; how many blobs that were."""
-    sources: list[tuple[Descriptor, Path | bytes]] = [(layer, files / str(layer.title)) for layer in image.layers]
+    sources: list[tuple[Descriptor, Path | bytes]] = [
+        (layer, files / str(layer.title)) for layer in image.layers
+    ]
     sources += [(image.config, config), (image.descriptor, image.to_bytes())]
-    distinct = {blob.digest: (blob, source) for blob, source in sources}.values()  # two files of one content are one blob
+    distinct = {
+        blob.digest: (blob, source) for blob, source in sources
+    }.values()  # two files of one content are one blob
     missing = [(blob, source) for blob, source in distinct if not registry.has(blob)]
     for blob, source in missing:
         registry.put(blob, source)
@@ -207,8 +233,12 @@ def _find(registry: Registry, ref: Ref) -> Descriptor:
         if ref.digest:
             raise UsageError(f"{ref.registry} holds no manifest {ref.digest}.")
         if tags:
-            raise UsageError(f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}")
-        raise UsageError(f"{ref.registry} holds nothing named '{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}")
+            raise UsageError(
+                f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}"
+            )
+        raise UsageError(
+            f"{ref.registry} holds nothing named '{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
+        )
     return found
 
 
@@ -216,10 +246,14 @@ def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageMan
     """The manifest of the image and that of the artifact, checked against one another."""
     image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
     if image.artifact_type != ARTIFACT:
-        raise UsageError(f"{descriptor.digest} is not an artifact of compress but of type {image.artifact_type}.")
+        raise UsageError(
+            f"{descriptor.digest} is not an artifact of compress but of type {image.artifact_type}."
+        )
     manifest = Manifest.from_bytes(_read(registry, image.config), where=str(image.config))
     if file_layers(manifest.files) != image.layers:
-        raise StorageError(f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact again.")
+        raise StorageError(
+            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact again."
+        )
     return image, manifest
 
 
@@ -235,7 +269,9 @@ def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descript
 def _read(registry: Registry, blob: Descriptor) -> bytes:
     """A small blob in memory, checked."""
     if blob.size_bytes > MAX_MANIFEST_BYTES:
-        raise StorageError(f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again.")
+        raise StorageError(
+            f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again."
+        )
     with registry.get(blob) as stream:
         data = stream.read(blob.size_bytes + 1)
     _check(blob, len(data), digest_bytes(data))
@@ -254,7 +290,9 @@ def _copy(registry: Registry, blob: Descriptor, sink: BinaryIO | None) -> None:
     """Stream a blob into the sink, or nowhere, and check it; never more than its size is written."""
     hasher, size_bytes = hashlib.sha256(), 0
     with registry.get(blob) as stream:
-        while size_bytes <= blob.size_bytes and (chunk := stream.read(min(_CHUNK_BYTES, blob.size_bytes + 1 - size_bytes))):
+        while size_bytes <= blob.size_bytes and (
+            chunk := stream.read(min(_CHUNK_BYTES, blob.size_bytes + 1 - size_bytes))
+        ):
             hasher.update(chunk)
             size_bytes += len(chunk)
             if sink is not None:
@@ -265,9 +303,13 @@ def _copy(registry: Registry, blob: Descriptor, sink: BinaryIO | None) -> None:
 def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
     if size_bytes != blob.size_bytes:
         kind = "longer than" if size_bytes > blob.size_bytes else f"{size_bytes} bytes instead of"
-        raise StorageError(f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to repair it.")
+        raise StorageError(
+            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to repair it."
+        )
     if digest != blob.digest:
-        raise StorageError(f"the {blob} is damaged: its content has digest {digest}; push the artifact again to repair it.")
+        raise StorageError(
+            f"the {blob} is damaged: its content has digest {digest}; push the artifact again to repair it."
+        )
 
 
 @contextlib.contextmanager

@@ -61,7 +61,11 @@ class DecodeStep:
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        return [[logprob] for logprob in self.landing.logprobs_S.tolist()[: self.num_rows]] if self.has_logprobs else None
+        return (
+            [[logprob] for logprob in self.landing.logprobs_S.tolist()[: self.num_rows]]
+            if self.has_logprobs
+            else None
+        )
 
     @property
     def logits(self) -> Tensor:
@@ -75,7 +79,14 @@ class DecodeSteps:
     runs_ahead = True
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, *, max_batch_size: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        max_batch_size: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
@@ -84,24 +95,35 @@ class DecodeSteps:
         self._graphed = device.type == "cuda"
         self._sizes = [size for size in GRAPH_SIZES if size < max_batch_size] + [graph_size(max_batch_size)]
         max_rows = self._sizes[-1] if self._graphed else max_batch_size
-        self._state = DecodeState(max_rows=max_rows, max_model_len=max_model_len, block_size=block_size, device=device)
+        self._state = DecodeState(
+            max_rows=max_rows, max_model_len=max_model_len, block_size=block_size, device=device
+        )
         self._graphs: dict[tuple[int, SamplingPlan], _Step] = {}
         self._pool: Any = None
         self._plan = SamplingPlan.of(())
         self._generations: Sequence[Generation] = ()
-        self._due: dict[int, list[int]] = {}  # rows that enter a new block with step n, by n modulo the block size
-        self._num_steps = self._num_launched = 0  # with as many as `_num_steps` some request has all its tokens
+        self._due: dict[
+            int, list[int]
+        ] = {}  # rows that enter a new block with step n, by n modulo the block size
+        self._num_steps = self._num_launched = (
+            0  # with as many as `_num_steps` some request has all its tokens
+        )
         self._step: _Step | None = None
         events = [torch.cuda.Event() if self._graphed else None for _ in range(2)]
         self._landings = [_Landing(*self._state.landed(step), event) for step, event in enumerate(events)]
 
     def load(self, generations: Sequence[Generation]) -> None:
         """Begin a run of steps of these requests; every earlier step has been waited for."""
-        rows = [DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params) for each in generations]
+        rows = [
+            DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params)
+            for each in generations
+        ]
         self._generations, self._due, self._num_launched = generations, {}, 0
         self._num_steps = min(each.num_left for each in generations)
         for row_idx, each in enumerate(generations):
-            self._due.setdefault((len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []).append(row_idx)
+            self._due.setdefault(
+                (len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []
+            ).append(row_idx)
         self._plan = SamplingPlan.of([row.params for row in rows])
         if self._graphed:
             size = next(size for size in self._sizes if size >= len(rows))

@@ -1,7 +1,7 @@
 """What a decode step reads and advances, on the device: for each row its last token, its context, its blocks and its sampling parameters.
 
 A step serves one row a request. Its kernels take everything from these tensors and the step ends by writing the next one's values
-(`kernels/decode_step.py`), so steps follow one another without the host, and a captured graph can be replayed as it is. The host writes
+(`kernels/step/decode.py`), so steps follow one another without the host, and a captured graph can be replayed as it is. The host writes
 only when requests come or go (`load`), or when a sequence is about to grow into a new block (`set_next_block`).
 
 Rows beyond the requests fill up a batch to a size for which there is a graph: a context of one token that never grows, in the padding
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.decode_step import StepState, begin_step, end_step, shared_memory
-from compress.kernels.paged import PADDING_BLOCK
+from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.step.decode import StepState, begin_step, end_step, shared_memory
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import Choice, SamplingRows
 
@@ -56,7 +56,9 @@ class DecodeState:
             landed_logprobs_2S=shared_memory(2, max_rows, dtype=torch.float32, device=device),
         )
         next_block_S = self._state.next_block_S
-        self._next_block: Any = next_block_S if next_block_S.is_cuda else next_block_S.numpy()  # an entry is written ten times faster
+        self._next_block: Any = (
+            next_block_S if next_block_S.is_cuda else next_block_S.numpy()
+        )  # an entry is written ten times faster
         self._sampling = self._sampling_of(())
 
     def clear(self) -> None:

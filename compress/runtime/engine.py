@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.paged import DENSE_FORMATS, PADDING_BLOCK
+from compress.kernels.operands.paged import DENSE_FORMATS, PADDING_BLOCK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import DENSE
@@ -73,21 +73,31 @@ class Engine:
         EnvironmentUnfit: no kernel here serves the checkpoint.
     """
 
-    def __init__(self, source: WeightSource, *, device: torch.device, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, source: WeightSource, *, device: torch.device, config: EngineConfig | None = None
+    ) -> None:
         self.config = config = config if config is not None else EngineConfig()
         self.device = device
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
-        target = Target(device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens)
+        target = Target(
+            device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
+        )
         weights = load_model(source, target)
         self.weight_bytes = weights.weight_bytes
         speculative = config.speculative
-        proposer = None if speculative is None else speculative.build(source.arch, target, block_size=config.block_size_on(device))
+        proposer = (
+            None
+            if speculative is None
+            else speculative.build(source.arch, target, block_size=config.block_size_on(device))
+        )
         stated = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         self._block_size = config.block_size_on(device)
-        bytes_per_token = self.kv_bytes_per_token + (proposer.kv_bytes_per_token if proposer is not None else 0)
+        bytes_per_token = self.kv_bytes_per_token + (
+            proposer.kv_bytes_per_token if proposer is not None else 0
+        )
         self.max_model_len, num_blocks = config.size_cache(self.arch, device, bytes_per_token=bytes_per_token)
         cache = KVCache(
             self.arch,
@@ -107,7 +117,9 @@ class Engine:
         self._speculation: Speculation | None = None
         if speculative is not None and proposer is not None:
             pages = Pages(num_blocks, self._block_size, self.max_model_len)
-            self._speculation = Speculation(speculative, proposer, self.runner, pages, target, self._scheduler)
+            self._speculation = Speculation(
+                speculative, proposer, self.runner, pages, target, self._scheduler
+            )
         self._steps: Steps = self._speculation or DecodeSteps(
             self.runner,
             self._scheduler,
@@ -158,9 +170,13 @@ class Engine:
                 f"this engine holds sequences of {self.max_model_len} tokens at most. Shorten it, or raise max_model_len or kv_cache_bytes."
             )
         if min(prompt) < 0 or max(prompt) >= self.arch.vocab_size:
-            raise UsageError(f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer is another model's.")
+            raise UsageError(
+                f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer is another model's."
+            )
         if request.id in self._ids:
-            raise UsageError(f"request id '{request.id}' is in use by an unfinished request; ids are the caller's to keep apart.")
+            raise UsageError(
+                f"request id '{request.id}' is in use by an unfinished request; ids are the caller's to keep apart."
+            )
         self._ids.add(request.id)
         self._scheduler.add(Generation(request, time.perf_counter(), list(prompt)))
 
@@ -187,7 +203,12 @@ class Engine:
 
     @property
     def _overlaps(self) -> bool:
-        return self._steps.runs_ahead and self.device.type == "cuda" and not self.config.sync and self.observer is None
+        return (
+            self._steps.runs_ahead
+            and self.device.type == "cuda"
+            and not self.config.sync
+            and self.observer is None
+        )
 
     def _read_oldest(self, run: Run) -> list[Finished]:
         finished = self._read(run.generations, run.oldest())
@@ -210,12 +231,20 @@ class Engine:
             if ended is not None:
                 finished.append(self._finish(generation, ended))
         if self.observer is not None:
-            rows = [row_idx for row_idx, length in enumerate(lengths) for _ in range(len(generations[row_idx].tokens) - length)]
+            rows = [
+                row_idx
+                for row_idx, length in enumerate(lengths)
+                for _ in range(len(generations[row_idx].tokens) - length)
+            ]
             positions = [
-                position for length, each in zip(lengths, generations, strict=True) for position in range(length, len(each.tokens))
+                position
+                for length, each in zip(lengths, generations, strict=True)
+                for position in range(length, len(each.tokens))
             ]
             places = [position - lengths[row_idx] for row_idx, position in zip(rows, positions, strict=True)]
-            self.observer([generations[row_idx].request for row_idx in rows], positions, launched.logits[rows, places])
+            self.observer(
+                [generations[row_idx].request for row_idx in rows], positions, launched.logits[rows, places]
+            )
         return finished
 
     def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":
@@ -232,9 +261,13 @@ class Engine:
         if not sampling:
             return None
         logits_WV, positions = torch.cat(logits), [len(each.tokens) for each in sampling]
-        return _Prefilled(sampling, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions))
+        return _Prefilled(
+            sampling, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions)
+        )
 
-    def _prefill_groups(self, prefills: tuple[Scheduled, ...]) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
+    def _prefill_groups(
+        self, prefills: tuple[Scheduled, ...]
+    ) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
         """What runs at once, and whether it is short prompts: few rows at a time, while chunks of long prompts all run together."""
         few_rows = self.runner.few_rows
         group: list[Scheduled] = []
@@ -259,7 +292,9 @@ class Engine:
             UsageError: as `add`, or the engine still has requests of its own, whose results would be lost.
         """
         if self.has_work:
-            raise UsageError("the engine still has requests of its own; finish them with step() before generate().")
+            raise UsageError(
+                "the engine still has requests of its own; finish them with step() before generate()."
+            )
         for request in requests:
             self.add(request)
         finished: dict[str, Finished] = {}
@@ -274,7 +309,9 @@ class Engine:
         Keys: layer (None outside layers), linear (fused names joined by "+", or the op), op, scheme, n, k, m_range [min, max], phase
         ("decode" or "prefill"), kernel, refused {faster candidate: reason}.
         """
-        return self.runner.kernel_report() + ([] if self._speculation is None else self._speculation.kernel_report())
+        return self.runner.kernel_report() + (
+            [] if self._speculation is None else self._speculation.kernel_report()
+        )
 
     def _finish(self, generation: Generation, reason: Literal["stop", "length"]) -> Finished:
         request = generation.request
@@ -301,11 +338,17 @@ class Engine:
             span = range(start, start + each.num_tokens)
             tokens += generation.tokens[start : span.stop]
             positions += span
-            slots += [generation.blocks[position // block_size] * block_size + position % block_size for position in span]
+            slots += [
+                generation.blocks[position // block_size] * block_size + position % block_size
+                for position in span
+            ]
             if each.samples:
                 wanted_rows.append(len(tokens) - 1)
         num_blocks = max(len(each.generation.blocks) for each in prefills)
-        table = [each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks)) for each in prefills]
+        table = [
+            each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks))
+            for each in prefills
+        ]
         return PrefillBatch(
             tokens_T=self._tensor(tokens),
             positions_T=self._tensor(positions),

@@ -23,7 +23,7 @@ class EngineConfig:
     that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
     sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
     CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
-    `kernels/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
+    `kernels/operands/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
     `speculative`: who proposes tokens, and how they are verified; None decodes plainly.
 
     Raises:
@@ -68,7 +68,11 @@ class EngineConfig:
             raise UsageError(f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}.")
         limit_bytes, block_size = self.kv_cache_bytes, self.block_size_on(device)
         if limit_bytes is None:
-            limit_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC) if device.type == "cuda" else CPU_CACHE_BYTES
+            limit_bytes = (
+                int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)
+                if device.type == "cuda"
+                else CPU_CACHE_BYTES
+            )
         affordable = limit_bytes // (bytes_per_token * block_size) - 1
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):

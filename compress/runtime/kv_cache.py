@@ -2,7 +2,7 @@
 
 A block is `block_size` consecutive positions of one sequence. Layout of a layer: [K, num_blocks, block_size, C], so that the blocks of one
 sequence gathered along axis 1 are a dense [K, L, C], the operand of an attention product, without another copy. Block 0 belongs to
-nobody: block tables are padded with it, and rows that only fill up a batch write there. Formats are those of `kernels/paged.py`.
+nobody: block tables are padded with it, and rows that only fill up a batch write there. Formats are those of `kernels/operands/paged.py`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.paged import (
+from compress.kernels.operands.paged import (
     DENSE_FORMATS,
     FP8_STATIC,
     FP8_TOKEN_HEAD,
@@ -20,7 +20,7 @@ from compress.kernels.paged import (
     TOKEN_HEAD_FORMATS,
     PagedKV,
 )
-from compress.kernels.rows import FP8
+from compress.kernels.operands.rows import FP8
 from compress.models.arch import Arch, LayerShape
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -32,7 +32,10 @@ def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
     """Bytes of keys and values of one position, all layers, scales included."""
     dtype = _storage_dtype(kv_format)
     scale_bytes = _SCALE_BYTES if kv_format in TOKEN_HEAD_FORMATS else 0
-    return sum(2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes) for layer in arch.layers)
+    return sum(
+        2 * layer.num_kv_heads * (_stored_dim(layer, kv_format) * dtype.itemsize + scale_bytes)
+        for layer in arch.layers
+    )
 
 
 def _storage_dtype(kv_format: str) -> torch.dtype:
@@ -77,7 +80,9 @@ class KVCache:
         static_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         if block_size not in BLOCK_SIZES:
-            raise UsageError(f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}.")
+            raise UsageError(
+                f"block_size is {block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}."
+            )
         if kv_format == FP8_STATIC and static_scales is None:
             raise UsageError(
                 f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this model has "
@@ -87,7 +92,14 @@ class KVCache:
         self.kv_format = kv_format
         scales = static_scales if static_scales is not None else [(1.0, 1.0)] * arch.num_layers
         self._layers = [
-            _make_pages(layer, num_blocks=num_blocks, block_size=block_size, kv_format=kv_format, device=device, static_scales=pair)
+            _make_pages(
+                layer,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                kv_format=kv_format,
+                device=device,
+                static_scales=pair,
+            )
             for layer, pair in zip(arch.layers, scales, strict=True)
         ]
 
@@ -96,7 +108,13 @@ class KVCache:
 
 
 def _make_pages(
-    layer: LayerShape, *, num_blocks: int, block_size: int, kv_format: str, device: torch.device, static_scales: tuple[float, float]
+    layer: LayerShape,
+    *,
+    num_blocks: int,
+    block_size: int,
+    kv_format: str,
+    device: torch.device,
+    static_scales: tuple[float, float],
 ) -> PagedKV:
     """Zeroed pages of one layer."""
     shape, dtype = (layer.num_kv_heads, num_blocks, block_size), _storage_dtype(kv_format)
@@ -104,7 +122,9 @@ def _make_pages(
     if kv_format in TOKEN_HEAD_FORMATS:
         return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))
     if kv_format == FP8_STATIC:
-        return PagedKV(k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales))
+        return PagedKV(
+            k, v, *(torch.tensor(scale, dtype=torch.float32, device=device) for scale in static_scales)
+        )
     return PagedKV(k, v)
 
 

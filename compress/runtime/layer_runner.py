@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.coverage import Phase
-from compress.kernels.paged import PagedKV
-from compress.kernels.rows import RawRows
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.rows import RawRows
 from compress.kernels.select import Op, select
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.rope import cos_sin
@@ -40,7 +40,10 @@ class LayerRunner:
             return Placed(select(problem), problem)
 
         widest_ffn = max(layer.intermediate_size for layer in arch.layers)
-        self._ops = {"rms_norm": placed("rms_norm", arch.hidden_size), "act_mul": placed("act_mul", widest_ffn)}
+        self._ops = {
+            "rms_norm": placed("rms_norm", arch.hidden_size),
+            "act_mul": placed("act_mul", widest_ffn),
+        }
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
         self._head_ops = {
@@ -50,10 +53,19 @@ class LayerRunner:
         }
         # One position more than a sequence has: a step that was launched before its predecessor's end was known may look there.
         positions = torch.arange(max_model_len + 1, device=target.device)
-        self._rope_tables = {key: cos_sin(*key, positions, target.dtype) for key in {_rope_key(layer) for layer in arch.layers}}
+        self._rope_tables = {
+            key: cos_sin(*key, positions, target.dtype) for key in {_rope_key(layer) for layer in arch.layers}
+        }
 
     def layer(
-        self, layer: LayerWeights, x_TD: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV, attend: Attend, phase: Phase
+        self,
+        layer: LayerWeights,
+        x_TD: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        kv: PagedKV,
+        attend: Attend,
+        phase: Phase,
     ) -> Tensor:
         """[T, D]; keys and values are in the cache afterwards."""
         qkv_TF = layer.qkv(self.normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
@@ -72,18 +84,31 @@ class LayerRunner:
     ) -> Tensor:
         """The rest of a layer, whatever its q, k and v were made of."""
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        x_TD = layer.o(attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD)
+        x_TD = layer.o(
+            attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD
+        )
         mid_TF = layer.gate_up(self.normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
         if not layer.gate_up.gated(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
         return layer.down(mid_TF, phase, residual=x_TD)
 
-    def queries(self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV) -> Tensor:
+    def queries(
+        self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
+    ) -> Tensor:
         """[T, H, C], rotated; keys and values are in the cache afterwards."""
         shape, eps = layer.shape, self._arch.norm_eps
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
         tables = self._rope_tables[_rope_key(shape)]
-        q_THC: Tensor = rope_store(qkv_TF, *tables, positions_T, slots_T, kv, num_heads=shape.num_heads, qk_norm=layer.qk_norm, eps=eps)
+        q_THC: Tensor = rope_store(
+            qkv_TF,
+            *tables,
+            positions_T,
+            slots_T,
+            kv,
+            num_heads=shape.num_heads,
+            qk_norm=layer.qk_norm,
+            eps=eps,
+        )
         return q_THC
 
     def normed(self, x_TD: Tensor, weight_D: Tensor, projection: Projection, phase: Phase) -> Rows:
@@ -103,17 +128,29 @@ class LayerRunner:
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
-            out: Tensor = fn(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=shape.window, scale=_scale(shape))
+            out: Tensor = fn(
+                q_THC,
+                kv,
+                block_table_RB,
+                context_lens_R,
+                q_len=q_len,
+                window=shape.window,
+                scale=_scale(shape),
+            )
             return out
 
         return attend
 
-    def attend_prefill(self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Attend:
+    def attend_prefill(
+        self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
+    ) -> Attend:
         """Of ragged rows; a context includes the sequence's own."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
-            out: Tensor = fn(q_THC, kv, block_table_RB, query_lens, context_lens, window=shape.window, scale=_scale(shape))
+            out: Tensor = fn(
+                q_THC, kv, block_table_RB, query_lens, context_lens, window=shape.window, scale=_scale(shape)
+            )
             return out
 
         return attend

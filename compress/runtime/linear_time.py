@@ -24,7 +24,9 @@ MAX_COPIES, LAUNCHES, REPLAYS = 32, 32, 15
 _ADDS_RESIDUAL = ("o", "down")
 
 
-def linear_time_us(arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Target) -> float:
+def linear_time_us(
+    arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Target
+) -> float:
     """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens, input quantization included where
     its kernel does it.
 
@@ -34,16 +36,23 @@ def linear_time_us(arch: Arch, layer_idx: int, name: str, scheme: Scheme | None,
     generator = torch.Generator(target.device).manual_seed(0)
     layer, linears = arch.layers[layer_idx], PROJECTIONS[name]
     shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in linears}
-    weights = {f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator) for each, shape in shapes.items()}
+    weights = {
+        f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator)
+        for each, shape in shapes.items()
+    }
     gate = arch.activation if name == "gate_up" else None
     copies = [place(linears, weights, target, activation=gate)]
     cold = COLD_BYTES[target.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
         copies.append(place(linears, weights, target, activation=gate))
-    x_TI = torch.randn(rows, shapes[linears[0]][1], dtype=target.dtype, device=target.device, generator=generator)
+    x_TI = torch.randn(
+        rows, shapes[linears[0]][1], dtype=target.dtype, device=target.device, generator=generator
+    )
     residual_TO = None
     if name in _ADDS_RESIDUAL:
-        residual_TO = torch.randn(rows, shapes[linears[0]][0], dtype=target.dtype, device=target.device, generator=generator)
+        residual_TO = torch.randn(
+            rows, shapes[linears[0]][0], dtype=target.dtype, device=target.device, generator=generator
+        )
     launches = [_launch(each, x_TI, residual_TO) for each in copies] * -(-LAUNCHES // len(copies))
     with torch.inference_mode():
         return (_graph_seconds if target.device.type == "cuda" else _clock_seconds)(launches) * 1e6

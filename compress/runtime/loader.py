@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.coverage import PROJECTIONS, Machine, Phase
-from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
@@ -50,7 +50,9 @@ class Target:
 
     @property
     def machine(self) -> Machine:
-        return Machine.of(self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens)
+        return Machine.of(
+            self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Projection:
 
     parts: tuple[Part, ...]
 
-    def __call__(self, x: Rows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self, x: Rows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
         """[T, O], or [T, O / 2] where it is `gated`; `residual` is added."""
         if len(self.parts) == 1:
             return self.parts[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
@@ -177,7 +181,10 @@ class ModelWeights:
     @property
     def weight_bytes(self) -> int:
         """Bytes one decode step reads: all linears and the head, in the layout of their decode kernels."""
-        return sum(each.weight_bytes for layer in self.layers for each in layer.projections) + self.head.weight_bytes
+        return (
+            sum(each.weight_bytes for layer in self.layers for each in layer.projections)
+            + self.head.weight_bytes
+        )
 
 
 def load_model(source: WeightSource, target: Target) -> ModelWeights:
@@ -187,7 +194,9 @@ def load_model(source: WeightSource, target: Target) -> ModelWeights:
         EnvironmentUnfit: the dtype is none that the runtime computes in, or no kernel supports a linear.
     """
     if target.dtype not in DENSE_SCHEMES:
-        raise EnvironmentUnfit(f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}; {target.dtype} was asked for.")
+        raise EnvironmentUnfit(
+            f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}; {target.dtype} was asked for."
+        )
     outer = source.outer()
     head = {"head.weight": outer["embed.weight" if source.arch.tied_head else "head.weight"]}
     return ModelWeights(
@@ -200,7 +209,9 @@ def load_model(source: WeightSource, target: Target) -> ModelWeights:
     )
 
 
-def place(linears: Sequence[str], weights: Weights, target: Target, *, activation: str | None = None) -> Projection:
+def place(
+    linears: Sequence[str], weights: Weights, target: Target, *, activation: str | None = None
+) -> Projection:
     """Fuse linears over the same input, choose kernels, repack. `activation` is applied where one part holds both and its kernel can."""
 
     def scheme_of(linear: str) -> str | None:
@@ -212,7 +223,9 @@ def place(linears: Sequence[str], weights: Weights, target: Target, *, activatio
     return Projection(tuple(_place_part(run, scheme, weights, target, activation) for scheme, run in runs))
 
 
-def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target, activation: str | None) -> Part:
+def _place_part(
+    linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target, activation: str | None
+) -> Part:
     stacked = [weights[f"{linear}.weight"] for linear in linears]
     out_features, in_features = sum(weight.shape[0] for weight in stacked), stacked[0].shape[1]
     packed: dict[Any, Any] = {}
@@ -225,14 +238,18 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
         kernel = select(problem)
         assert kernel.repack is not None, f"linear kernel {kernel.name} has no repack"
         if kernel.repack not in packed:
-            packed[kernel.repack] = kernel.repack(stacked, dtype=target.dtype, device=target.device, gated=problem.activation is not None)
+            packed[kernel.repack] = kernel.repack(
+                stacked, dtype=target.dtype, device=target.device, gated=problem.activation is not None
+            )
         placed[phase] = Placed(kernel, problem, packed[kernel.repack])
     biased = f"{linears[0]}.bias" in weights
     return Part(
         linears,
         placed["decode"],
         placed["prefill"],
-        bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears]) if biased else None,
+        bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears])
+        if biased
+        else None,
         quant=_input_quant(stacked, target),
         quantize=select(target.machine.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
@@ -240,12 +257,21 @@ def _place_part(linears: tuple[str, ...], scheme: str | None, weights: Weights, 
 
 def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) -> ActivationQuant | None:
     """Linears over one input share its static scale; where a checkpoint states several, the largest saturates none of them."""
-    quantized = [weight for weight in stacked if isinstance(weight, QuantizedWeight) and weight.scheme.activation is not None]
+    quantized = [
+        weight
+        for weight in stacked
+        if isinstance(weight, QuantizedWeight) and weight.scheme.activation is not None
+    ]
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    static_scale, scheme = torch.stack(scales).amax().to(target.device) if scales else None, quantized[0].scheme
-    return ActivationQuant(static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None)
+    static_scale, scheme = (
+        torch.stack(scales).amax().to(target.device) if scales else None,
+        quantized[0].scheme,
+    )
+    return ActivationQuant(
+        static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
+    )
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:
@@ -260,7 +286,9 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
         qk_norm=qk_norm,
         ffn_norm=_vector(weights, "ffn_norm.weight", target),
         **{
-            name: place(linears, weights, target, activation=source.arch.activation if name == "gate_up" else None)
+            name: place(
+                linears, weights, target, activation=source.arch.activation if name == "gate_up" else None
+            )
             for name, linears in PROJECTIONS.items()
         },
         kv_scales=_kv_scales(weights),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.coverage import Phase
-from compress.kernels.paged import FP8_STATIC, PagedKV
+from compress.kernels.operands.paged import FP8_STATIC, PagedKV
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner
 from compress.runtime.loader import FEW_ROWS, ModelWeights
@@ -118,7 +118,9 @@ class ModelRunner:
         """
         attend = self._layers.attend_prefill(batch.block_table_RB, batch.query_lens, batch.context_lens)
         x_TD, phase = F.embedding(batch.tokens_T, self.embedding), _prefill_phase(short)
-        x_TD = self._hidden(x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features)
+        x_TD = self._hidden(
+            x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features
+        )
         return self._logits(x_TD[batch.wanted_rows_W], "decode")
 
     def score(self, tokens_BS: Tensor) -> Tensor:
@@ -131,7 +133,9 @@ class ModelRunner:
         """
         (num_sequences, length), device = tokens_BS.shape, self._weights.target.device
         if length > self._max_model_len:
-            raise UsageError(f"sequences of {length} tokens cannot be scored: the model length is {self._max_model_len}.")
+            raise UsageError(
+                f"sequences of {length} tokens cannot be scored: the model length is {self._max_model_len}."
+            )
         short = 0 < length <= self.few_rows
         if short and num_sequences * length > self.few_rows:
             return torch.cat([self.score(each) for each in tokens_BS.split(self.few_rows // length)])
@@ -143,12 +147,19 @@ class ModelRunner:
         pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns)
         attend = self._layers.attend_prefill(table_BN, (length,) * num_sequences, (length,) * num_sequences)
         x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
-        x_TD = self._hidden(x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short))
+        x_TD = self._hidden(
+            x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short)
+        )
         return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """One row for each linear, phase and other op."""
-        rows = [row for idx, layer in enumerate(self._weights.layers) for each in layer.projections for row in each.report(idx)]
+        rows = [
+            row
+            for idx, layer in enumerate(self._weights.layers)
+            for each in layer.projections
+            for row in each.report(idx)
+        ]
         rows += self._weights.head.report(None)
         return rows + self._layers.kernel_report()
 
@@ -173,7 +184,9 @@ class ModelRunner:
 
     def _logits(self, x_TD: Tensor, phase: Phase) -> Tensor:
         head = self._weights.head
-        return head(self._layers.normed(x_TD, self._weights.norm, head, phase), phase, out_dtype=torch.float32)
+        return head(
+            self._layers.normed(x_TD, self._weights.norm, head, phase), phase, out_dtype=torch.float32
+        )
 
 
 class _ScratchPages:
@@ -187,8 +200,12 @@ class _ScratchPages:
     def layer(self, layer_idx: int) -> PagedKV:
         like = self._cache.layer(layer_idx)
         key = like.k.shape[0], like.head_dim
-        made = self._made.get(key) or self._made.setdefault(key, like.empty_like(self._num_blocks, _SCRATCH_BLOCK))
-        return replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
+        made = self._made.get(key) or self._made.setdefault(
+            key, like.empty_like(self._num_blocks, _SCRATCH_BLOCK)
+        )
+        return (
+            replace(made, k_scale=like.k_scale, v_scale=like.v_scale) if like.format == FP8_STATIC else made
+        )
 
 
 def _prefill_phase(short: bool) -> Phase:

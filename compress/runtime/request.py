@@ -29,7 +29,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         rules = (
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature, 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            (
+                "temperature",
+                self.temperature,
+                0.0 <= self.temperature < float("inf"),
+                "0 (greedy) or a positive number",
+            ),
             ("top_k", self.top_k, self.top_k >= 0, "0 (off) or a count"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
             ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0 (off) and below 1"),

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.choose import Draw, Filter, choose, choose_drawn
-from compress.kernels.launch import triton
+from compress.kernels.build.triton import triton
+from compress.kernels.sample.choose import Draw, Filter, choose, choose_drawn
 from compress.runtime.request import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -48,7 +48,9 @@ class SamplingPlan:
         """The plan with the least work that serves all."""
         drawn = [each for each in params if each.temperature > 0]
         filters = any(each.top_k > 0 or each.top_p < 1 for each in drawn)
-        return SamplingPlan(draws=bool(drawn), filters=filters, logprobs=any(each.logprobs for each in params))
+        return SamplingPlan(
+            draws=bool(drawn), filters=filters, logprobs=any(each.logprobs for each in params)
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,12 @@ class SamplingRows:
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(each, name) for each in params], dtype=dtype).to(device)
 
-        temperature_R, top_p_R, min_p_R = (column(name, torch.float32) for name in ("temperature", "top_p", "min_p"))
-        return SamplingRows(temperature_R, column("top_k", torch.int64), top_p_R, min_p_R, column("seed", torch.int64))
+        temperature_R, top_p_R, min_p_R = (
+            column(name, torch.float32) for name in ("temperature", "top_p", "min_p")
+        )
+        return SamplingRows(
+            temperature_R, column("top_k", torch.int64), top_p_R, min_p_R, column("seed", torch.int64)
+        )
 
     def first(self, num_rows: int) -> "SamplingRows":
         """Views of the first rows."""
@@ -78,7 +84,9 @@ class SamplingRows:
 
     def repeated(self, count: int) -> "SamplingRows":
         """Each row `count` times, one after the other. Of one row `flatten` alone is a view of one number, and kernels count places."""
-        return SamplingRows(*(each.unsqueeze(1).expand(-1, count).flatten().contiguous() for each in self._tensors))
+        return SamplingRows(
+            *(each.unsqueeze(1).expand(-1, count).flatten().contiguous() for each in self._tensors)
+        )
 
     def copy_(self, other: "SamplingRows") -> None:
         for mine, theirs in zip(self._tensors, other._tensors, strict=True):
@@ -101,7 +109,9 @@ def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Seque
     """One token a row; `positions` are the absolute positions of the new tokens in their sequences."""
     device = logits_RV.device
     positions_R = torch.tensor(positions, dtype=torch.int64).to(device)
-    return sample_rows(logits_RV.to(torch.float32), SamplingRows.of(params, device), positions_R, SamplingPlan.of(params))
+    return sample_rows(
+        logits_RV.to(torch.float32), SamplingRows.of(params, device), positions_R, SamplingPlan.of(params)
+    )
 
 
 def sample_rows(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan) -> Choice:

@@ -59,9 +59,15 @@ class Generation:
             self.logprobs += logprobs[: len(tokens)]
         return reason
 
-    def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Literal["stop", "length"] | None]:
+    def _until_end(
+        self, tokens: list[int], eos: frozenset[int]
+    ) -> tuple[list[int], Literal["stop", "length"] | None]:
         tokens = tokens[: self.num_left]
-        stops = [] if self.request.params.ignore_eos else [place for place, token in enumerate(tokens) if token in eos]
+        stops = (
+            []
+            if self.request.params.ignore_eos
+            else [place for place, token in enumerate(tokens) if token in eos]
+        )
         if stops:
             return tokens[: stops[0] + 1], "stop"
         return tokens, "length" if len(tokens) == self.num_left else None
@@ -90,7 +96,9 @@ class Step:
 class Scheduler:
     """Queue, running set and the blocks they hold. Running requests stand in order of admission, oldest first."""
 
-    def __init__(self, allocator: BlockAllocator, *, block_size: int, max_batch_size: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, *, block_size: int, max_batch_size: int, max_step_tokens: int
+    ) -> None:
         assert max_step_tokens >= max_batch_size, "every running request must be able to decode in one step"
         self._allocator = allocator
         self._block_size = block_size
@@ -129,8 +137,13 @@ class Scheduler:
         decodes = self._schedule_decodes()
         budget = self._max_step_tokens - len(decodes)
         prefills: list[Scheduled] = []
-        if preemptions == self.num_preemptions:  # what was just taken from a request is not given to a younger one
-            self._admit(budget - sum(each.prefill_end - each.num_computed for each in self._running if not each.decoding))
+        if (
+            preemptions == self.num_preemptions
+        ):  # what was just taken from a request is not given to a younger one
+            self._admit(
+                budget
+                - sum(each.prefill_end - each.num_computed for each in self._running if not each.decoding)
+            )
         for generation in self._running:
             if not generation.decoding and budget > 0:
                 num_tokens = min(generation.prefill_end - generation.num_computed, budget)

@@ -12,8 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
+from compress.context import Context
 from compress.models.arch import Arch
 from compress.plugins import PluginSet
 from compress.recipe import Spec
@@ -137,7 +137,10 @@ class StageSet(PluginSet[Stage]):
         reshape: Callable[[Any, Arch], Arch] = _same,
     ) -> Callable[[RunStage], RunStage]:
         def decorate(run: RunStage) -> RunStage:
-            self.add(kind, Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together, reshape))
+            self.add(
+                kind,
+                Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together, reshape),
+            )
             return run
 
         return decorate

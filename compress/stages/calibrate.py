@@ -1,23 +1,14 @@
 """`calibrate`: a data card and the model's tokenizer become a fixed set of token ids, an artifact of its own."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import Field
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.card import check_at_hand, documents, identity, load_card, pin
-from compress.calibrate.dataset import TokenSet, load_tokenizer, save_token_set, tokenize
-from compress.errors import UsageError
-from compress.models.arch import Arch
-from compress.models.checkpoint import read_config
-from compress.models.family import family_of
+from compress.context import Context
+from compress.data.card import check_at_hand, load_card
+from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity, read_tokens
+from compress.data.tokens import save_token_set
 from compress.recipe import Spec
-from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-
-TOKENS_NAME = "tokens.safetensors"
 
 
 class Calibrate(Spec):
@@ -28,79 +19,40 @@ class Calibrate(Spec):
     seq_len: int = Field(512, ge=8)
 
 
-def read_tokens(
-    source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None, offline: bool
-) -> tuple[TokenSet, dict[str, Any]]:
-    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text with BOS gets it here too.
-
-    Raises:
-        UsageError: too little text, or a tokenizer that is not this model's.
-        StorageError: the text cannot be read, or lies on the hub and `offline` is set.
-    """
-    card = load_card(data)
-    check_at_hand(card, offline=offline)
-    card = pin(card)
-    tokenizer, digest = load_tokenizer(source.path)
-    bos = _prepended_bos(source)
-    facts = {**card.facts, "tokenizer_digest": digest}
-    tokens = tokenize(
-        documents(card),
-        tokenizer,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        seed=seed,
-        bos=bos,
-        packing=card.spec.packing,
-        separator=card.spec.separator,
-        facts=facts,
-    )
-    _check_ids(tokens, source)
-    return tokens, tokens.source
-
-
-def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
-    """Raises UsageError when the tokenizer gives ids that the embedding does not have."""
-    config = read_config(source.path)
-    vocab_size, largest = family_of(config).read_config(config).vocab_size, int(tokens.tokens_NS.max())
-    if largest >= vocab_size:
-        raise UsageError(
-            f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} embeddings: they do not belong together."
-        )
-
-
-def _prepended_bos(source: ModelSource) -> int | None:
-    """The id that the tokenizer puts before every text, found by asking it; None if it puts none."""
-    tokenizer, _ = load_tokenizer(source.path)
-    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
-    if with_special == without or not with_special or with_special[0] != read_config(source.path).get("bos_token_id"):
-        return None
-    return with_special[0]
-
-
-def fits(seq_len: int, what: str, arch: Arch) -> None:
-    """Raises UsageError when a sequence is longer than the model's positions."""
-    if seq_len > arch.max_position:
-        raise UsageError(f"{what} is {seq_len} tokens and the model has {arch.max_position} positions. Give a smaller number.")
-
-
 def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:
-    fits(spec.seq_len, "calibrate: seq_len", facts.arch)
+    check_seq_len(spec.seq_len, "calibrate: seq_len", facts.arch)
     check_at_hand(load_card(spec.data))
     token_bytes = 4 * spec.num_samples * spec.seq_len
-    return Estimate(peak_bytes=token_bytes, disk_bytes=token_bytes, flops=0.0, notes=(f"{spec.num_samples} x {spec.seq_len} tokens",))
+    return Estimate(
+        peak_bytes=token_bytes,
+        disk_bytes=token_bytes,
+        flops=0.0,
+        notes=(f"{spec.num_samples} x {spec.seq_len} tokens",),
+    )
 
 
-def data_identity(spec: Any, device: str) -> Mapping[str, str]:
-    """The text that a spec's `data` stands for, as a cache key part."""
-    return {"data": identity(load_card(spec.data))}
-
-
-@STAGES.stage("calibrate", version=1, takes=(Port.SOURCE,), gives=Port.CALIB, spec=Calibrate, estimate=_estimate, depends=data_identity)
+@STAGES.stage(
+    "calibrate",
+    version=1,
+    takes=(Port.SOURCE,),
+    gives=Port.CALIB,
+    spec=Calibrate,
+    estimate=_estimate,
+    depends=data_identity,
+)
 def calibrate(spec: Calibrate, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     ctx.boundary(0, 1, f"reading {spec.data}")
     tokens, facts = read_tokens(
-        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=ctx.seed, offline=ctx.offline
+        inputs.source,
+        spec.data,
+        num_samples=spec.num_samples,
+        seq_len=spec.seq_len,
+        seed=ctx.seed,
+        offline=ctx.offline,
     )
     save_token_set(tokens, out.path / TOKENS_NAME)
-    out.describe(role="calibration", facts={**facts, "num_samples": spec.num_samples, "seq_len": spec.seq_len, "data": spec.data})
+    out.describe(
+        role="calibration",
+        facts={**facts, "num_samples": spec.num_samples, "seq_len": spec.seq_len, "data": spec.data},
+    )
     ctx.progress.update(1, 1, f"{spec.num_samples} x {spec.seq_len} tokens")

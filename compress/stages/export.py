@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
+from compress.context import Context
 from compress.errors import UsageError
 from compress.export import DRAFT_FOLDER, FORMATS, PROPOSED, check_rules, kv_note, write_format
 from compress.export.speculators import write_speculators
@@ -42,27 +42,42 @@ DRAFT_FORMAT = "compressed-tensors"
 class Export(Spec):
     """The format of the published checkpoint."""
 
-    formats: Annotated[tuple[str, ...], checked_by(_one_known_format)] = Field(("compressed-tensors",), description="one format by name")
+    formats: Annotated[tuple[str, ...], checked_by(_one_known_format)] = Field(
+        ("compressed-tensors",), description="one format by name"
+    )
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
     quantize = facts.specs.get("quantize")
     if quantize is None:
         check_rules(spec.formats[0], facts.arch, None)
-        return Estimate(min(2 * facts.arch.num_params, 5_000_000_000), 2 * facts.arch.num_params, 0.0, notes=("dense weights",))
+        return Estimate(
+            min(2 * facts.arch.num_params, 5_000_000_000),
+            2 * facts.arch.num_params,
+            0.0,
+            notes=("dense weights",),
+        )
     assert isinstance(quantize, Quantize)
     arch, possible, kv_format = facts.arch, quantize.possible_schemes(facts.arch), quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
     size = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
     consumers = [] if possible[-1] is None else FORMATS.get(spec.formats[0]).consumers(arch, possible[-1])
-    notes = tuple(f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers)
+    notes = tuple(
+        f"{each.name}: {'loads' if each.loads else 'does not load'} ({each.note})" for each in consumers
+    )
     notes += () if kv_format is None else (kv_note(kv_format),)
     return Estimate(peak_bytes=min(size, 5_000_000_000), disk_bytes=size, flops=0.0, notes=notes)
 
 
 @STAGES.stage(
-    "export", version=1, takes=((Port.QUANTIZED, Port.DENSE),), uses=(Port.DRAFT,), gives=Port.CHECKPOINT, spec=Export, estimate=_estimate
+    "export",
+    version=1,
+    takes=((Port.QUANTIZED, Port.DENSE),),
+    uses=(Port.DRAFT,),
+    gives=Port.CHECKPOINT,
+    spec=Export,
+    estimate=_estimate,
 )
 def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
@@ -75,8 +90,12 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
     if Port.DRAFT in inputs.ports:
-        facts |= _write_draft(open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER)
-    out.describe(role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts=facts)
+        facts |= _write_draft(
+            open_artifact(inputs[Port.DRAFT].path), store.arch, inputs.source, out.path / DRAFT_FOLDER
+        )
+    out.describe(
+        role="checkpoint", arch=manifest.arch, layers=manifest.layers, scheme=manifest.scheme, facts=facts
+    )
     ctx.progress.update(1, 1, name)
 
 
@@ -90,7 +109,9 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
     scheme, facts = artifact.manifest.scheme, artifact.manifest.facts["draft"]
     if facts["kind"] == "eagle3":
         architectures = family_of({"model_type": target.family}).write_config(target).get("architectures", [])
-        write_speculators(directory, draft_head(artifact), verifier=source.name, architectures=architectures, k=PROPOSED)
+        write_speculators(
+            directory, draft_head(artifact), verifier=source.name, architectures=architectures, k=PROPOSED
+        )
     else:
         store = CanonicalStore(artifact)
         if store.arch.vocab_size != target.vocab_size:

@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import GateFailed, UsageError
-from compress.validate.stats import Array, Estimate, mean_estimate, minimum_detectable_effect, quantile_estimate
+from compress.validate.stats import (
+    Array,
+    Estimate,
+    mean_estimate,
+    minimum_detectable_effect,
+    quantile_estimate,
+)
 
 Logits = Callable[[Tensor], Tensor]  # tokens_BS (int64) -> logits_BSV (any float dtype)
 
@@ -63,7 +69,10 @@ class Accuracy:
     kl_bin_counts: tuple[int, ...]
 
     def metrics(self) -> dict[str, Estimate]:
-        return {name: Estimate.exact(self.kl_max) if name == "kl_max" else getattr(self, name) for name in ACCURACY_METRICS}
+        return {
+            name: Estimate.exact(self.kl_max) if name == "kl_max" else getattr(self, name)
+            for name in ACCURACY_METRICS
+        }
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,11 +89,19 @@ class WindowScores:
 
 
 def measure_accuracy(
-    source: Logits, candidate: Logits, tokens_NS: Tensor, *, num_bytes: int, batch_size: int = 4, confidence: float = 0.95
+    source: Logits,
+    candidate: Logits,
+    tokens_NS: Tensor,
+    *,
+    num_bytes: int,
+    batch_size: int = 4,
+    confidence: float = 0.95,
 ) -> Accuracy:
     """Score both models on the same windows; see `measure_pairs`."""
     models, pairs = (source, candidate), ((0, 1),)
-    return measure_pairs(models, pairs, tokens_NS, num_bytes=num_bytes, batch_size=batch_size, confidence=confidence)[0]
+    return measure_pairs(
+        models, pairs, tokens_NS, num_bytes=num_bytes, batch_size=batch_size, confidence=confidence
+    )[0]
 
 
 def measure_pairs(
@@ -128,7 +145,10 @@ def measure_pairs(
                 for row in range(tokens_BS.shape[0]):
                     found.append(score_window(source_BSV[row], candidate_BSV[row], tokens_BS[row]))
                     _refuse_not_finite(found[-1], window=start + row)
-    return [_summarize(each, window_size=window_size, num_bytes=num_bytes, confidence=confidence) for each in scores]
+    return [
+        _summarize(each, window_size=window_size, num_bytes=num_bytes, confidence=confidence)
+        for each in scores
+    ]
 
 
 def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> WindowScores:
@@ -137,11 +157,16 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
     num_scored = tokens_S.shape[0] - 1
     for start in range(0, num_scored, _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, num_scored)
-        source_TV, candidate_TV = source_SV[start:end].to(torch.float32), candidate_SV[start:end].to(torch.float32)
+        source_TV, candidate_TV = (
+            source_SV[start:end].to(torch.float32),
+            candidate_SV[start:end].to(torch.float32),
+        )
         target_T1 = tokens_S[start + 1 : end + 1, None].to(source_TV.device, torch.int64)
         log_p_TV, log_q_TV = source_TV.log_softmax(dim=-1), candidate_TV.log_softmax(dim=-1)
         same_T = source_TV.argmax(dim=-1) == candidate_TV.argmax(dim=-1)
-        nll_source_T, nll_candidate_T = (-log_TV.gather(1, target_T1)[:, 0] for log_TV in (log_p_TV, log_q_TV))
+        nll_source_T, nll_candidate_T = (
+            -log_TV.gather(1, target_T1)[:, 0] for log_TV in (log_p_TV, log_q_TV)
+        )
         parts.append((nll_source_T, nll_candidate_T, kl_divergence(log_p_TV, log_q_TV), same_T))
     return WindowScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
@@ -167,12 +192,19 @@ def _refuse_not_finite(scores: WindowScores, *, window: int) -> None:
         )
 
 
-def _summarize(scores: list[WindowScores], *, window_size: int, num_bytes: int, confidence: float) -> Accuracy:
-    nll_source_NT, nll_candidate_NT, kl_NT, same_NT = (_stack(scores, name) for name in ("nll_source", "nll_candidate", "kl", "same_top1"))
+def _summarize(
+    scores: list[WindowScores], *, window_size: int, num_bytes: int, confidence: float
+) -> Accuracy:
+    nll_source_NT, nll_candidate_NT, kl_NT, same_NT = (
+        _stack(scores, name) for name in ("nll_source", "nll_candidate", "kl", "same_top1")
+    )
     source_N, candidate_N = _window_means(nll_source_NT), _window_means(nll_candidate_NT)
     num_tokens = kl_NT.size
     bits = num_tokens / num_bytes / math.log(2)
-    nll_source, nll_candidate = mean_estimate(source_N, confidence=confidence), mean_estimate(candidate_N, confidence=confidence)
+    nll_source, nll_candidate = (
+        mean_estimate(source_N, confidence=confidence),
+        mean_estimate(candidate_N, confidence=confidence),
+    )
     top1 = mean_estimate(_window_means(same_NT), confidence=confidence)
     kl_mean = mean_estimate(_window_means(kl_NT), confidence=confidence)
     counts, _ = np.histogram(np.clip(kl_NT, _KL_EDGES[0], _KL_EDGES[-1]), bins=_KL_EDGES)
@@ -187,8 +219,12 @@ def _summarize(scores: list[WindowScores], *, window_size: int, num_bytes: int, 
         ppl_candidate=_exp(nll_candidate),
         ppl_ratio=_exp(mean_estimate(candidate_N - source_N, confidence=confidence)),
         ppl_ratio_mde=math.exp(minimum_detectable_effect(candidate_N - source_N, confidence=confidence)),
-        bits_per_byte_source=Estimate(nll_source.value * bits, nll_source.lower * bits, nll_source.upper * bits),
-        bits_per_byte=Estimate(nll_candidate.value * bits, nll_candidate.lower * bits, nll_candidate.upper * bits),
+        bits_per_byte_source=Estimate(
+            nll_source.value * bits, nll_source.lower * bits, nll_source.upper * bits
+        ),
+        bits_per_byte=Estimate(
+            nll_candidate.value * bits, nll_candidate.lower * bits, nll_candidate.upper * bits
+        ),
         kl_mean=Estimate(kl_mean.value, max(kl_mean.lower, 0.0), kl_mean.upper),
         kl_p50=quantile_estimate(kl_NT, 0.5, confidence=confidence),
         kl_p99=quantile_estimate(kl_NT, 0.99, confidence=confidence),

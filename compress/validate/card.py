@@ -11,7 +11,13 @@ from compress.validate.report import Json, byte_size, label, number, percent
 
 
 def render_markdown_card(
-    report: Json, *, base_model: str, license_id: str, serve_command: str, eval_command: str, language: str | None = None
+    report: Json,
+    *,
+    base_model: str,
+    license_id: str,
+    serve_command: str,
+    eval_command: str,
+    language: str | None = None,
 ) -> str:
     """The card; `license_id` is the base model's, such as `apache-2.0`, and sections whose part the report lacks are left out."""
     relation = "finetune" if "pruning" in report else "quantized"  # the hub has no word for fewer heads
@@ -51,7 +57,11 @@ def _front_matter(front: Json) -> str:
 
 def _quoted(value: str) -> str:
     plain = value.replace("-", "").replace("_", "").replace("/", "").replace(".", "")
-    if plain.isalnum() and value[0].isalpha() and value.lower() not in {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}:
+    if (
+        plain.isalnum()
+        and value[0].isalpha()
+        and value.lower() not in {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
+    ):
         return value
     return "'" + value.replace("'", "''") + "'"
 
@@ -67,7 +77,11 @@ def _pruning(report: Json) -> str:
         return ""
     before, after = report["pruning"]["before"], report["pruning"]["after"]
     words = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "FFN channels", "layers": "layers"}
-    kept = [f"{number(after[name])} of {number(before[name])} {word}" for name, word in words.items() if after[name] != before[name]]
+    kept = [
+        f"{number(after[name])} of {number(before[name])} {word}"
+        for name, word in words.items()
+        if after[name] != before[name]
+    ]
     return f" Pruned to {', '.join(kept)}: {after['params'] / 1e6:,.1f} of {before['params'] / 1e6:,.1f} million parameters."
 
 
@@ -98,8 +112,18 @@ def _recovery(report: Json) -> list[str]:
             number(accuracy["ppl_candidate"]["value"], 5),
             _interval(accuracy["ppl_ratio"], 5, "× "),
         ],
-        ["Bits per byte", number(accuracy["bits_per_byte_source"]["value"], 4), number(accuracy["bits_per_byte"]["value"], 4), ""],
-        ["KL to the source, mean", "0", number(accuracy["kl_mean"]["value"]), _interval(accuracy["kl_mean"], 3)],
+        [
+            "Bits per byte",
+            number(accuracy["bits_per_byte_source"]["value"], 4),
+            number(accuracy["bits_per_byte"]["value"], 4),
+            "",
+        ],
+        [
+            "KL to the source, mean",
+            "0",
+            number(accuracy["kl_mean"]["value"]),
+            _interval(accuracy["kl_mean"], 3),
+        ],
         ["KL to the source, p99", "0", number(accuracy["kl_p99"]["value"]), _interval(accuracy["kl_p99"], 3)],
         ["Same top token", "100 %", percent(accuracy["top1"]["value"], 2), _interval(accuracy["top1"], 4)],
     ]
@@ -121,15 +145,28 @@ def _speculation(report: Json) -> list[str]:
     for speed in speculation["speed"]:
         if (speed["temperature"], speed["batch_size"]) == (first["temperature"], first["batch_size"]):
             found = lengths[speed["proposer"], speed["temperature"]]
-            interval = f"[{number(found['acceptance_length_lower'])}, {number(found['acceptance_length_upper'])}]"
+            interval = (
+                f"[{number(found['acceptance_length_lower'])}, {number(found['acceptance_length_upper'])}]"
+            )
             kept = " ".join(percent(rate, 0) for rate in found["acceptance_rates"])
-            rows.append([speed["proposer"], f"{number(found['acceptance_length'])} {interval}", kept, f"× {number(speed['speedup'])}"])
+            rows.append(
+                [
+                    speed["proposer"],
+                    f"{number(found['acceptance_length'])} {interval}",
+                    kept,
+                    f"× {number(speed['speedup'])}",
+                ]
+            )
     note = (
         f"{speculation['k']} tokens proposed a step, temperature {first['temperature']:g}, batch {first['batch_size']}, prompts from "
         f"{', '.join(speculation['data'])}. {speculation['num_equal']} of {speculation['num_compared']} continuations that must be "
         "those of plain decoding are."
     )
-    return ["## Speculation", _table(["proposer", "tokens a step", "kept, by position", "speed-up"], rows), note]
+    return [
+        "## Speculation",
+        _table(["proposer", "tokens a step", "kept, by position", "speed-up"], rows),
+        note,
+    ]
 
 
 def _latency(report: Json) -> list[str]:
@@ -166,7 +203,9 @@ def _calibration(report: Json) -> list[str]:
     if not calibration:
         return []
     lines = [
-        f"- {label(name)}: {number(value) if isinstance(value, int) else value}" for name, value in calibration.items() if value is not None
+        f"- {label(name)}: {number(value) if isinstance(value, int) else value}"
+        for name, value in calibration.items()
+        if value is not None
     ]
     return ["## Calibration data", "\n".join(lines)]
 

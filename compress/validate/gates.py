@@ -85,17 +85,25 @@ def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tupl
     for name, limit in raw.items():
         stage, _, metric_name = name.rpartition(".")
         if metric_name not in METRICS:
-            raise UsageError(f"gate '{name}': unknown metric '{metric_name}'.{did_you_mean(metric_name, METRICS)}")
+            raise UsageError(
+                f"gate '{name}': unknown metric '{metric_name}'.{did_you_mean(metric_name, METRICS)}"
+            )
         if stage and stage not in stages:
-            raise UsageError(f"gate '{name}': no stage '{stage}' measures anything before this gate.{did_you_mean(stage, stages)}")
+            raise UsageError(
+                f"gate '{name}': no stage '{stage}' measures anything before this gate.{did_you_mean(stage, stages)}"
+            )
         if not METRICS[metric_name].per_device:
             gates.append(Gate(name, _number(name, limit), None))
             continue
         if not isinstance(limit, Mapping):
-            raise UsageError(f"gate '{name}' depends on the device: write which one it is for, such as {name}: {{cuda-sm90: {limit}}}.")
+            raise UsageError(
+                f"gate '{name}' depends on the device: write which one it is for, such as {name}: {{cuda-sm90: {limit}}}."
+            )
         for device, device_limit in limit.items():
             if not _DEVICE_KEY.fullmatch(str(device)):
-                raise UsageError(f"gate '{name}': '{device}' is not a device; write cpu or cuda-sm<compute capability>, such as cuda-sm90.")
+                raise UsageError(
+                    f"gate '{name}': '{device}' is not a device; write cpu or cuda-sm<compute capability>, such as cuda-sm90."
+                )
             gates.append(Gate(name, _number(name, device_limit), str(device)))
     return tuple(gates)
 
@@ -108,12 +116,22 @@ def evaluate(gates: Collection[Gate], metrics: Mapping[str, Estimate], *, device
 def _evaluate(gate: Gate, estimate: Estimate | None, *, device: str) -> GateResult:
     relation = gate.metric.relation
     if gate.device is not None and gate.device != device:
-        return GateResult(gate.name, relation, gate.limit, None, None, None, f"not applicable here: for {gate.device}")
+        return GateResult(
+            gate.name, relation, gate.limit, None, None, None, f"not applicable here: for {gate.device}"
+        )
     if estimate is None:
         return GateResult(gate.name, relation, gate.limit, None, None, False, "not measured")
-    bound, within = (estimate.upper, estimate.upper <= gate.limit) if relation == "<=" else (estimate.lower, estimate.lower >= gate.limit)
+    bound, within = (
+        (estimate.upper, estimate.upper <= gate.limit)
+        if relation == "<="
+        else (estimate.lower, estimate.lower >= gate.limit)
+    )
     point_within = estimate.value <= gate.limit if relation == "<=" else estimate.value >= gate.limit
-    note = "within the limit, but not with confidence: more data may decide it" if point_within and not within else ""
+    note = (
+        "within the limit, but not with confidence: more data may decide it"
+        if point_within and not within
+        else ""
+    )
     return GateResult(gate.name, relation, gate.limit, estimate.value, bound, within, note)
 
 

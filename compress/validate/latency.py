@@ -56,7 +56,10 @@ class LatencyRow:
     def metrics(self) -> dict[str, Estimate]:
         """The numbers that gates may name, each with its interval over repeats where it has one."""
         values = {name: value for name, value in vars(self).items() if name not in _CONDITIONS}
-        return {name: value if isinstance(value, Estimate) else Estimate.exact(float(value)) for name, value in values.items()}
+        return {
+            name: value if isinstance(value, Estimate) else Estimate.exact(float(value))
+            for name, value in values.items()
+        }
 
     def as_json(self) -> dict[str, Any]:
         """A flat row: an interval becomes `<name>_lower` and `<name>_upper` beside `<name>`."""
@@ -88,7 +91,9 @@ def measure_latency(
         CompressError: the engine gave back other requests or other lengths than it was asked for.
     """
     if repeats < 2 or output_tokens < 2:
-        raise UsageError(f"latency needs repeats >= 2 and output_tokens >= 2; here repeats = {repeats}, output_tokens = {output_tokens}.")
+        raise UsageError(
+            f"latency needs repeats >= 2 and output_tokens >= 2; here repeats = {repeats}, output_tokens = {output_tokens}."
+        )
     if engine.has_work:
         raise UsageError("the engine still has requests of its own; latency is measured on an idle engine.")
     generator = torch.Generator().manual_seed(seed)
@@ -112,9 +117,14 @@ def measure_latency(
     return rows
 
 
-def _run_batch(engine: "Engine", prompts: list[list[int]], *, output_tokens: int, seed: int) -> "list[Finished]":
+def _run_batch(
+    engine: "Engine", prompts: list[list[int]], *, output_tokens: int, seed: int
+) -> "list[Finished]":
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, seed=seed, ignore_eos=True)
-    requests = [Request(id=f"latency-{index}", prompt=tuple(prompt), params=params) for index, prompt in enumerate(prompts)]
+    requests = [
+        Request(id=f"latency-{index}", prompt=tuple(prompt), params=params)
+        for index, prompt in enumerate(prompts)
+    ]
     for request in requests:
         engine.add(request)
     finished: list[Finished] = []
@@ -128,13 +138,19 @@ def _run_batch(engine: "Engine", prompts: list[list[int]], *, output_tokens: int
     return finished
 
 
-def _row(rounds: "list[list[Finished]]", *, warmups: int, prompt_tokens: int, step_bytes: int, floor_ms: float) -> LatencyRow:
-    times_ms_RBN = np.array([[done.token_times_s for done in batch] for batch in rounds], dtype=np.float64) * 1e3
+def _row(
+    rounds: "list[list[Finished]]", *, warmups: int, prompt_tokens: int, step_bytes: int, floor_ms: float
+) -> LatencyRow:
+    times_ms_RBN = (
+        np.array([[done.token_times_s for done in batch] for batch in rounds], dtype=np.float64) * 1e3
+    )
     arrival_ms_RB = np.array([[done.arrival_s for done in batch] for batch in rounds], dtype=np.float64) * 1e3
     num_repeats, batch_size, output_tokens = times_ms_RBN.shape
     ttft_ms_RB: Array = times_ms_RBN[:, :, 0] - arrival_ms_RB
     tpot_ms_RB: Array = (times_ms_RBN[:, :, -1] - times_ms_RBN[:, :, 0]) / (output_tokens - 1)
-    itl_ms_p50, itl_ms_p90, itl_ms_p95, itl_ms_p99 = quantiles(np.diff(times_ms_RBN, axis=2), (0.5, 0.9, 0.95, 0.99))
+    itl_ms_p50, itl_ms_p90, itl_ms_p95, itl_ms_p99 = quantiles(
+        np.diff(times_ms_RBN, axis=2), (0.5, 0.9, 0.95, 0.99)
+    )
     whole_ms_R = times_ms_RBN.max(axis=(1, 2)) - arrival_ms_RB.min(axis=1)
     tpot_ms_p50 = quantile_estimate(tpot_ms_RB, 0.5)
     return LatencyRow(

@@ -56,11 +56,20 @@ def kl_plot(accuracy: Row) -> str:
         axes.set_xlim(edges[max(used[0] - 1, 0)], edges[min(used[-1] + 2, len(edges) - 1)])
         axes.set_ylim(0, max(shares) * 1.3)
         axes.grid(axis="y")
-        marks = (("median", accuracy["kl_p50"]["value"]), ("mean", accuracy["kl_mean"]["value"]), ("p99", accuracy["kl_p99"]["value"]))
+        marks = (
+            ("median", accuracy["kl_p50"]["value"]),
+            ("mean", accuracy["kl_mean"]["value"]),
+            ("p99", accuracy["kl_p99"]["value"]),
+        )
         for rank, (name, value) in enumerate((*marks, ("p99.9", accuracy["kl_p999"]["value"]))):
             side = -1 if rank % 2 == 0 else 1
             if value > edges[0]:
-                axes.axvline(value, color=FLOOR if name == "mean" else INK, linewidth=1.1, linestyle="-" if name == "mean" else (0, (3, 3)))
+                axes.axvline(
+                    value,
+                    color=FLOOR if name == "mean" else INK,
+                    linewidth=1.1,
+                    linestyle="-" if name == "mean" else (0, (3, 3)),
+                )
                 axes.annotate(
                     f"{name} {value:.2g}",
                     (value, 0.97 - 0.115 * (rank // 2)),
@@ -78,7 +87,11 @@ def kl_plot(accuracy: Row) -> str:
 
 def latency_plot(latency: Mapping[str, Sequence[Row]]) -> str:
     """Median TPOT a batch size, whiskers to p95, and the candidate's floor."""
-    sides = [(name, latency[name], color) for name, color in (("source", SOURCE), ("candidate", CANDIDATE)) if name in latency]
+    sides = [
+        (name, latency[name], color)
+        for name, color in (("source", SOURCE), ("candidate", CANDIDATE))
+        if name in latency
+    ]
     sizes = [row["batch_size"] for row in latency["candidate"]]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=0.75 + 0.52 * len(sizes))
@@ -90,7 +103,13 @@ def latency_plot(latency: Mapping[str, Sequence[Row]]) -> str:
                 y = sizes.index(row["batch_size"]) + (offset - (len(sides) - 1) / 2) * thickness
                 median, p95, floor = row["tpot_ms_p50"], row["tpot_ms_p95"], row["floor_ms"]
                 axes.barh(y, median, height=thickness * 0.9, color=color, label=name if index == 0 else None)
-                axes.plot([median, p95], [y, y], color=INK, linewidth=1.0, label="to p95" if index == offset == 0 else None)
+                axes.plot(
+                    [median, p95],
+                    [y, y],
+                    color=INK,
+                    linewidth=1.0,
+                    label="to p95" if index == offset == 0 else None,
+                )
                 axes.plot(
                     [floor, floor],
                     [y - thickness * 0.45, y + thickness * 0.45],
@@ -99,7 +118,14 @@ def latency_plot(latency: Mapping[str, Sequence[Row]]) -> str:
                     solid_capstyle="butt",
                     label="floor" if index == offset == 0 else None,
                 )
-                axes.annotate(f"{median:#.3g}".rstrip("."), (p95, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+                axes.annotate(
+                    f"{median:#.3g}".rstrip("."),
+                    (p95, y),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8.5,
+                )
         axes.set_yticks(range(len(sizes)), [f"batch {size}" for size in sizes])
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
@@ -108,7 +134,10 @@ def latency_plot(latency: Mapping[str, Sequence[Row]]) -> str:
         axes.grid(axis="x")
         axes.set_xlabel("time per output token, ms")
         handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda index: ("source", "candidate", "floor", "to p95").index(labels[index]))
+        order = sorted(
+            range(len(labels)),
+            key=lambda index: ("source", "candidate", "floor", "to p95").index(labels[index]),
+        )
         legend = {"loc": "outside upper left", "ncols": 4, "handlelength": 1.4, "columnspacing": 1.6}
         figure.legend([handles[index] for index in order], [labels[index] for index in order], **legend)
         return _svg(figure, salt="latency")
@@ -195,7 +224,9 @@ def size_plot(sizes: Sequence[Row]) -> str:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.grid(axis="x")
         axes.set_xlabel(unit)
-        figure.legend(loc="outside upper left", ncols=6, handlelength=1.0, handleheight=1.0, columnspacing=1.6)
+        figure.legend(
+            loc="outside upper left", ncols=6, handlelength=1.0, handleheight=1.0, columnspacing=1.6
+        )
         return _svg(figure, salt="size")
 
 
@@ -204,14 +235,29 @@ def mixed_plot(mixed: Row) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=2.9)
         lossy = [each for each in mixed["frontier"] if each["kl"] > 0]
-        axes.plot([each["cost"] * 100 for each in lossy], [each["kl"] for each in lossy], color=SOURCE, linewidth=1.4, label="best mixes")
+        axes.plot(
+            [each["cost"] * 100 for each in lossy],
+            [each["kl"] for each in lossy],
+            color=SOURCE,
+            linewidth=1.4,
+            label="best mixes",
+        )
         axes.axvline(mixed["limit"] * 100, color=FLOOR, linewidth=1.1, linestyle=(0, (3, 3)), label="budget")
-        for index, (name, each) in enumerate((name, each) for name, each in mixed["uniform"].items() if each["kl"] > 0):
+        for index, (name, each) in enumerate(
+            (name, each) for name, each in mixed["uniform"].items() if each["kl"] > 0
+        ):
             at = (each["cost"] * 100, each["kl"])
             axes.plot(*at, "o", color=INK, markersize=4.5, label="one scheme for all" if index == 0 else None)
             axes.annotate(name, at, xytext=(6, 3), textcoords="offset points", fontsize=8.5)
         if mixed["chosen"]["kl"] > 0:
-            axes.plot(mixed["chosen"]["cost"] * 100, mixed["chosen"]["kl"], "D", color=CANDIDATE, markersize=7, label="chosen")
+            axes.plot(
+                mixed["chosen"]["cost"] * 100,
+                mixed["chosen"]["kl"],
+                "D",
+                color=CANDIDATE,
+                markersize=7,
+                label="chosen",
+            )
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.1, y=0.12)
@@ -238,7 +284,13 @@ def _by_kind(layers: Sequence[Row]) -> list[tuple[str, list[tuple[int, float, fl
     for row in layers:
         groups[str(row["linear"]).rpartition(".")[2]][int(row["layer"])].append(row)
     return [
-        (kind, [(layer, _mean(rows, "error_before"), _mean(rows, "error_after")) for layer, rows in sorted(by_layer.items())])
+        (
+            kind,
+            [
+                (layer, _mean(rows, "error_before"), _mean(rows, "error_after"))
+                for layer, rows in sorted(by_layer.items())
+            ],
+        )
         for kind, by_layer in groups.items()
     ]
 
@@ -250,7 +302,9 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 def _svg(figure: Figure, *, salt: str) -> str:
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
-        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        FigureCanvasSVG(figure).print_svg(
+            stream, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)

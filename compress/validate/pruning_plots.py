@@ -21,7 +21,9 @@ def pruning_plots(pruning: Row) -> dict[str, str]:
     plots = {}
     if grid := _heads(pruning):
         plots["pruned_heads"] = heads_plot(*grid)
-    if channels := [row for row in rows_of_source(pruning, round_idx=0) if "shares" in row and row["linear"] == "ffn.down"]:
+    if channels := [
+        row for row in rows_of_source(pruning, round_idx=0) if "shares" in row and row["linear"] == "ffn.down"
+    ]:
         plots["pruned_channels"] = channels_plot(channels)
     if (first := next((each for each in pruning["rounds"] if each["influence"]), None)) is not None:
         plots["pruned_depth"] = depth_plot(first["influence"], first["layers_kept"])
@@ -55,8 +57,13 @@ def _heads(pruning: Row) -> tuple[list[list[float]], list[list[bool]], str] | No
     if not scores:
         return None
     num_units = max(map(len, scores.values()))
-    shares = [[score / (max(scores[idx]) or 1.0) for score in scores[idx]] if idx in scores else [0.0] * num_units for idx in _all(pruning)]
-    kept = [[idx in layers and each in units.get(idx, ()) for each in range(num_units)] for idx in _all(pruning)]
+    shares = [
+        [score / (max(scores[idx]) or 1.0) for score in scores[idx]] if idx in scores else [0.0] * num_units
+        for idx in _all(pruning)
+    ]
+    kept = [
+        [idx in layers and each in units.get(idx, ()) for each in range(num_units)] for idx in _all(pruning)
+    ]
     return shares, kept, unit
 
 
@@ -69,14 +76,30 @@ def heads_plot(shares: Sequence[Sequence[float]], kept: Sequence[Sequence[bool]]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=0.9 + min(3.6, 0.26 * len(shares[0])))
         colors = LinearSegmentedColormap.from_list("share", [FAINT, CANDIDATE])
-        axes.pcolormesh([list(each) for each in zip(*shares, strict=True)], cmap=colors, vmin=0, vmax=1, edgecolors="white", linewidth=1.2)
-        gone = [(layer + 0.5, idx + 0.5) for layer, column in enumerate(kept) for idx, stays in enumerate(column) if not stays]
-        axes.plot([x for x, _ in gone], [y for _, y in gone], "x", color=INK, markersize=7, markeredgewidth=1.3)
+        axes.pcolormesh(
+            [list(each) for each in zip(*shares, strict=True)],
+            cmap=colors,
+            vmin=0,
+            vmax=1,
+            edgecolors="white",
+            linewidth=1.2,
+        )
+        gone = [
+            (layer + 0.5, idx + 0.5)
+            for layer, column in enumerate(kept)
+            for idx, stays in enumerate(column)
+            if not stays
+        ]
+        axes.plot(
+            [x for x, _ in gone], [y for _, y in gone], "x", color=INK, markersize=7, markeredgewidth=1.3
+        )
         axes.set_xlabel("layer")
         axes.set_ylabel("KV group" if unit == "kv_group" else "query head")
         for axis, size in ((axes.xaxis, len(shares)), (axes.yaxis, len(shares[0]))):
             step = -(-size // 16)
-            axis.set_ticks([each + 0.5 for each in range(0, size, step)], [str(each) for each in range(0, size, step)])
+            axis.set_ticks(
+                [each + 0.5 for each in range(0, size, step)], [str(each) for each in range(0, size, step)]
+            )
         axes.tick_params(length=0)
         return _svg(figure, salt="pruned_heads")
 
@@ -104,7 +127,12 @@ def channels_plot(rows: Sequence[Row]) -> str:
 def depth_plot(influence: Sequence[float], kept: Sequence[int]) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=2.0)
-        axes.bar(range(len(influence)), influence, width=0.8, color=[CANDIDATE if idx in kept else SOURCE for idx in range(len(influence))])
+        axes.bar(
+            range(len(influence)),
+            influence,
+            width=0.8,
+            color=[CANDIDATE if idx in kept else SOURCE for idx in range(len(influence))],
+        )
         axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         axes.grid(axis="y")
         axes.set_xlabel("layer")
@@ -118,22 +146,42 @@ def target_plot(target: Mapping[str, Any]) -> str:
         figure, axes = _figure(height=2.9)
         lossy = [each for each in target["frontier"] if each["kl"] > 0]
         axes.plot(
-            [each["cost"] * 100 for each in lossy], [each["kl"] for each in lossy], color=SOURCE, linewidth=1.4, label="best combinations"
+            [each["cost"] * 100 for each in lossy],
+            [each["kl"] for each in lossy],
+            color=SOURCE,
+            linewidth=1.4,
+            label="best combinations",
         )
         for (axis, named), marker in zip(_AXES.items(), "osv", strict=True):
             points = [each for each in target["measured"] if each["axis"] == axis and each["kl"] > 0]
             if points:
                 axes.plot(
-                    [each["cost"] * 100 for each in points], [each["kl"] for each in points], marker, color=INK, markersize=5, label=named
+                    [each["cost"] * 100 for each in points],
+                    [each["kl"] for each in points],
+                    marker,
+                    color=INK,
+                    markersize=5,
+                    label=named,
                 )
         axes.axvline(target["limit"] * 100, color=FLOOR, linewidth=1.1, linestyle=(0, (3, 3)), label="target")
         if target["chosen"]["kl"] > 0:
-            axes.plot(target["chosen"]["cost"] * 100, target["chosen"]["kl"], "D", color=CANDIDATE, markersize=7, label="chosen")
+            axes.plot(
+                target["chosen"]["cost"] * 100,
+                target["chosen"]["kl"],
+                "D",
+                color=CANDIDATE,
+                markersize=7,
+                label="chosen",
+            )
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.06, y=0.12)
         axes.grid()
-        axes.set_xlabel("time of a decode step, % of the source" if target["cost"] == "time" else "parameters, % of the source")
+        axes.set_xlabel(
+            "time of a decode step, % of the source"
+            if target["cost"] == "time"
+            else "parameters, % of the source"
+        )
         axes.set_ylabel("KL, nats a token")
         figure.legend(loc="outside upper left", ncols=6, handlelength=1.2, columnspacing=1.3)
         return _svg(figure, salt="pruned_target")

@@ -15,15 +15,35 @@ def recovery_plot(distillation: Mapping[str, Any]) -> str:
     tokens = [row["tokens"] for row in looks]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=2.7)
-        axes.plot(tokens, [row["kl"] for row in looks], color=CANDIDATE, linewidth=1.6, marker="o", markersize=3, label="KL to the teacher")
+        axes.plot(
+            tokens,
+            [row["kl"] for row in looks],
+            color=CANDIDATE,
+            linewidth=1.6,
+            marker="o",
+            markersize=3,
+            label="KL to the teacher",
+        )
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
         axes.set_xlabel("tokens of training")
         axes.set_ylabel("held-out KL, nats")
         axes.grid(axis="y")
         bits = axes.twinx()
-        bits.plot(tokens, [row["bits_per_byte"] for row in looks], color=SOURCE, linewidth=1.6, label="bits per byte")
-        bits.axhline(distillation["teacher"]["bits_per_byte"], color=FLOOR, linewidth=1.1, linestyle=(0, (3, 3)), label="the teacher's")
+        bits.plot(
+            tokens,
+            [row["bits_per_byte"] for row in looks],
+            color=SOURCE,
+            linewidth=1.6,
+            label="bits per byte",
+        )
+        bits.axhline(
+            distillation["teacher"]["bits_per_byte"],
+            color=FLOOR,
+            linewidth=1.1,
+            linestyle=(0, (3, 3)),
+            label="the teacher's",
+        )
         bits.set_ylabel("bits per byte")
         bits.spines["right"].set_visible(True)
         figure.legend(loc="outside upper left", ncols=3, handlelength=1.6)

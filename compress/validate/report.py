@@ -70,7 +70,10 @@ def build_report(
         kv_cache: `format`, and where scales were calibrated `layers`, rows {layer, cache, amax, scale, saturated_frac, flushed_frac,
             worst_head, error, error_token_head}, and a `warning` or None.
     """
-    latency = {"source": [row.as_json() for row in latency_source], "candidate": [row.as_json() for row in latency_candidate]}
+    latency = {
+        "source": [row.as_json() for row in latency_source],
+        "candidate": [row.as_json() for row in latency_candidate],
+    }
     parts: Json = {
         "warnings": _warnings(kv_cache, speculation),
         "recipe": recipe,
@@ -92,7 +95,9 @@ def build_report(
         "calibration": calibration,
         "environment": environment,
     }
-    document = {"schema": SCHEMA, "title": title, "verdict": verdict(gates)} | {name: part for name, part in parts.items() if part}
+    document = {"schema": SCHEMA, "title": title, "verdict": verdict(gates)} | {
+        name: part for name, part in parts.items() if part
+    }
     return json.loads(json.dumps(document, allow_nan=False))
 
 
@@ -100,7 +105,9 @@ def _warnings(kv_cache: Mapping[str, Any] | None, speculation: Mapping[str, Any]
     warnings = [kv_cache["warning"]] if kv_cache is not None and kv_cache.get("warning") else []
     if speculation is not None and speculation["num_equal"] < speculation["num_compared"]:
         differ = speculation["num_compared"] - speculation["num_equal"]
-        warnings.append(f"Speculation changed {differ} of {speculation['num_compared']} continuations that it must not change.")
+        warnings.append(
+            f"Speculation changed {differ} of {speculation['num_compared']} continuations that it must not change."
+        )
     return warnings
 
 
@@ -109,7 +116,12 @@ def verdict(gates: Sequence[GateResult]) -> Json:
     decided = [gate for gate in gates if gate.passed is not None]
     reasons = [_reason(gate) for gate in decided if not gate.passed]
     passed = None if not decided else not reasons
-    return {"passed": passed, "reasons": reasons, "num_decided": len(decided), "num_not_applicable": len(gates) - len(decided)}
+    return {
+        "passed": passed,
+        "reasons": reasons,
+        "num_decided": len(decided),
+        "num_not_applicable": len(gates) - len(decided),
+    }
 
 
 def render_html(report: Json) -> str:
@@ -121,7 +133,13 @@ def render_html(report: Json) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"num": number, "bytes": byte_size, "pct": percent, "label": label, "plain": "{:g}".format}
+    environment.filters |= {
+        "num": number,
+        "bytes": byte_size,
+        "pct": percent,
+        "label": label,
+        "plain": "{:g}".format,
+    }
     return environment.get_template("report.html.j2").render(
         report=report,
         plots=_plots(report),
@@ -232,7 +250,9 @@ def _worst_layers(report: Json) -> list[Json]:
 
 def _worst_caches(report: Json) -> list[Json]:
     """The keys or values of layers that a calibrated scale holds least."""
-    return sorted(report.get("kv_cache", {}).get("layers", []), key=lambda row: -float(row["error"]))[:_WORST_LAYERS]
+    return sorted(report.get("kv_cache", {}).get("layers", []), key=lambda row: -float(row["error"]))[
+        :_WORST_LAYERS
+    ]
 
 
 def _kernels(report: Json) -> list[Json]:

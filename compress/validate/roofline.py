@@ -19,7 +19,10 @@ from typing import Any, Literal
 
 import torch
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}  # an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3
+READ_BYTES = {
+    "cuda": 4 << 30,
+    "cpu": 1 << 30,
+}  # an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3
 _READ_COLUMNS = 1024  # of the plain reads torch offers (sum, amax, dot, mv) the fastest on an H200: 4.45 TB/s over 4 GiB, 4.02 over 1 GiB
 
 
@@ -71,7 +74,9 @@ def measure_bandwidth(device: torch.device, *, size_bytes: int | None = None, re
     return matrix.numel() * 4 / _median_seconds(lambda: torch.mv(matrix, vector), device, repeats=repeats)
 
 
-def measure_matmul_rate(device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 9) -> float:
+def measure_matmul_rate(
+    device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 9
+) -> float:
     """FLOPs per second of a square matrix product of `size` (default: 8192 on CUDA, 1024 elsewhere), median of `repeats`."""
     side = size or (8192 if device.type == "cuda" else 1024)
     # Random values: a product of constants draws less power and runs at a higher clock than real ones do.
@@ -100,14 +105,20 @@ def roofline(
         (
             "prefill",
             work.weight_bytes + batch_size * prompt_tokens * work.kv_bytes_per_token,
-            batch_size * (prompt_tokens * work.flops_per_token + work.head_flops + pairs * work.attention_flops_per_pair),
+            batch_size
+            * (
+                prompt_tokens * work.flops_per_token + work.head_flops + pairs * work.attention_flops_per_pair
+            ),
             ttft_ms,
             ttft_ms / (ttft_ms + decode_total_ms),
         ),
         (
             "decode",
             work.weight_bytes + kv_bytes,
-            int(batch_size * (work.flops_per_token + work.head_flops + context * work.attention_flops_per_pair)),
+            int(
+                batch_size
+                * (work.flops_per_token + work.head_flops + context * work.attention_flops_per_pair)
+            ),
             tpot_ms,
             decode_total_ms / (ttft_ms + decode_total_ms),
         ),
@@ -228,13 +239,20 @@ def _nvidia_smi(uuid: str) -> dict[str, Any]:
         "clock_sm_max_mhz": "clocks.max.sm",
         "clock_memory_mhz": "clocks.mem",
     }
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits", f"--id={uuid}"]
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(fields.values())}",
+        "--format=csv,noheader,nounits",
+        f"--id={uuid}",
+    ]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     values = [value.strip() for value in answer.split(",")]
-    return {name: int(value) if value.isdigit() else value for name, value in zip(fields, values, strict=True)}
+    return {
+        name: int(value) if value.isdigit() else value for name, value in zip(fields, values, strict=True)
+    }
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:

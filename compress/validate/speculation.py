@@ -53,14 +53,22 @@ class Conditions:
 
     def __post_init__(self) -> None:
         if self.output_tokens <= self.k + 1:
-            raise UsageError(f"no step of {self.output_tokens} output tokens has room for {self.k} proposals behind the first token.")
+            raise UsageError(
+                f"no step of {self.output_tokens} output tokens has room for {self.k} proposals behind the first token."
+            )
         if min(map(len, self.prompts.values()), default=0) < 2:
-            raise UsageError("acceptance needs at least two prompts of each category: its uncertainty is over prompts.")
+            raise UsageError(
+                "acceptance needs at least two prompts of each category: its uncertainty is over prompts."
+            )
 
     @property
     def mixed(self) -> list[tuple[str, Prompt]]:
         """The categories' prompts in turn."""
-        placed = [(place / len(each), category, prompt) for category, each in self.prompts.items() for place, prompt in enumerate(each)]
+        placed = [
+            (place / len(each), category, prompt)
+            for category, each in self.prompts.items()
+            for place, prompt in enumerate(each)
+        ]
         return [(category, prompt) for _, category, prompt in sorted(placed, key=lambda item: item[0])]
 
     def requests(self, temperature: float, batch_size: int) -> list[Request]:
@@ -68,11 +76,15 @@ class Conditions:
         prompts = [prompt for _, prompt in self.mixed]
         num = max(batch_size, len(prompts) if batch_size == max(self.batch_sizes) else FEWEST)
         params = SamplingParams(self.output_tokens, temperature=temperature, ignore_eos=True)
-        return [Request(str(idx), prompts[idx % len(prompts)], replace(params, seed=idx)) for idx in range(num)]
+        return [
+            Request(str(idx), prompts[idx % len(prompts)], replace(params, seed=idx)) for idx in range(num)
+        ]
 
     @property
     def settings(self) -> list[tuple[float, int]]:
-        return [(temperature, batch_size) for temperature in self.temperatures for batch_size in self.batch_sizes]
+        return [
+            (temperature, batch_size) for temperature in self.temperatures for batch_size in self.batch_sizes
+        ]
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,10 @@ class SpeculationEvidence:
 
     def as_json(self) -> dict[str, Any]:
         equal, compared = self.equality
-        rows = {"acceptance": [_flat(asdict(row)) for row in self.acceptance], "speed": [_flat(asdict(row)) for row in self.speed]}
+        rows = {
+            "acceptance": [_flat(asdict(row)) for row in self.acceptance],
+            "speed": [_flat(asdict(row)) for row in self.speed],
+        }
         return {**rows, "num_equal": equal, "num_compared": compared}
 
 
@@ -162,7 +177,15 @@ def _of_proposer(
         acceptance += rows
         same_tokens = temperature == 0 or conditions.rule == "coupled"
         for batch_size, finished in runs.items():
-            row = speed_row(name, temperature, batch_size, finished, plain[temperature, batch_size], costs[batch_size], conditions.k)
+            row = speed_row(
+                name,
+                temperature,
+                batch_size,
+                finished,
+                plain[temperature, batch_size],
+                costs[batch_size],
+                conditions.k,
+            )
             row = row if same_tokens else replace(row, num_equal=None)
             speed.append(row if isinstance(options, NGram) else predicted(row, rows[0].acceptance_rates))
     return SpeculationEvidence(tuple(acceptance), tuple(speed))
@@ -215,7 +238,11 @@ def tpot_ms(finished: Sequence[Finished]) -> float:
 
 
 def acceptance_rows(
-    name: str, temperature: float, finished: Sequence[Finished], plain: Sequence[Finished], conditions: Conditions
+    name: str,
+    temperature: float,
+    finished: Sequence[Finished],
+    plain: Sequence[Finished],
+    conditions: Conditions,
 ) -> list[AcceptanceRow]:
     """All prompts first; then each category, if there are several. A prompt counts once, however often it came."""
     categories, k = [category for category, _ in conditions.mixed], conditions.k
@@ -225,7 +252,9 @@ def acceptance_rows(
         sizes = [step_sizes(finished[idx], k) for idx in chosen]
         num_steps = sum(map(len, sizes))
         kept = [sum(size > place for each in sizes for size in each) for place in range(1, k + 1)]
-        tokens_N, steps_N = (np.array([count(each) for each in sizes], dtype=np.float64) for count in (sum, len))
+        tokens_N, steps_N = (
+            np.array([count(each) for each in sizes], dtype=np.float64) for count in (sum, len)
+        )
         length = ratio_estimate(tokens_N, steps_N)
         rows.append(
             AcceptanceRow(

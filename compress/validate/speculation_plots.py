@@ -36,13 +36,17 @@ def speculation_plot(acceptance: Sequence[Row], speed: Sequence[Row]) -> str:
 
 def _acceptance(axes: Axes, rows: Sequence[Row], first: str) -> None:
     own = [row for row in rows if row["proposer"] == first]
-    shown = (own[1:] or own) + [row for row in rows if row["proposer"] != first and row["category"] == rows[0]["category"]]
+    shown = (own[1:] or own) + [
+        row for row in rows if row["proposer"] != first and row["category"] == rows[0]["category"]
+    ]
     for row, color in zip(shown, _SHADES * len(shown), strict=False):
         beside = row["proposer"] != first
         rates = [rate * 100 for rate in row["acceptance_rates"]]
         style: dict[str, Any] = {"color": SOURCE, "linestyle": (0, (3, 2))} if beside else {"color": color}
         label = row["proposer"] if beside else f"{first}, {row['category']}"
-        axes.plot(range(1, len(rates) + 1), rates, marker="o", markersize=4, linewidth=1.6, label=label, **style)
+        axes.plot(
+            range(1, len(rates) + 1), rates, marker="o", markersize=4, linewidth=1.6, label=label, **style
+        )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 100)
     axes.grid(axis="y")
@@ -57,10 +61,31 @@ def _speed(axes: Axes, rows: Sequence[Row], first: str) -> None:
         own = sorted((row for row in rows if row["proposer"] == name), key=lambda row: int(row["batch_size"]))
         places = [sizes.index(row["batch_size"]) for row in own]
         color = CANDIDATE if name == first else SOURCE
-        axes.plot(places, [row["speedup"] for row in own], marker="o", markersize=4, linewidth=1.6, color=color, label=name)
-        axes.vlines(places, [row["speedup_lower"] for row in own], [row["speedup_upper"] for row in own], color=color, linewidth=1.1)
+        axes.plot(
+            places,
+            [row["speedup"] for row in own],
+            marker="o",
+            markersize=4,
+            linewidth=1.6,
+            color=color,
+            label=name,
+        )
+        axes.vlines(
+            places,
+            [row["speedup_lower"] for row in own],
+            [row["speedup_upper"] for row in own],
+            color=color,
+            linewidth=1.1,
+        )
         if all(row["predicted_speedup"] is not None for row in own):
-            axes.plot(places, [row["predicted_speedup"] for row in own], "x", color=INK, markersize=6, label="predicted")
+            axes.plot(
+                places,
+                [row["predicted_speedup"] for row in own],
+                "x",
+                color=INK,
+                markersize=6,
+                label="predicted",
+            )
     axes.axhline(1.0, color=FLOOR, linewidth=1.1, label="plain decoding")
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
@@ -77,7 +102,15 @@ def draft_plot(curve: Sequence[Row]) -> str:
     tokens = [row["tokens"] for row in looks]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure(height=2.5)
-        axes.plot(tokens, [row["kl"] for row in looks], color=SOURCE, linewidth=1.6, marker="o", markersize=3, label="KL to the target")
+        axes.plot(
+            tokens,
+            [row["kl"] for row in looks],
+            color=SOURCE,
+            linewidth=1.6,
+            marker="o",
+            markersize=3,
+            label="KL to the target",
+        )
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tokens(value)))
@@ -87,7 +120,15 @@ def draft_plot(curve: Sequence[Row]) -> str:
         if all("acceptance_length" in row for row in looks):
             lengths = axes.twinx()
             values = [row["acceptance_length"] for row in looks]
-            lengths.plot(tokens, values, color=CANDIDATE, linewidth=1.6, marker="o", markersize=3, label="expected acceptance length")
+            lengths.plot(
+                tokens,
+                values,
+                color=CANDIDATE,
+                linewidth=1.6,
+                marker="o",
+                markersize=3,
+                label="expected acceptance length",
+            )
             lengths.set_ylabel("tokens a step")
             lengths.spines["right"].set_visible(True)
         figure.legend(loc="outside upper left", ncols=2, handlelength=1.6)

@@ -57,9 +57,15 @@ def quantile_estimate(values_NT: Array, probability: float, *, confidence: float
     ordered = np.sort(values_NT, axis=None)
     value = _quantile(ordered, probability)
     _, clustered = _mean_and_error((values_NT <= value).mean(axis=1))
-    independent = math.sqrt(probability * (1 - probability) / values_NT.size)  # clusters that agree by chance prove no more than this
+    independent = math.sqrt(
+        probability * (1 - probability) / values_NT.size
+    )  # clusters that agree by chance prove no more than this
     margin = _t_quantile((1 + confidence) / 2, values_NT.shape[0]) * max(clustered, independent)
-    return Estimate(value, _quantile(ordered, max(probability - margin, 0.0)), _quantile(ordered, min(probability + margin, 1.0)))
+    return Estimate(
+        value,
+        _quantile(ordered, max(probability - margin, 0.0)),
+        _quantile(ordered, min(probability + margin, 1.0)),
+    )
 
 
 def quantiles(values: Sequence[float] | Array, probabilities: Sequence[float]) -> list[float]:
@@ -71,14 +77,18 @@ def quantiles(values: Sequence[float] | Array, probabilities: Sequence[float]) -
 def minimum_detectable_effect(differences_N: Array, *, confidence: float = 0.95, power: float = 0.8) -> float:
     """The smallest true mean difference that a paired t test over these windows would report with probability `power`."""
     _, error = _mean_and_error(differences_N)
-    return (_t_quantile((1 + confidence) / 2, differences_N.size) + _t_quantile(power, differences_N.size)) * error
+    return (
+        _t_quantile((1 + confidence) / 2, differences_N.size) + _t_quantile(power, differences_N.size)
+    ) * error
 
 
 def _mean_and_error(values_N: Array) -> tuple[float, float]:
     """Mean and its standard error; the sums are exactly rounded, so they do not depend on how the work was split."""
     num = values_N.size
     if num < 2:
-        raise UsageError(f"an uncertainty needs at least two windows (or repeats), and there is {num}. Give more text or shorter windows.")
+        raise UsageError(
+            f"an uncertainty needs at least two windows (or repeats), and there is {num}. Give more text or shorter windows."
+        )
     mean = math.fsum(values_N.tolist()) / num
     variance = math.fsum(((values_N - mean) ** 2).tolist()) / (num - 1)
     return mean, math.sqrt(variance / num)

@@ -12,18 +12,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, Op, select
 from compress.runtime.loader import Phase
-from kernel_bench.case import MIN_LAUNCHES, Bench, Case, bytes_per_position, clone_pages, empty_pages, relative_error
-from kernel_bench.timer import num_copies, walk
+from scripts.kernel_bench.case import (
+    MIN_LAUNCHES,
+    Bench,
+    Case,
+    bytes_per_position,
+    clone_pages,
+    empty_pages,
+    relative_error,
+)
+from scripts.kernel_bench.timer import num_copies, walk
 
 _SAMPLED_QUERIES = 64
 _PREFILL_LAUNCHES = 8
 
 
 def attention_decode_cases(
-    bench: Bench, *, kv_formats: Sequence[str], contexts: Sequence[int], batch_sizes: Sequence[int], block_size: int
+    bench: Bench,
+    *,
+    kv_formats: Sequence[str],
+    contexts: Sequence[int],
+    batch_sizes: Sequence[int],
+    block_size: int,
 ) -> Iterator[Case]:
     layer = bench.arch.layers[0]
     num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -35,7 +48,10 @@ def attention_decode_cases(
                 num_bytes = batch_size * context * bytes_per_position(kv)
                 q_THC = bench.randn(batch_size, num_heads, head_dim)
                 lens_R = torch.full((batch_size,), context, dtype=torch.int64, device=bench.device)
-                rows = [_attend_f64(q_THC[r : r + 1], kv, tables_RB[r], [context - 1], head_dim**-0.5) for r in range(batch_size)]
+                rows = [
+                    _attend_f64(q_THC[r : r + 1], kv, tables_RB[r], [context - 1], head_dim**-0.5)
+                    for r in range(batch_size)
+                ]
                 call = partial(kernel.fn, q_THC, block_table_RB=tables_RB, context_lens_R=lens_R)
                 copies = [kv, *(clone_pages(kv) for _ in range(num_copies(num_bytes, bench.device) - 1))]
                 yield Case(
@@ -48,7 +64,11 @@ def attention_decode_cases(
                     num_bytes=num_bytes,
                     flops=4 * batch_size * context * num_heads * head_dim,
                     launches=walk(
-                        [partial(call, kv=each, q_len=1, window=None, scale=head_dim**-0.5) for each in copies], at_least=MIN_LAUNCHES
+                        [
+                            partial(call, kv=each, q_len=1, window=None, scale=head_dim**-0.5)
+                            for each in copies
+                        ],
+                        at_least=MIN_LAUNCHES,
                     ),
                     error=partial(relative_error, expected=torch.cat(rows)),
                     limit=bench.rounding(context),
@@ -56,7 +76,9 @@ def attention_decode_cases(
                 )
 
 
-def attention_prefill_cases(bench: Bench, *, kv_formats: Sequence[str], lengths: Sequence[int], block_size: int) -> Iterator[Case]:
+def attention_prefill_cases(
+    bench: Bench, *, kv_formats: Sequence[str], lengths: Sequence[int], block_size: int
+) -> Iterator[Case]:
     """One whole sequence. Its reference looks at some of the queries."""
     layer = bench.arch.layers[0]
     num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -77,7 +99,9 @@ def attention_prefill_cases(bench: Bench, *, kv_formats: Sequence[str], lengths:
             kernel = _attention_kernel(bench, "attention_prefill", kv_format)
             kv, tables_RB = _pages(bench, kv_format, 1, length, block_size)
             expected = _attend_f64(q_THC[seen], kv, tables_RB[0], seen, head_dim**-0.5)
-            call = partial(kernel.fn, q_THC, kv, tables_RB, (length,), (length,), window=None, scale=head_dim**-0.5)
+            call = partial(
+                kernel.fn, q_THC, kv, tables_RB, (length,), (length,), window=None, scale=head_dim**-0.5
+            )
             yield Case(
                 tool="compress",
                 scheme=kv_format,
@@ -93,7 +117,10 @@ def attention_prefill_cases(bench: Bench, *, kv_formats: Sequence[str], lengths:
 def _sdpa_case(bench: Bench, q_THC: Tensor, shared: dict[str, Any]) -> Case:
     """torch's own attention over dense keys and values."""
     length, num_kv_heads, head_dim = q_THC.shape[0], bench.arch.layers[0].num_kv_heads, q_THC.shape[2]
-    q, k, v = (each.transpose(0, 1).unsqueeze(0).contiguous() for each in (q_THC, *(bench.randn(length, num_kv_heads, head_dim),) * 2))
+    q, k, v = (
+        each.transpose(0, 1).unsqueeze(0).contiguous()
+        for each in (q_THC, *(bench.randn(length, num_kv_heads, head_dim),) * 2)
+    )
     call = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
     num_bytes = 2 * k.numel() * k.element_size()
     return Case(
@@ -115,11 +142,15 @@ def _attention_kernel(bench: Bench, op: Op, kv_format: str) -> Kernel:
     layer = bench.arch.layers[0]
     phase: Phase = "prefill" if op == "attention_prefill" else "decode"
     return select(
-        bench.target.machine.problem(op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format)
+        bench.target.machine.problem(
+            op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format
+        )
     )
 
 
-def _pages(bench: Bench, kv_format: str, num_requests: int, length: int, block_size: int) -> tuple[PagedKV, Tensor]:
+def _pages(
+    bench: Bench, kv_format: str, num_requests: int, length: int, block_size: int
+) -> tuple[PagedKV, Tensor]:
     """Full pages, the requests' blocks in random order; block 0 belongs to nobody."""
     layer, generator = bench.arch.layers[0], bench.generator()
     blocks_each = -(-length // block_size)
@@ -127,7 +158,12 @@ def _pages(bench: Bench, kv_format: str, num_requests: int, length: int, block_s
     kv = empty_pages(bench, kv_format, num_blocks, block_size)
     order = torch.randperm(num_blocks - 1, generator=generator, device=bench.device) + 1
     for part in torch.split(torch.arange(num_blocks * block_size, device=bench.device), 1 << 16):
-        k, v = (torch.randn(len(part), layer.num_kv_heads, layer.head_dim, generator=generator, device=bench.device) for _ in "kv")
+        k, v = (
+            torch.randn(
+                len(part), layer.num_kv_heads, layer.head_dim, generator=generator, device=bench.device
+            )
+            for _ in "kv"
+        )
         kv.write_(part, k.to(bench.dtype), v.to(bench.dtype))
     return kv, order.view(num_requests, blocks_each)
 
@@ -136,9 +172,20 @@ def _attend_f64(q_PHC: Tensor, kv: PagedKV, blocks_B: Tensor, positions: list[in
     """Queries at `positions` of one sequence, each over all positions up to its own."""
     num_queries, num_heads, head_dim = q_PHC.shape
     k_KLC, v_KLC = kv.gather(blocks_B, max(positions) + 1, torch.float64)
-    q_KGC = q_PHC.to(torch.float64).view(num_queries, k_KLC.shape[0], -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    q_KGC = (
+        q_PHC.to(torch.float64)
+        .view(num_queries, k_KLC.shape[0], -1, head_dim)
+        .permute(1, 2, 0, 3)
+        .flatten(1, 2)
+    )
     scores = (q_KGC @ k_KLC.transpose(1, 2)).view(k_KLC.shape[0], -1, num_queries, k_KLC.shape[1]) * scale
-    later = torch.arange(k_KLC.shape[1], device=scores.device) > torch.tensor(positions, device=scores.device).unsqueeze(1)
+    later = torch.arange(k_KLC.shape[1], device=scores.device) > torch.tensor(
+        positions, device=scores.device
+    ).unsqueeze(1)
     weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
     out = weights.flatten(1, 2) @ v_KLC
-    return out.view(k_KLC.shape[0], -1, num_queries, head_dim).permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+    return (
+        out.view(k_KLC.shape[0], -1, num_queries, head_dim)
+        .permute(2, 0, 1, 3)
+        .reshape(num_queries, num_heads, head_dim)
+    )

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.paged import FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.rows import FP8
+from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.operands.rows import FP8
 from compress.kernels.select import DENSE_SCHEMES
 from compress.models.arch import Arch
 from compress.runtime.loader import Phase, Target
-from kernel_bench.timer import Launch
+from scripts.kernel_bench.timer import Launch
 
 DECODE_ROWS = 128
 MIN_LAUNCHES = 16
@@ -86,7 +86,10 @@ def empty_pages(bench: Bench, kv_format: str, num_blocks: int, block_size: int) 
     """Zeros, in a dense format or FP8 with a scale for each position and head."""
     layer = bench.arch.layers[0]
     shape = (layer.num_kv_heads, num_blocks, block_size, layer.head_dim)
-    k, v = (torch.zeros(shape, dtype=FP8 if kv_format == FP8_TOKEN_HEAD else bench.dtype, device=bench.device) for _ in "kv")
+    k, v = (
+        torch.zeros(shape, dtype=FP8 if kv_format == FP8_TOKEN_HEAD else bench.dtype, device=bench.device)
+        for _ in "kv"
+    )
     if kv_format != FP8_TOKEN_HEAD:
         return PagedKV(k, v)
     return PagedKV(k, v, *(torch.zeros(shape[:3], dtype=torch.float32, device=bench.device) for _ in "kv"))

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.models.decoder import activation
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.loader import PROJECTIONS, Phase, Projection, place
-from kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, relative_error
-from kernel_bench.timer import num_copies, walk
+from scripts.kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, relative_error
+from scripts.kernel_bench.timer import num_copies, walk
 
 LINEARS = (*PROJECTIONS, "head")
 _RESIDUAL = ("o", "down")
@@ -57,8 +57,16 @@ def _linear(bench: Bench, scheme: Scheme | None, name: str) -> Iterator[Case]:
         placed = part.decode if phase == "decode" else part.prefill
         gated = placed.problem.activation
         residual = None if residual_TO is None else residual_TO[:m]
-        call = partial(_project, x=_first(x, m), phase=phase, residual=residual, out_dtype=torch.float32 if name == "head" else None)
-        launches = [partial(call, each) for each in (copies if phase == "decode" else copies[:_PREFILL_COPIES])]
+        call = partial(
+            _project,
+            x=_first(x, m),
+            phase=phase,
+            residual=residual,
+            out_dtype=torch.float32 if name == "head" else None,
+        )
+        launches = [
+            partial(call, each) for each in (copies if phase == "decode" else copies[:_PREFILL_COPIES])
+        ]
         yield Case(
             tool="compress",
             op="linear",
@@ -89,19 +97,39 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
     """Timed, not checked: their numbers are their authors'."""
     weight = random_weight(_stacked_shape(bench, name), None, dtype=bench.dtype, generator=bench.generator())
     assert isinstance(weight, Tensor)
-    dense = [weight, *(weight.clone() for _ in range(num_copies(weight.numel() * weight.element_size(), bench.device) - 1))]
+    dense = [
+        weight,
+        *(
+            weight.clone()
+            for _ in range(num_copies(weight.numel() * weight.element_size(), bench.device) - 1)
+        ),
+    ]
     yield from _torch_cases(
-        bench, name, bench.dense, "cublas" if bench.device.type == "cuda" else "mkl", weight.element_size(), dense, _dense_call
+        bench,
+        name,
+        bench.dense,
+        "cublas" if bench.device.type == "cuda" else "mkl",
+        weight.element_size(),
+        dense,
+        _dense_call,
     )
     sm = bench.target.machine.problem("linear", n=0).sm
     out_features, in_features = weight.shape
     if sm >= _SCALED_MM_SM and not (out_features % 16 or in_features % 16):
         rows = quantize(weight, ActivationQuant())
         scales = rows.scale_T.unsqueeze(0)
-        packed = [(rows.values_TK.clone().t(), scales) for _ in range(num_copies(weight.numel(), bench.device))]
+        packed = [
+            (rows.values_TK.clone().t(), scales) for _ in range(num_copies(weight.numel(), bench.device))
+        ]
         yield from _torch_cases(bench, name, "FP8_DYNAMIC", "_scaled_mm", 1, packed, _scaled_call)
     if sm >= 80 and bench.dtype == torch.bfloat16 and not in_features % 128:
-        codes = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, generator=bench.generator(), device=bench.device)
+        codes = torch.randint(
+            256,
+            (out_features, in_features // 2),
+            dtype=torch.uint8,
+            generator=bench.generator(),
+            device=bench.device,
+        )
         scales_zeros = bench.randn(in_features // 128, out_features, 2)
         int4 = [
             (torch.ops.aten._convert_weight_to_int4pack(codes, 8), scales_zeros.clone())
@@ -111,7 +139,13 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
 
 
 def _torch_cases(
-    bench: Bench, name: str, scheme: str, kernel: str, weight_bytes: float, packed: Sequence[Any], call: Callable[[Bench, int, int], Any]
+    bench: Bench,
+    name: str,
+    scheme: str,
+    kernel: str,
+    weight_bytes: float,
+    packed: Sequence[Any],
+    call: Callable[[Bench, int, int], Any],
 ) -> Iterator[Case]:
     out_features, in_features = _stacked_shape(bench, name)
     for m in _rows(bench, name):
@@ -119,7 +153,9 @@ def _torch_cases(
         if kernel == _INT4 and m > _INT4_ROWS:
             continue
         run = call(bench, m, in_features)
-        launches = [partial(run, each) for each in (packed if phase == "decode" else packed[:_PREFILL_COPIES])]
+        launches = [
+            partial(run, each) for each in (packed if phase == "decode" else packed[:_PREFILL_COPIES])
+        ]
         yield Case(
             tool="torch",
             op="linear",
@@ -127,7 +163,8 @@ def _torch_cases(
             scheme=scheme,
             m=m,
             kernel=kernel,
-            num_bytes=int(out_features * in_features * weight_bytes) + _scale_bytes(scheme, out_features, in_features),
+            num_bytes=int(out_features * in_features * weight_bytes)
+            + _scale_bytes(scheme, out_features, in_features),
             flops=2 * m * out_features * in_features,
             launches=walk(launches, at_least=_least(phase)),
             error=None,
@@ -144,7 +181,9 @@ def _dense_call(bench: Bench, m: int, in_features: int) -> Callable[[Tensor], Te
 def _scaled_call(bench: Bench, m: int, in_features: int) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
     rows = quantize(bench.randn(m, in_features), ActivationQuant())
     scale = rows.scale_T.unsqueeze(1)
-    return lambda packed: torch._scaled_mm(rows.values_TK, packed[0], scale, packed[1], out_dtype=bench.dtype, use_fast_accum=True)
+    return lambda packed: torch._scaled_mm(
+        rows.values_TK, packed[0], scale, packed[1], out_dtype=bench.dtype, use_fast_accum=True
+    )
 
 
 def _int4_call(bench: Bench, m: int, in_features: int) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
@@ -155,30 +194,45 @@ def _int4_call(bench: Bench, m: int, in_features: int) -> Callable[[tuple[Tensor
 def _scale_bytes(scheme: str, out_features: int, in_features: int) -> int:
     """What a scheme stores beside codes of a byte or half of one."""
     known = SCHEMES.get(scheme)
-    return 0 if known is None else known.weight_bytes(out_features, in_features) - out_features * in_features * known.num_bits // 8
+    return (
+        0
+        if known is None
+        else known.weight_bytes(out_features, in_features) - out_features * in_features * known.num_bits // 8
+    )
 
 
 def _stacked_shape(bench: Bench, name: str) -> tuple[int, int]:
     arch, layer = bench.arch, bench.arch.layers[0]
-    shapes = [layer.linear_shape(each, arch.hidden_size) for each in PROJECTIONS.get(name, ())] or [(arch.vocab_size, arch.hidden_size)]
+    shapes = [layer.linear_shape(each, arch.hidden_size) for each in PROJECTIONS.get(name, ())] or [
+        (arch.vocab_size, arch.hidden_size)
+    ]
     return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
-def _project(projection: Projection, *, x: Any, phase: Phase, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _project(
+    projection: Projection, *, x: Any, phase: Phase, residual: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     return projection(x, phase, residual=residual, out_dtype=out_dtype)
 
 
 def _weights(bench: Bench, scheme: Scheme | None, name: str) -> dict[str, Tensor | QuantizedWeight]:
     arch, generator = bench.arch, bench.generator()
-    shapes = {linear: arch.layers[0].linear_shape(linear, arch.hidden_size) for linear in PROJECTIONS.get(name, ())}
+    shapes = {
+        linear: arch.layers[0].linear_shape(linear, arch.hidden_size) for linear in PROJECTIONS.get(name, ())
+    }
     shapes = shapes or {"head": (arch.vocab_size, arch.hidden_size)}
-    return {f"{each}.weight": random_weight(shape, scheme, dtype=bench.dtype, generator=generator) for each, shape in shapes.items()}
+    return {
+        f"{each}.weight": random_weight(shape, scheme, dtype=bench.dtype, generator=generator)
+        for each, shape in shapes.items()
+    }
 
 
 def _stored_bytes(weights: dict[str, Tensor | QuantizedWeight]) -> int:
     """Codes, scales and zero points as the scheme counts them: what must be read, whatever a kernel's layout adds."""
     return sum(
-        each.scheme.weight_bytes(*each.shape) if isinstance(each, QuantizedWeight) else each.numel() * each.element_size()
+        each.scheme.weight_bytes(*each.shape)
+        if isinstance(each, QuantizedWeight)
+        else each.numel() * each.element_size()
         for each in weights.values()
     )
 
@@ -194,7 +248,10 @@ def _first(x: Tensor | QuantizedRows, m: int) -> Tensor | QuantizedRows:
 
 def _product_f64(x: Tensor | QuantizedRows, weights: dict[str, Tensor | QuantizedWeight]) -> Tensor:
     x_f64 = x.dequantize(torch.float64) if isinstance(x, QuantizedRows) else x.to(torch.float64)
-    dense = (each.dequantize(torch.float64) if isinstance(each, QuantizedWeight) else each.to(torch.float64) for each in weights.values())
+    dense = (
+        each.dequantize(torch.float64) if isinstance(each, QuantizedWeight) else each.to(torch.float64)
+        for each in weights.values()
+    )
     return torch.cat([x_f64 @ weight_OI.t() for weight_OI in dense], dim=-1)
 
 

@@ -12,28 +12,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.paged import PagedKV
-from compress.kernels.rows import ActivationQuant, QuantizedRows
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.select import KERNELS, Kernel, Op, select
 from compress.models.rope import cos_sin
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample_rows
-from kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, bytes_per_position, empty_pages, launches_of, relative_error
-from kernel_bench.timer import Launch, walk
+from scripts.kernel_bench.case import (
+    DECODE_ROWS,
+    MIN_LAUNCHES,
+    Bench,
+    Case,
+    bytes_per_position,
+    empty_pages,
+    launches_of,
+    relative_error,
+)
+from scripts.kernel_bench.timer import Launch, walk
 
 
 def row_cases(bench: Bench) -> Iterator[Case]:
     """Row-wise ops, each as it is and with quantized output, beside the reference kernel in plain torch ops."""
     arch, most = bench.arch, max(bench.rows)
     hidden_size, ffn_size = arch.hidden_size, arch.layers[0].intermediate_size
-    x_TD, gate_up_TF, weight = bench.randn(most, hidden_size), bench.randn(most, 2 * ffn_size), bench.randn(hidden_size)
+    x_TD, gate_up_TF, weight = (
+        bench.randn(most, hidden_size),
+        bench.randn(most, 2 * ffn_size),
+        bench.randn(hidden_size),
+    )
     width, dynamic = bench.dtype.itemsize, ActivationQuant()
     fp8 = "FP8_DYNAMIC"
     calls: list[tuple[Op, int, str, Callable[[int], tuple[Any, ...]], int]] = [
-        ("rms_norm", hidden_size, bench.dense, lambda m: (x_TD[:m], weight, arch.norm_eps), 2 * width * hidden_size),
-        ("rms_norm", hidden_size, fp8, lambda m: (x_TD[:m], weight, arch.norm_eps, dynamic), (width + 1) * hidden_size),
+        (
+            "rms_norm",
+            hidden_size,
+            bench.dense,
+            lambda m: (x_TD[:m], weight, arch.norm_eps),
+            2 * width * hidden_size,
+        ),
+        (
+            "rms_norm",
+            hidden_size,
+            fp8,
+            lambda m: (x_TD[:m], weight, arch.norm_eps, dynamic),
+            (width + 1) * hidden_size,
+        ),
         ("act_mul", ffn_size, bench.dense, lambda m: (gate_up_TF[:m], arch.activation), 3 * width * ffn_size),
-        ("act_mul", ffn_size, fp8, lambda m: (gate_up_TF[:m], arch.activation, dynamic), (2 * width + 1) * ffn_size),
+        (
+            "act_mul",
+            ffn_size,
+            fp8,
+            lambda m: (gate_up_TF[:m], arch.activation, dynamic),
+            (2 * width + 1) * ffn_size,
+        ),
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
     ]
     for op, size, scheme, arguments, row_bytes in calls:
@@ -64,19 +95,28 @@ def _beside(kernel: Kernel, reference: Kernel) -> list[tuple[str, Kernel]]:
 
 def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int) -> Iterator[Case]:
     layer = bench.arch.layers[0]
-    num_heads, num_kv_heads, head_dim, most = layer.num_heads, layer.num_kv_heads, layer.head_dim, max(bench.rows)
+    num_heads, num_kv_heads, head_dim, most = (
+        layer.num_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        max(bench.rows),
+    )
     positions_T = torch.arange(most, device=bench.device)
     cos_PC, sin_PC = cos_sin(layer.rope, head_dim, positions_T, bench.dtype)
     qkv_TF = bench.randn(most, (num_heads + 2 * num_kv_heads) * head_dim)
     qk_norm = bench.randn(num_heads + num_kv_heads, head_dim) if bench.arch.qk_norm else None
     for kv_format in kv_formats:
-        problem = bench.target.machine.problem("rope_store", n=head_dim, k=num_heads // num_kv_heads, scheme=kv_format)
+        problem = bench.target.machine.problem(
+            "rope_store", n=head_dim, k=num_heads // num_kv_heads, scheme=kv_format
+        )
         kernel, reference = select(problem), KERNELS["rope_store"].get("reference")
         for m in bench.rows:
             facts: dict[str, Any] = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": bench.arch.norm_eps}
             slots_T = positions_T[:m] + block_size
             expected_kv = empty_pages(bench, kv_format, -(-m // block_size) + 1, block_size)
-            expected_q = reference.fn(qkv_TF[:m], cos_PC, sin_PC, positions_T[:m], slots_T, expected_kv, **facts)
+            expected_q = reference.fn(
+                qkv_TF[:m], cos_PC, sin_PC, positions_T[:m], slots_T, expected_kv, **facts
+            )
             for tool, each in _beside(kernel, reference):
                 kv = empty_pages(bench, kv_format, expected_kv.k.shape[1], block_size)
                 call = partial(each.fn, qkv_TF[:m], cos_PC, sin_PC, positions_T[:m], slots_T, kv, **facts)
@@ -87,7 +127,11 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
                     scheme=kv_format,
                     m=m,
                     kernel=each.name,
-                    num_bytes=m * ((2 * num_heads + 2 * num_kv_heads) * head_dim * bench.dtype.itemsize + bytes_per_position(kv)),
+                    num_bytes=m
+                    * (
+                        (2 * num_heads + 2 * num_kv_heads) * head_dim * bench.dtype.itemsize
+                        + bytes_per_position(kv)
+                    ),
                     flops=0,
                     launches=walk([call], at_least=launches_of(bench, m)),
                     error=partial(_stored_error, kv=kv, expected_q=expected_q, expected_kv=expected_kv),
@@ -99,13 +143,19 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
 
 def sample_cases(bench: Bench, batch_sizes: Sequence[int]) -> Iterator[Case]:
     """The end of a step; `error` is the share of rows with another token than argmax, where that is the law."""
-    params = {"greedy": SamplingParams(1), "drawn": SamplingParams(1, temperature=0.8), "top-p": SamplingParams(1, 0.8, top_p=0.9)}
+    params = {
+        "greedy": SamplingParams(1),
+        "drawn": SamplingParams(1, temperature=0.8),
+        "top-p": SamplingParams(1, 0.8, top_p=0.9),
+    }
     vocab_size = bench.arch.vocab_size
     for m in batch_sizes:
         logits_RV = torch.randn(m, vocab_size, generator=bench.generator(), device=bench.device)
         best_R = logits_RV.argmax(dim=-1)
         positions_R = torch.arange(m, device=bench.device)
-        calls: dict[tuple[str, str, str], Launch] = {("torch", "greedy", "argmax"): partial(torch.argmax, logits_RV, dim=-1)}
+        calls: dict[tuple[str, str, str], Launch] = {
+            ("torch", "greedy", "argmax"): partial(torch.argmax, logits_RV, dim=-1)
+        }
         for name, each in params.items():
             rows, plan = SamplingRows.of([each] * m, bench.device), SamplingPlan.of([each] * m)
             calls["compress", name, "sample_rows"] = partial(_tokens, logits_RV, rows, positions_R, plan)

@@ -52,7 +52,12 @@ def walk(launches: Sequence[Launch], *, at_least: int) -> list[Launch]:
 
 
 def time_launches(
-    launches: Sequence[Launch], device: torch.device, *, replays: int, in_graph: bool = True, sustained: bool = False
+    launches: Sequence[Launch],
+    device: torch.device,
+    *,
+    replays: int,
+    in_graph: bool = True,
+    sustained: bool = False,
 ) -> Timing:
     """Run a walk `replays` times, or for `SUSTAINED_S` if that is longer and `sustained`. Outside a graph, the host must be quicker than
     the device for the device's time to be seen."""
@@ -61,7 +66,9 @@ def time_launches(
     for _ in range(WARM_REPLAYS):
         replay()
     if on_gpu and sustained:
-        replays = max(replays, math.ceil(SUSTAINED_S / statistics.median(_event_seconds(replay, WARM_REPLAYS))))
+        replays = max(
+            replays, math.ceil(SUSTAINED_S / statistics.median(_event_seconds(replay, WARM_REPLAYS)))
+        )
     seconds = _event_seconds(replay, replays) if on_gpu else _clock_seconds(replay, replays)
     each_us = [every * 1e6 / len(launches) for every in seconds]
     deciles = statistics.quantiles(each_us, n=10, method="inclusive") if replays > 1 else each_us * 9

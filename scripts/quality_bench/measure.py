@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_quantize import TOOLS
 
-from compress.artifact.context import Progress, SilentProgress
 from compress.artifact.workspace import Workspace
+from compress.context import Progress, SilentProgress
+from compress.data.model_tokens import TOKENS_NAME, read_tokens
 from compress.export import open_weights
 from compress.pipeline import RunOptions, StepResult, build_steps, resolve_text, run
 from compress.recipe import Recipe, SourceMap, StageEntry
 from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.calibrate import TOKENS_NAME, read_tokens
 from compress.validate.accuracy import measure_accuracy
-from quality_bench.methods import METHODS, MIXED
+from scripts.peer_quantize import TOOLS
+from scripts.quality_bench.methods import METHODS, MIXED
 
 
 class Quiet:
@@ -63,9 +63,20 @@ class Setting:
 
     def recipe(self, method: str, scheme: str, seed: int) -> Recipe:
         stages = [
-            ("calibrate", {"data": self.calibration, "num_samples": self.num_samples, "seq_len": self.seq_len}),
+            (
+                "calibrate",
+                {"data": self.calibration, "num_samples": self.num_samples, "seq_len": self.seq_len},
+            ),
             ("quantize", {"scheme": MIXED.get(scheme, scheme), **METHODS[method]}),
-            ("validate", {"data": self.evaluation, "num_samples": self.eval_samples, "seq_len": self.seq_len, "latency": None}),
+            (
+                "validate",
+                {
+                    "data": self.evaluation,
+                    "num_samples": self.eval_samples,
+                    "seq_len": self.seq_len,
+                    "latency": None,
+                },
+            ),
         ]
         nowhere = SourceMap(file="bench_quality", positions={})
         entries = tuple(StageEntry(kind, idx, raw, nowhere) for idx, (kind, raw) in enumerate(stages))
@@ -84,21 +95,41 @@ def measure(setting: Setting, method: str, scheme: str, seed: int, workspace: Wo
     return _row(setting, "compress", method, scheme, seed, accuracy, quantized.seconds, cpu_seconds)
 
 
-def measure_peer(setting: Setting, name: str, seed: int, workspace: Workspace, python: Path) -> dict[str, Any]:
+def measure_peer(
+    setting: Setting, name: str, seed: int, workspace: Workspace, python: Path
+) -> dict[str, Any]:
     """A row of another tool; its checkpoint is read by this project's import.
 
     Raises:
         RuntimeError: the tool failed; the end of what it said.
     """
     tool, source = TOOLS[name], resolve_text(setting.model)
-    tokens = run_until(setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate").artifact.path / TOKENS_NAME
+    tokens = (
+        run_until(
+            setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate"
+        ).artifact.path
+        / TOKENS_NAME
+    )
     with tempfile.TemporaryDirectory() as directory:
-        question, answer, out = (Path(directory, each) for each in ("question.json", "answer.json", "checkpoint"))
-        question.write_text(json.dumps({"tool": name, "model": str(source.path), "tokens": str(tokens), "out": str(out)}))
-        command = [str(python), str(Path(__file__).parents[1] / "peer_quantize.py"), str(question), str(answer)]
-        done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        question, answer, out = (
+            Path(directory, each) for each in ("question.json", "answer.json", "checkpoint")
+        )
+        question.write_text(
+            json.dumps({"tool": name, "model": str(source.path), "tokens": str(tokens), "out": str(out)})
+        )
+        command = [
+            str(python),
+            str(Path(__file__).parents[1] / "peer_quantize.py"),
+            str(question),
+            str(answer),
+        ]
+        done = subprocess.run(
+            command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True
+        )
         if done.returncode:
-            raise RuntimeError(f"{name} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}")
+            raise RuntimeError(
+                f"{name} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}"
+            )
         said, accuracy = json.loads(answer.read_text()), score(setting, source, out)
     versions = said["versions"]
     label = f"{tool.package} {versions[tool.package]}"
@@ -109,22 +140,45 @@ def measure_peer(setting: Setting, name: str, seed: int, workspace: Workspace, p
 def run_until(setting: Setting, recipe: Recipe, workspace: Workspace, *, until: str) -> StepResult:
     """The last step; those before it come from the workspace if they were run."""
     options = RunOptions(setting.device, until=until)
-    return run(recipe, build_steps(recipe), resolve_text(setting.model), workspace, Quiet(), options).steps[-1]
+    return run(recipe, build_steps(recipe), resolve_text(setting.model), workspace, Quiet(), options).steps[
+        -1
+    ]
 
 
 def score(setting: Setting, source: ModelSource, candidate: Path) -> dict[str, Any]:
     """What the validate stage measures of an artifact of ours, for a checkpoint of anybody."""
     device = torch.device(setting.device)
-    tokens, _ = read_tokens(source, setting.evaluation, num_samples=setting.eval_samples, seq_len=setting.seq_len, seed=None, offline=False)
+    tokens, _ = read_tokens(
+        source,
+        setting.evaluation,
+        num_samples=setting.eval_samples,
+        seq_len=setting.seq_len,
+        seed=None,
+        offline=False,
+    )
     config = EngineConfig(max_batch_size=1, max_model_len=setting.seq_len)
-    before, after = (Engine(open_weights(path), device=device, config=config) for path in (source.path, candidate))
+    before, after = (
+        Engine(open_weights(path), device=device, config=config) for path in (source.path, candidate)
+    )
     with torch.inference_mode():
-        scores = measure_accuracy(before.runner.score, after.runner.score, tokens.tokens_NS.to(device), num_bytes=tokens.num_scored_bytes)
+        scores = measure_accuracy(
+            before.runner.score,
+            after.runner.score,
+            tokens.tokens_NS.to(device),
+            num_bytes=tokens.num_scored_bytes,
+        )
     return scores.as_json()
 
 
 def _row(
-    setting: Setting, tool: str, method: str, scheme: str, seed: int, accuracy: dict[str, Any], seconds: float, cpu_seconds: float
+    setting: Setting,
+    tool: str,
+    method: str,
+    scheme: str,
+    seed: int,
+    accuracy: dict[str, Any],
+    seconds: float,
+    cpu_seconds: float,
 ) -> dict[str, Any]:
     kl = accuracy["kl_mean"]
     return {

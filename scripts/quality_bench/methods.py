@@ -12,13 +12,20 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "gptq+search": {"round": {"kind": "gptq", "scale": "hessian"}},
     "gptq+search+in-turn": {"round": {"kind": "gptq", "scale": "hessian"}, "true_sequential": True},
     "rtn+search+descent": {"round": SEARCH, "refine": {"kind": "descent"}},
-    "gptq+search+codes": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent", "refit": False}},
+    "gptq+search+codes": {
+        "round": {"kind": "gptq", "scale": "hessian"},
+        "refine": {"kind": "descent", "refit": False},
+    },
     "awq-scales": {"smooth": {"kind": "awq"}, "round": MIN_MAX},
     "awq": {"smooth": {"kind": "awq"}, "round": SEARCH},
     "awq+gptq": {"smooth": {"kind": "awq"}, "round": {"kind": "gptq", "scale": "hessian"}},
     "smoothquant": {"smooth": {"kind": "smoothquant"}, "round": MIN_MAX},
     "gptq+search+descent": {"round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
-    "gptaq+search+descent": {"target": {"kind": "gptaq"}, "round": {"kind": "gptq", "scale": "hessian"}, "refine": {"kind": "descent"}},
+    "gptaq+search+descent": {
+        "target": {"kind": "gptaq"},
+        "round": {"kind": "gptq", "scale": "hessian"},
+        "refine": {"kind": "descent"},
+    },
     "in-turn": {  # the same, linears of a layer one after the other
         "target": {"kind": "gptaq"},
         "round": {"kind": "gptq", "scale": "hessian"},
@@ -32,7 +39,9 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "refine": {"kind": "descent"},
         "true_sequential": True,
     },
-    "balanced": {"preset": "balanced"},  # and rows that know of each other's errors; `preset: fast` is rtn+search
+    "balanced": {
+        "preset": "balanced"
+    },  # and rows that know of each other's errors; `preset: fast` is rtn+search
     "best": {"preset": "best"},
 }
 W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")

@@ -11,7 +11,11 @@ MEANS = ("kl_mean", "kl_p99", "top1", "ppl_ratio", "seconds", "cpu_seconds")
 def table(rows: Sequence[Row]) -> str:
     """A line a tool, scheme and method: means over seeds, the spread of seeds as half their range, the 95 % interval of the first seed's
     KL over windows of evaluation text, and the ratio to this project's plain rounding in 4 bits, W4A16_G128."""
-    base = [row["kl_mean"] for row in rows if (row["tool"], row["scheme"], row["method"]) == ("compress", "W4A16_G128", "rtn")]
+    base = [
+        row["kl_mean"]
+        for row in rows
+        if (row["tool"], row["scheme"], row["method"]) == ("compress", "W4A16_G128", "rtn")
+    ]
     lines = [
         "| scheme | tool | method | seeds | mean KL | ± seeds | 95 % of text | x W4 RTN | p99 KL | top-1 | perplexity ratio | s | CPU s |",
         "|" + "---|" * 13,
@@ -23,7 +27,9 @@ def table(rows: Sequence[Row]) -> str:
         lower, upper = runs[0]["kl_interval"]
         found = f"{mean['kl_mean']:.5f} | {(max(kl) - min(kl)) / 2:.5f} | {lower:.5f}-{upper:.5f} | {ratio} | {mean['kl_p99']:.4f}"
         times = f"{mean['seconds']:.1f} | {mean['cpu_seconds']:.1f}"
-        lines.append(f"| {scheme} | {tool} | {method} | {len(runs)} | {found} | {mean['top1']:.4f} | {mean['ppl_ratio']:.4f} | {times} |")
+        lines.append(
+            f"| {scheme} | {tool} | {method} | {len(runs)} | {found} | {mean['top1']:.4f} | {mean['ppl_ratio']:.4f} | {times} |"
+        )
     return "\n".join(lines)
 
 
@@ -36,9 +42,12 @@ def beside_peers(rows: Sequence[Row]) -> list[str]:
         if tool == "compress" or not pairs:
             continue
         kl, seconds = (
-            statistics.mean(a[name] for a, _ in pairs) / statistics.mean(b[name] for _, b in pairs) for name in ("kl_mean", "cpu_seconds")
+            statistics.mean(a[name] for a, _ in pairs) / statistics.mean(b[name] for _, b in pairs)
+            for name in ("kl_mean", "cpu_seconds")
         )
-        sentences.append(f"{scheme}: {tool} {method} has {kl:.2f} x the KL of balanced and takes {seconds:.2f} x its processor time.")
+        sentences.append(
+            f"{scheme}: {tool} {method} has {kl:.2f} x the KL of balanced and takes {seconds:.2f} x its processor time."
+        )
     return sentences
 
 

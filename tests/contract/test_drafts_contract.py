@@ -23,5 +23,7 @@ def test_a_kind_is_a_spec_that_documents_itself(name: str, init: Any) -> None:
 
 
 def test_without_a_kind_a_draft_is_layers_of_its_target() -> None:
-    assert Draft.model_validate({"init": {"keep_layers": 3}}) == Draft.model_validate({"init": {"kind": "pruned", "keep_layers": 3}})
+    assert Draft.model_validate({"init": {"keep_layers": 3}}) == Draft.model_validate(
+        {"init": {"kind": "pruned", "keep_layers": 3}}
+    )
     assert Draft().init.model_dump()["kind"] == "pruned"

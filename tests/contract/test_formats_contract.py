@@ -24,7 +24,9 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 64,
     "dtype": "bfloat16",
 }
-LINEARS = [f"model.layers.{idx}.self_attn.{name}" for idx in (0, 1, 10) for name in ("q_proj", "o_proj")] + ["lm_head"]
+LINEARS = [f"model.layers.{idx}.self_attn.{name}" for idx in (0, 1, 10) for name in ("q_proj", "o_proj")] + [
+    "lm_head"
+]
 
 
 def arch(**changes: Any) -> Arch:
@@ -32,16 +34,33 @@ def arch(**changes: Any) -> Arch:
 
 
 def supported() -> list[tuple[ExportFormat, Scheme]]:
-    smaller = [dataclasses.replace(scheme, group_size=32) for scheme in SCHEMES.values() if scheme.strategy == "group"]
+    smaller = [
+        dataclasses.replace(scheme, group_size=32)
+        for scheme in SCHEMES.values()
+        if scheme.strategy == "group"
+    ]
     schemes = [*SCHEMES.values(), *smaller]
-    return [(form, scheme) for _, form in FORMATS.items() for scheme in schemes if not form.broken_rules(arch(), ModelScheme(scheme))]
+    return [
+        (form, scheme)
+        for _, form in FORMATS.items()
+        for scheme in schemes
+        if not form.broken_rules(arch(), ModelScheme(scheme))
+    ]
 
 
 def with_heads() -> list[tuple[ExportFormat, Scheme, Scheme | None]]:
     """Every format and scheme with a dense head and with each head that the format supports beside it."""
     dense: list[Scheme | None] = [None]
-    heads = [(form, scheme, head) for form, scheme in supported() for head in [*dense, SCHEMES["FP8_DYNAMIC"], SCHEMES["W8A16"]]]
-    return [(form, scheme, head) for form, scheme, head in heads if not form.broken_rules(arch(), ModelScheme(scheme, head))]
+    heads = [
+        (form, scheme, head)
+        for form, scheme in supported()
+        for head in [*dense, SCHEMES["FP8_DYNAMIC"], SCHEMES["W8A16"]]
+    ]
+    return [
+        (form, scheme, head)
+        for form, scheme, head in heads
+        if not form.broken_rules(arch(), ModelScheme(scheme, head))
+    ]
 
 
 EACH = pytest.mark.parametrize(("form", "scheme"), supported())
@@ -52,9 +71,19 @@ def random_weight(scheme: Scheme, out_features: int, in_features: int) -> Quanti
     generator = torch.Generator().manual_seed(out_features)
     low, high = scheme.min_code, scheme.max_code + 1
     groups = scheme.num_groups(in_features)
-    scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(torch.bfloat16)
-    zero_OG = None if scheme.symmetric else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
-    codes_OI = torch.randint(low, high, (out_features, in_features), generator=generator).to(torch.float32).to(scheme.code_dtype)
+    scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(
+        torch.bfloat16
+    )
+    zero_OG = (
+        None
+        if scheme.symmetric
+        else torch.randint(low, high, (out_features, groups), generator=generator).to(torch.int8)
+    )
+    codes_OI = (
+        torch.randint(low, high, (out_features, in_features), generator=generator)
+        .to(torch.float32)
+        .to(scheme.code_dtype)
+    )
     input_scale = torch.tensor(0.037) if scheme.activation == "tensor" else None
     return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, input_scale)
 
@@ -81,22 +110,31 @@ def test_tensors_come_back_as_they_went_out(form: ExportFormat, scheme: Scheme, 
     if weight.zero_point_OG is not None and again.zero_point_OG is not None:
         assert torch.equal(again.zero_point_OG, weight.zero_point_OG)
     assert again.scheme == scheme
-    assert again.input_scale is None or (again.input_scale.dtype, again.input_scale.shape) == (torch.float32, ())
+    assert again.input_scale is None or (again.input_scale.dtype, again.input_scale.shape) == (
+        torch.float32,
+        (),
+    )
     assert (again.input_scale, again.input_scale is None) == (weight.input_scale, weight.input_scale is None)
 
 
 @pytest.mark.parametrize(("form", "scheme", "head"), with_heads())
-def test_the_config_says_which_linears_have_which_scheme(form: ExportFormat, scheme: Scheme, head: Scheme | None) -> None:
+def test_the_config_says_which_linears_have_which_scheme(
+    form: ExportFormat, scheme: Scheme, head: Scheme | None
+) -> None:
     ignore = ["model.layers.1.self_attn.q_proj"]
     whole = ModelScheme(scheme, head, tuple((linear, None) for linear in ignore))
     config = json.loads(json.dumps(form.quantization_config(whole, head="lm_head")))
     assert config["quant_method"] == form.quant_method
     schemes = form.codec.schemes(config, LINEARS)
-    assert set(schemes) == set(LINEARS) - set(ignore) - (set() if head else {"lm_head"})  # layer 10 is not taken for layer 1
+    assert set(schemes) == set(LINEARS) - set(ignore) - (
+        set() if head else {"lm_head"}
+    )  # layer 10 is not taken for layer 1
     assert schemes.pop("lm_head", None) == whole.head
     for found in schemes.values():
         assert dataclasses.replace(found, name=scheme.name) == scheme
-    unignored = form.codec.schemes(form.quantization_config(ModelScheme(scheme, head), head="lm_head"), LINEARS)
+    unignored = form.codec.schemes(
+        form.quantization_config(ModelScheme(scheme, head), head="lm_head"), LINEARS
+    )
     assert set(unignored) == set(LINEARS) - (set() if head else {"lm_head"})
 
 
@@ -111,7 +149,9 @@ def test_the_order_in_which_linears_are_ignored_does_not_show(form: ExportFormat
 def test_a_broken_rule_is_refused_by_name_before_anything_is_written(name: str) -> None:
     narrow = arch(hidden_size=192, num_attention_heads=6, num_key_value_heads=2)
     uneven = arch()
-    uneven = uneven.replace(layers=(uneven.layers[0], dataclasses.replace(uneven.layers[1], intermediate_size=256)))
+    uneven = uneven.replace(
+        layers=(uneven.layers[0], dataclasses.replace(uneven.layers[1], intermediate_size=256))
+    )
     four_bits = ModelScheme(SCHEMES["W4A16_G128"])
     for broken in (narrow, uneven):
         rules = FORMATS.get(name).broken_rules(broken, four_bits)
@@ -129,7 +169,10 @@ def test_a_tied_head_is_not_quantized_behind_the_embeddings_back(form: ExportFor
     assert not form.broken_rules(arch(tie_word_embeddings=True), ModelScheme(scheme))
     heads = [scheme, SCHEMES["FP8_DYNAMIC"], SCHEMES["W8A16"]]
     assert all(
-        "tied-head" in [rule.name for rule in form.broken_rules(arch(tie_word_embeddings=True), ModelScheme(scheme, each))]
+        "tied-head"
+        in [
+            rule.name for rule in form.broken_rules(arch(tie_word_embeddings=True), ModelScheme(scheme, each))
+        ]
         for each in heads
     )
 

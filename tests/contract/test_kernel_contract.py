@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.rows import FP8, INT8, ActivationQuant, quantize
+from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
 from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, candidates, refusals, select
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -29,7 +29,11 @@ SHAPES = {"cpu": [(1024, 384), (193, 65), (7, 129), (8192, 384)], "cuda": [(1024
 
 
 def sm_of(device: str) -> int:
-    return 0 if device == "cpu" else 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    return (
+        0
+        if device == "cpu"
+        else 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    )
 
 
 def problem(op: Any, device: str, dtype: str, **facts: Any) -> Problem:
@@ -49,7 +53,9 @@ def usable(op: Any, **facts: Any) -> list[tuple[str, Kernel, str, str]]:
 
 def each_usable(cases: list[tuple[str, Kernel, str, str]]) -> Any:
     return pytest.mark.parametrize(
-        ("kernel", "device", "dtype"), [case[1:] for case in cases], ids=["-".join((c[0], *c[2:])) for c in cases]
+        ("kernel", "device", "dtype"),
+        [case[1:] for case in cases],
+        ids=["-".join((c[0], *c[2:])) for c in cases],
     )
 
 
@@ -73,16 +79,23 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def randn(*shape: int, device: str, dtype: str, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=DTYPES[dtype])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        device=device, dtype=DTYPES[dtype]
+    )
 
 
 def assert_close(actual: Tensor, expected_f64: Tensor, *, depth: int, dtype: str, factors: int = 0) -> None:
     """c eps sqrt(K) absmax, plus one rounding of the result, plus one of each term for each of `factors` (errors of terms average out)."""
     eps = torch.finfo(DTYPES[dtype]).eps
-    accumulated = (4 * torch.finfo(torch.float32).eps * depth**0.5 + factors * eps) * float(expected_f64.abs().max())
+    accumulated = (4 * torch.finfo(torch.float32).eps * depth**0.5 + factors * eps) * float(
+        expected_f64.abs().max()
+    )
     assert actual.dtype == DTYPES[dtype]
     torch.testing.assert_close(
-        actual.to(torch.float64), expected_f64, rtol=4 * eps, atol=accumulated + eps * float(expected_f64.abs().max())
+        actual.to(torch.float64),
+        expected_f64,
+        rtol=4 * eps,
+        atol=accumulated + eps * float(expected_f64.abs().max()),
     )
 
 
@@ -91,15 +104,27 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("kernel", "device", "dtype", "n", "k", "m_max"), LINEARS.values(), ids=LINEARS)
-def test_linear_is_the_product_and_decode_rows_are_independent(kernel: Kernel, device: str, dtype: str, n: int, k: int, m_max: int) -> None:
+def test_linear_is_the_product_and_decode_rows_are_independent(
+    kernel: Kernel, device: str, dtype: str, n: int, k: int, m_max: int
+) -> None:
     assert kernel.repack is not None
     w_OI, bias_O = randn(n, k, device=device, dtype=dtype), randn(n, device=device, dtype=dtype, seed=1)
-    x_TI, residual_TO = randn(40, k, device=device, dtype=dtype, seed=2), randn(40, n, device=device, dtype=dtype, seed=3)
-    packed = kernel.repack([w_OI[:3], w_OI[3:]], dtype=DTYPES[dtype], device=torch.device(device), gated=False)
+    x_TI, residual_TO = (
+        randn(40, k, device=device, dtype=dtype, seed=2),
+        randn(40, n, device=device, dtype=dtype, seed=3),
+    )
+    packed = kernel.repack(
+        [w_OI[:3], w_OI[3:]], dtype=DTYPES[dtype], device=torch.device(device), gated=False
+    )
     y_TO = kernel.fn(x_TI, packed, bias_O)
     expected = F.linear(x_TI.double(), w_OI.double(), bias_O.double())
     assert_close(y_TO, expected, depth=k, dtype=dtype)
-    assert_close(kernel.fn(x_TI, packed, bias_O, residual_TO=residual_TO), expected + residual_TO.double(), depth=k, dtype=dtype)
+    assert_close(
+        kernel.fn(x_TI, packed, bias_O, residual_TO=residual_TO),
+        expected + residual_TO.double(),
+        depth=k,
+        dtype=dtype,
+    )
     assert kernel.fn(x_TI, packed, bias_O, out_dtype=torch.float32).dtype == torch.float32
     if m_max > 8 and not kernel.name.startswith("reference"):
         return
@@ -115,8 +140,14 @@ def test_linear_is_the_product_and_decode_rows_are_independent(kernel: Kernel, d
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("m_max", [8, 4096])
-def test_quantized_linear_is_the_product_with_the_dequantized_weight(scheme: Any, device: str, m_max: int) -> None:
-    kernel = select(problem("linear", device, "BF16", n=192, k=256, m_max=m_max, row_invariant=m_max == 8, scheme=scheme.name))
+def test_quantized_linear_is_the_product_with_the_dequantized_weight(
+    scheme: Any, device: str, m_max: int
+) -> None:
+    kernel = select(
+        problem(
+            "linear", device, "BF16", n=192, k=256, m_max=m_max, row_invariant=m_max == 8, scheme=scheme.name
+        )
+    )
     assert kernel.repack is not None
     parts: list[QuantizedWeight] = []
     for seed, rows in ((0, 128), (1, 64)):
@@ -164,7 +195,14 @@ class Attention:
     window: int | None
 
     def problem(self, op: Any) -> Problem:
-        return problem(op, self.device, self.dtype, n=self.head_dim, k=self.num_heads // self.num_kv_heads, scheme=self.kv_format)
+        return problem(
+            op,
+            self.device,
+            self.dtype,
+            n=self.head_dim,
+            k=self.num_heads // self.num_kv_heads,
+            scheme=self.kv_format,
+        )
 
     @property
     def factors(self) -> int:
@@ -180,8 +218,13 @@ def scattered(asked: Attention, lengths: list[int]) -> tuple[PagedKV, Tensor]:
     for row, count in enumerate(num_blocks):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
     slots, device = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size), asked.device
-    pages = [torch.zeros(*slots, asked.head_dim, device=device).to(DTYPES.get(asked.kv_format, FP8)) for _ in "kv"]
-    scales = {FP8_TOKEN_HEAD: torch.zeros(slots, device=device), FP8_STATIC: torch.tensor(0.02, device=device)}.get(asked.kv_format)
+    pages = [
+        torch.zeros(*slots, asked.head_dim, device=device).to(DTYPES.get(asked.kv_format, FP8)) for _ in "kv"
+    ]
+    scales = {
+        FP8_TOKEN_HEAD: torch.zeros(slots, device=device),
+        FP8_STATIC: torch.tensor(0.02, device=device),
+    }.get(asked.kv_format)
     return PagedKV(*pages, *([] if scales is None else [scales, scales.clone()])), table.to(device)
 
 
@@ -190,14 +233,26 @@ def filled(kv: PagedKV, table: Tensor, lengths: list[int], *, dtype: str) -> Pag
     for row, length in enumerate(lengths):
         positions = torch.arange(length, device=table.device)
         slots = table[row, positions // kv.block_size] * kv.block_size + positions % kv.block_size
-        k, v = (randn(length, kv.k.shape[0], kv.k.shape[3], device=str(table.device), dtype=dtype, seed=10 * row + seed) for seed in (1, 2))
+        k, v = (
+            randn(
+                length,
+                kv.k.shape[0],
+                kv.k.shape[3],
+                device=str(table.device),
+                dtype=dtype,
+                seed=10 * row + seed,
+            )
+            for seed in (1, 2)
+        )
         kv.write_(slots, k, v)
     return kv
 
 
 @each_usable(usable("rope_store", n=16, k=3))
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel: Kernel, device: str, dtype: str, normed: bool) -> None:
+def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(
+    kernel: Kernel, device: str, dtype: str, normed: bool
+) -> None:
     qkv = randn(5, (6 + 2 + 2) * 16, device=device, dtype=dtype)
     positions = torch.tensor([3, 0, 7, 1, 2], device=device)
     angles = torch.rand(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device) * 6
@@ -220,7 +275,15 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel:
     assert torch.equal(v[:, positions].transpose(0, 1), qkv.view(5, 10, 16)[:, 8:])
     for row in range(5):
         alone = kernel.fn(
-            qkv[row : row + 1], cos, sin, positions[row : row + 1], slots[row : row + 1], kv, num_heads=6, qk_norm=weight, eps=1e-6
+            qkv[row : row + 1],
+            cos,
+            sin,
+            positions[row : row + 1],
+            slots[row : row + 1],
+            kv,
+            num_heads=6,
+            qk_norm=weight,
+            eps=1e-6,
         )
         assert same_bits(alone, q[row : row + 1])
 
@@ -230,7 +293,9 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(kernel:
 @pytest.mark.parametrize("how", ["dynamic", "static", "int8"])
 def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, how: str) -> None:
     fn = select(problem(op, device, "BF16", n=384)).fn
-    quant = ActivationQuant(torch.tensor(0.03, device=device) if how == "static" else None, INT8 if how == "int8" else FP8)
+    quant = ActivationQuant(
+        torch.tensor(0.03, device=device) if how == "static" else None, INT8 if how == "int8" else FP8
+    )
     x = randn(7, 768, device=device, dtype="BF16")
     x[2] = 0
     weight = randn(768, device=device, dtype="BF16", seed=1)
@@ -265,7 +330,9 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_threads")
 @each_usable(usable("act_mul", n=37))
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
-def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(kernel: Kernel, device: str, dtype: str, name: str) -> None:
+def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(
+    kernel: Kernel, device: str, dtype: str, name: str
+) -> None:
     x = randn(900, 2 * 83, device=device, dtype=dtype)
     y = kernel.fn(x, name)
     for start, end in ((0, 1), (899, 900), (3, 43), (100, 700)):
@@ -274,7 +341,9 @@ def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(kernel: Kernel, de
 
 @pytest.mark.usefixtures("_threads")
 @each_usable(usable("rms_norm"))
-def test_rms_norm_of_a_row_is_the_same_among_few_and_many_rows(kernel: Kernel, device: str, dtype: str) -> None:
+def test_rms_norm_of_a_row_is_the_same_among_few_and_many_rows(
+    kernel: Kernel, device: str, dtype: str
+) -> None:
     x, weight = randn(900, 83, device=device, dtype=dtype), randn(83, device=device, dtype=dtype, seed=1)
     y = kernel.fn(x, weight, 1e-5)
     for start, end in ((0, 1), (899, 900), (3, 43), (100, 700)):
@@ -295,9 +364,17 @@ def dense_attention(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | N
 def attentions() -> Iterator[Attention]:
     """On the CPU all there is, but for codes, which are widened before anything else is done, only what their widening depends on."""
     for heads in ((6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)):
-        yield from (Attention("cpu", t, t, *heads, block_size, window) for t in DTYPES for block_size in (16, 128) for window in WINDOWS)
+        yield from (
+            Attention("cpu", t, t, *heads, block_size, window)
+            for t in DTYPES
+            for block_size in (16, 128)
+            for window in WINDOWS
+        )
     for heads, kv_format, window in product(((6, 2, 24), (4, 4, 64), (9, 3, 64)), FORMATS, (None, 150)):
-        yield from (Attention("cpu", dtype, kv_format, *heads, block_size, window) for dtype, block_size in (("F32", 16), ("BF16", 128)))
+        yield from (
+            Attention("cpu", dtype, kv_format, *heads, block_size, window)
+            for dtype, block_size in (("F32", 16), ("BF16", 128))
+        )
     if "cuda" in DEVICES:
         yield Attention("cuda", "BF16", "BF16", 9, 3, 64, 16, None)
         yield Attention("cuda", "F32", "F32", 6, 2, 24, 128, 5)
@@ -326,12 +403,22 @@ def test_prefill_attention_of_ragged_chunks(kernel: Kernel, asked: Attention) ->
         own = torch.split(out, list(query_lens))[row]
         expected = dense_attention(chunk, k, v, asked.window, 0.3)
         assert_close(own, expected, depth=lengths[row], dtype=asked.dtype, factors=asked.factors)
-        alone = kernel.fn(chunk, kv, table[row : row + 1], (query_lens[row],), (lengths[row],), window=asked.window, scale=0.3)
+        alone = kernel.fn(
+            chunk,
+            kv,
+            table[row : row + 1],
+            (query_lens[row],),
+            (lengths[row],),
+            window=asked.window,
+            scale=0.3,
+        )
         assert same_bits(alone, own)
 
 
 @attention_cases("attention_decode")
-def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(kernel: Kernel, asked: Attention) -> None:
+def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
+    kernel: Kernel, asked: Attention
+) -> None:
     lengths = [8, 40, 127, 128, 129, 1500, 16, 17]
     kv, table = scattered(asked, lengths)
     filled(kv, table, lengths, dtype=asked.dtype)
@@ -351,7 +438,10 @@ def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(kern
                 alone = kernel.fn(own_q, kv, narrow, context_lens[row : row + 1] - back, q_len=1, **facts)
                 assert same_bits(alone, out[row, -1 - back].unsqueeze(0))
     rows = torch.tensor([5, 2, 7, 0, 4], device=asked.device)
-    q, whole = q_all[:, 0].contiguous(), kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts)
+    q, whole = (
+        q_all[:, 0].contiguous(),
+        kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts),
+    )
     assert same_bits(kernel.fn(q[rows], kv, table[rows], context_lens[rows], q_len=1, **facts), whole[rows])
 
 
@@ -369,19 +459,31 @@ def test_names_are_unique_and_members_stand_under_their_own_name() -> None:
     assert all(kernel.name == name and kernel.op == op for op in OPS for name, kernel in KERNELS[op].items())
 
 
-def test_the_highest_rank_that_refuses_nothing_is_taken_and_refusals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_highest_rank_that_refuses_nothing_is_taken_and_refusals_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def only_even(asked: Problem) -> str | None:
         return "N must be even" if asked.n % 2 else None
 
     members: PluginSet[Kernel] = PluginSet("test kernel", "compress.kernels.rms_norm")
-    for name, min_sm, rank, supports in (("plain", 0, 0, anything), ("even", 0, 2, only_even), ("hopper", 90, 3, anything)):
+    for name, min_sm, rank, supports in (
+        ("plain", 0, 0, anything),
+        ("even", 0, 2, only_even),
+        ("hopper", 90, 3, anything),
+    ):
         members.add(name, Kernel("rms_norm", name, min_sm, rank, supports, fn=torch.neg))
     monkeypatch.setitem(select_module.KERNELS, "rms_norm", members)
     even, odd = problem("rms_norm", "cpu", "F32", n=4), problem("rms_norm", "cpu", "F32", n=5)
     assert (select(even).name, select(odd).name) == ("even", "plain")
-    assert refusals(odd) == {"hopper": "needs sm_90 or newer and this device is cpu", "even": "N must be even"}
+    assert refusals(odd) == {
+        "hopper": "needs sm_90 or newer and this device is cpu",
+        "even": "N must be even",
+    }
 
 
 def test_a_problem_nobody_supports_names_every_reason() -> None:
-    with pytest.raises(EnvironmentUnfit, match=r"scheme NVFP4, N = 64, K = 64, M = 1\.\.8 on tpu: .*reference\.dequantized\.tile4: "):
+    with pytest.raises(
+        EnvironmentUnfit,
+        match=r"scheme NVFP4, N = 64, K = 64, M = 1\.\.8 on tpu: .*reference\.dequantized\.tile4: ",
+    ):
         select(Problem("linear", 64, 64, 1, 8, True, "NVFP4", torch.bfloat16, "tpu", 0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.stats import SourceStat, Stat
-from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS
+from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS
 from compress.quant.numerics import nearest_weight, output_error, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.recipe import Spec
@@ -24,7 +24,9 @@ EACH_SCHEME = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def inputs() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     mixing = torch.randn(IN, IN, generator=generator) * IN**-0.5
-    return torch.randn(700, IN, generator=generator) @ mixing * torch.exp(torch.randn(IN, generator=generator))
+    return (
+        torch.randn(700, IN, generator=generator) @ mixing * torch.exp(torch.randn(IN, generator=generator))
+    )
 
 
 def weights() -> Tensor:
@@ -46,14 +48,18 @@ def statistics(method: Any) -> dict[str, Stat]:
     return stats
 
 
-@pytest.mark.parametrize(("name", "method"), [*ROUNDERS.items(), *REFINERS.items(), *SMOOTHERS.items(), *TARGETS.items()])
+@pytest.mark.parametrize(
+    ("name", "method"), [*ROUNDERS.items(), *REFINERS.items(), *SMOOTHERS.items(), *TARGETS.items()]
+)
 def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> None:
     assert issubclass(method, Spec)
     assert method.model_fields["kind"].default == name
     assert method() == method.model_validate({"kind": name})  # every option has a default
     with pytest.raises(ValueError, match="no_such_option"):
         method.model_validate({"kind": name, "no_such_option": 1})
-    fields = {key: schema for key, schema in method.model_json_schema()["properties"].items() if key != "kind"}
+    fields = {
+        key: schema for key, schema in method.model_json_schema()["properties"].items() if key != "kind"
+    }
     silent = [key for key, schema in fields.items() if not schema.get("description")]
     assert not silent, f"say what these options are: {silent}"
 
@@ -61,14 +67,19 @@ def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> Non
 @EACH_ROUNDER
 @EACH_SCHEME
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
-def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(rounder: str, scheme: Scheme, scale_dtype: torch.dtype) -> None:
+def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(
+    rounder: str, scheme: Scheme, scale_dtype: torch.dtype
+) -> None:
     method = ROUNDERS.get(rounder)()
     w_OI = weights()
     rounded = method.round(w_OI, statistics(method), scheme, scale_dtype=scale_dtype)
     weight = rounded.weight
     assert weight.scheme == scheme
     assert (weight.codes_OI.dtype, weight.codes_OI.shape) == (scheme.code_dtype, w_OI.shape)
-    assert (weight.scale_OG.dtype, weight.scale_OG.shape) == (scale_dtype, (scheme.num_scale_rows(sum(ROWS)), scheme.num_groups(IN)))
+    assert (weight.scale_OG.dtype, weight.scale_OG.shape) == (
+        scale_dtype,
+        (scheme.num_scale_rows(sum(ROWS)), scheme.num_groups(IN)),
+    )
     assert bool((weight.scale_OG > 0).all())
     codes = weight.codes_OI.to(torch.float32)
     assert scheme.min_code <= int(codes.min())
@@ -96,13 +107,17 @@ def test_stacking_linears_does_not_change_their_codes(rounder: str, scheme: Sche
         alone = method.round(rows, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
         assert torch.equal(alone.scale_OG, scale_OG)
         differ = alone.codes_OI.view(torch.int8) != codes_OI.view(torch.int8)
-        assert differ.any(dim=1).float().mean() <= 0.4  # matrix products of another height may round a tie the other way
+        assert (
+            differ.any(dim=1).float().mean() <= 0.4
+        )  # matrix products of another height may round a tie the other way
         assert differ.float().mean() < 0.01
 
 
 @EACH_ROUNDER
 @EACH_SCHEME
-def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(rounder: str, scheme: Scheme) -> None:
+def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(
+    rounder: str, scheme: Scheme
+) -> None:
     method, w_OI = ROUNDERS.get(rounder)(), weights()
     stats = statistics(method)
     first = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
@@ -118,8 +133,12 @@ def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(rou
 def test_rounding_twice_is_rounding_once(rounder: str, scheme: Scheme) -> None:
     """A weight that is on the grid already loses next to nothing: what is left is the choice of another range."""
     method = ROUNDERS.get(rounder)()
-    on_grid_OI = method.round(weights(), statistics(method), scheme, scale_dtype=torch.bfloat16).weight.dequantize(torch.float32)
-    again_OI = method.round(on_grid_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight.dequantize(torch.float32)
+    on_grid_OI = method.round(
+        weights(), statistics(method), scheme, scale_dtype=torch.bfloat16
+    ).weight.dequantize(torch.float32)
+    again_OI = method.round(
+        on_grid_OI, statistics(method), scheme, scale_dtype=torch.bfloat16
+    ).weight.dequantize(torch.float32)
     x_TI = inputs()
     h_II = x_TI.t() @ x_TI / len(x_TI)
     first = output_error(weights(), on_grid_OI, h_II)
@@ -128,12 +147,16 @@ def test_rounding_twice_is_rounding_once(rounder: str, scheme: Scheme) -> None:
 
 @EACH_ROUNDER
 @EACH_SCHEME
-def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scales(rounder: str, scheme: Scheme) -> None:
+def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scales(
+    rounder: str, scheme: Scheme
+) -> None:
     method, w_OI, x_TI = ROUNDERS.get(rounder)(), weights(), inputs()
     weight = method.round(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
     nearest = round_to_nearest(w_OI, scheme, weight.scale_OG, weight.zero_point_OG)
     h_II = x_TI.t() @ x_TI / len(x_TI)
-    assert output_error(w_OI, weight.dequantize(torch.float32), h_II) <= output_error(w_OI, nearest.dequantize(torch.float32), h_II)
+    assert output_error(w_OI, weight.dequantize(torch.float32), h_II) <= output_error(
+        w_OI, nearest.dequantize(torch.float32), h_II
+    )
 
 
 @EACH_ROUNDER
@@ -144,7 +167,10 @@ def test_a_refiner_keeps_the_form_of_what_a_rounder_gave_and_never_makes_it_wors
     rounder: str, refiner: str, scheme: Scheme, scale_dtype: torch.dtype
 ) -> None:
     first, second, w_OI, x_TI = ROUNDERS.get(rounder)(), REFINERS.get(refiner)(), weights(), inputs()
-    given = replace(first.round(w_OI, statistics(first), scheme, scale_dtype=scale_dtype).weight, input_scale=torch.tensor(0.5))
+    given = replace(
+        first.round(w_OI, statistics(first), scheme, scale_dtype=scale_dtype).weight,
+        input_scale=torch.tensor(0.5),
+    )
     before, stats = given.dequantize(torch.float32), statistics(second)
     refined = second.refine(w_OI, given, stats).weight
     assert (refined.scheme, refined.input_scale) == (scheme, given.input_scale)
@@ -217,7 +243,9 @@ def test_a_smoother_gives_one_positive_scale_per_input_and_ties_what_reads_one_c
     smoother: str, scheme: Scheme, head_repeat: tuple[int, int]
 ) -> None:
     method, w_OI = SMOOTHERS.get(smoother)(), weights()
-    scale_I = method.scale(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat)
+    scale_I = method.scale(
+        w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat
+    )
     assert (scale_I.dtype, scale_I.shape) == (torch.float32, (IN,))
     assert bool(torch.isfinite(scale_I).all())
     assert bool((scale_I > 0).all())
@@ -226,5 +254,7 @@ def test_a_smoother_gives_one_positive_scale_per_input_and_ties_what_reads_one_c
         scale_KRC = scale_I.view(-1, repeat, head_dim)
         assert torch.equal(scale_KRC, scale_KRC[:, :1].expand_as(scale_KRC))
     assert torch.equal(w_OI, weights())
-    again = method.scale(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat)
+    again = method.scale(
+        w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat
+    )
     assert torch.equal(again, scale_I)

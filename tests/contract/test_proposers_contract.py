@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 K, VOCAB = 3, 23
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "draft_model": lambda: {"source": source(seed=1)},
-    "eagle3": lambda: {"head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)},
+    "eagle3": lambda: {
+        "head": random_eagle3(source().arch, device=CPU, dtype=torch.float32, draft_vocab_size=19)
+    },
 }
 """Options that have no default."""
 each_proposer = pytest.mark.parametrize("name", PROPOSERS.names())
@@ -30,10 +32,26 @@ each_proposer = pytest.mark.parametrize("name", PROPOSERS.names())
 
 def source(seed: int = 0) -> RandomSource:
     layer = LayerShape(num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=40, rope=Rope(10000.0))
-    facts: dict[str, Any] = {"tied_head": False, "qkv_bias": False, "o_bias": False, "ffn_bias": False, "qk_norm": False, "config": {}}
-    shape: dict[str, Any] = {"family": "llama", "vocab_size": VOCAB, "hidden_size": 32, "max_position": 96, "layers": (layer,)}
+    facts: dict[str, Any] = {
+        "tied_head": False,
+        "qkv_bias": False,
+        "o_bias": False,
+        "ffn_bias": False,
+        "qk_norm": False,
+        "config": {},
+    }
+    shape: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position": 96,
+        "layers": (layer,),
+    }
     return RandomSource(
-        Arch(**shape, norm_eps=1e-6, activation="silu", dtype="float32", **facts), device=CPU, dtype=torch.float32, seed=seed
+        Arch(**shape, norm_eps=1e-6, activation="silu", dtype="float32", **facts),
+        device=CPU,
+        dtype=torch.float32,
+        seed=seed,
     )
 
 
@@ -53,7 +71,9 @@ def options(name: str) -> Any:
 
 
 def engine(name: str, **changes: Any) -> Engine:
-    config = EngineConfig(max_batch_size=4, max_step_tokens=30, speculative=Speculative(options(name), k=K, **changes))
+    config = EngineConfig(
+        max_batch_size=4, max_step_tokens=30, speculative=Speculative(options(name), k=K, **changes)
+    )
     return Engine(source(), device=CPU, config=config)
 
 
@@ -68,8 +88,12 @@ def test_options_are_frozen_and_documented(name: str) -> None:
 @each_proposer
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_what_comes_out_is_what_plain_decoding_gives(name: str, temperature: float) -> None:
-    plain = Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4, max_step_tokens=30)).generate(requests(temperature))
-    assert [each.tokens for each in engine(name).generate(requests(temperature))] == [each.tokens for each in plain]
+    plain = Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4, max_step_tokens=30)).generate(
+        requests(temperature)
+    )
+    assert [each.tokens for each in engine(name).generate(requests(temperature))] == [
+        each.tokens for each in plain
+    ]
 
 
 @each_proposer
@@ -114,10 +138,17 @@ def test_results_do_not_depend_on_what_was_served_before(name: str) -> None:
 
 @each_proposer
 def test_kernels_that_propose_are_reported_behind_those_of_the_model(name: str) -> None:
-    rows, plain = engine(name).kernel_report(), Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4)).kernel_report()
+    rows, plain = (
+        engine(name).kernel_report(),
+        Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4)).kernel_report(),
+    )
     drafts = [row for row in rows if row["linear"].startswith("draft ")]
     assert len(rows) == len(plain) + len(drafts)
-    heads = [row for row in drafts if row["layer"] is None and row["linear"] == "draft head" and row["phase"] == "decode"]
+    heads = [
+        row
+        for row in drafts
+        if row["layer"] is None and row["linear"] == "draft head" and row["phase"] == "decode"
+    ]
     assert len(heads) == (name != "ngram")
     assert all(row.keys() == plain[0].keys() for row in drafts)
 

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.stats import Stat
-from compress.methods import COMPENSATIONS, LAYER_SCORERS, SCORERS, Candidates, Choice
+from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Candidates, Choice
 from compress.models.pruning import Units
 from compress.recipe import Spec
 
 OUT, IN, TOKENS = 24, 96, 400
-UNITS = {"channels": Units(IN), "heads": Units(8, width=12), "heads of groups": Units(8, width=12, num_parts=4)}
+UNITS = {
+    "channels": Units(IN),
+    "heads": Units(8, width=12),
+    "heads of groups": Units(8, width=12, num_parts=4),
+}
 EACH_SCORER = pytest.mark.parametrize("scorer", SCORERS.names())
 EACH_COMPENSATION = pytest.mark.parametrize("compensation", COMPENSATIONS.names())
 EACH_UNITS = pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
@@ -21,7 +25,9 @@ EACH_UNITS = pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
 def inputs(silent: Tensor | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     mixing = torch.eye(IN) + 0.5 * torch.randn(IN, IN, generator=generator) * IN**-0.5
-    x_TI = (torch.randn(TOKENS, IN, generator=generator) @ mixing + 0.2) * torch.exp(torch.randn(IN, generator=generator))
+    x_TI = (torch.randn(TOKENS, IN, generator=generator) @ mixing + 0.2) * torch.exp(
+        torch.randn(IN, generator=generator)
+    )
     return x_TI if silent is None else torch.where(silent, 0.0, x_TI)
 
 
@@ -37,24 +43,32 @@ def statistics(method: Any, x_TI: Tensor) -> dict[str, Stat]:
     return stats
 
 
-def choose(scorer: str, units: Units, num_kept: int, *, w_OI: Tensor | None = None, x_TI: Tensor | None = None) -> Choice:
+def choose(
+    scorer: str, units: Units, num_kept: int, *, w_OI: Tensor | None = None, x_TI: Tensor | None = None
+) -> Choice:
     """Gradients at the outputs are random here: what a unit's predicted loss is made of."""
     w_OI, x_TI = weights() if w_OI is None else w_OI, inputs() if x_TI is None else x_TI
     g_TO = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(2))
     loss_U = (x_TI * (g_TO @ w_OI)).view(TOKENS, units.num_units, -1).sum(-1).square().mean(0)
     method = SCORERS.get(scorer)()
     given = loss_U if method.gradient_samples else None
-    return method.choose(Candidates(w_OI, units, statistics(method, x_TI), torch.Generator().manual_seed(3), given), num_kept)
+    return method.choose(
+        Candidates(w_OI, units, statistics(method, x_TI), torch.Generator().manual_seed(3), given), num_kept
+    )
 
 
-@pytest.mark.parametrize(("name", "method"), [*SCORERS.items(), *COMPENSATIONS.items(), *LAYER_SCORERS.items()])
+@pytest.mark.parametrize(
+    ("name", "method"), [*SCORERS.items(), *COMPENSATIONS.items(), *LAYER_SCORERS.items()]
+)
 def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> None:
     assert issubclass(method, Spec)
     assert method.model_fields["kind"].default == name
     assert method() == method.model_validate({"kind": name})  # every option has a default
     with pytest.raises(ValueError, match="no_such_option"):
         method.model_validate({"kind": name, "no_such_option": 1})
-    fields = {key: schema for key, schema in method.model_json_schema()["properties"].items() if key != "kind"}
+    fields = {
+        key: schema for key, schema in method.model_json_schema()["properties"].items() if key != "kind"
+    }
     silent = [key for key, schema in fields.items() if not schema.get("description")]
     assert not silent, f"say what these options are: {silent}"
 
@@ -66,7 +80,10 @@ def test_a_score_keeps_as_many_as_asked_of_every_part_and_touches_nothing(scorer
     for num_kept in (units.num_parts, units.num_units // 2, units.num_units - units.num_parts):
         choice = choose(scorer, units, num_kept, w_OI=w_OI, x_TI=x_TI)
         assert (choice.kept_U.dtype, choice.kept_U.shape) == (torch.bool, (units.num_units,))
-        assert choice.kept_U.view(units.num_parts, -1).sum(dim=1).tolist() == [num_kept // units.num_parts] * units.num_parts
+        assert (
+            choice.kept_U.view(units.num_parts, -1).sum(dim=1).tolist()
+            == [num_kept // units.num_parts] * units.num_parts
+        )
         assert (choice.score_U.dtype, choice.score_U.shape) == (torch.float32, (units.num_units,))
         assert bool(torch.isfinite(choice.score_U).all())
         assert bool((choice.score_U >= 0).all())

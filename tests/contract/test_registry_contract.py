@@ -40,7 +40,9 @@ def make_evidence(root: Path, text: str = '{"kl": 1}') -> Path:
 
 
 def _content(path: Path) -> dict[str, bytes]:
-    return {entry.relative_to(path).as_posix(): entry.read_bytes() for entry in path.rglob("*") if entry.is_file()}
+    return {
+        entry.relative_to(path).as_posix(): entry.read_bytes() for entry in path.rglob("*") if entry.is_file()
+    }
 
 
 def test_a_blob_is_stored_once_and_read_back(url: str) -> None:
@@ -82,7 +84,9 @@ def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
     first = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
     tags = list_tags(url)
     second = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
-    assert first.num_new_blobs == 3 + 2 + 2 + 2  # three distinct files, two evidence files, two configs, two manifests
+    assert (
+        first.num_new_blobs == 3 + 2 + 2 + 2
+    )  # three distinct files, two evidence files, two configs, two manifests
     assert second.num_new_blobs == 0
     assert list_tags(registry) == tags
     assert verify(f"{url}/model").evidence_digests == (first.evidence_digest,)
@@ -174,7 +178,9 @@ def test_unknown_names_tags_and_digests_get_a_suggestion(url: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("bad", ["a b", "", "-x", "a:b", "a/b"])
-def test_bad_names_and_aliases_are_refused_before_anything_is_stored(url: str, tmp_path: Path, bad: str) -> None:
+def test_bad_names_and_aliases_are_refused_before_anything_is_stored(
+    url: str, tmp_path: Path, bad: str
+) -> None:
     artifact = make_artifact(tmp_path)
     with pytest.raises(UsageError):
         push(open_registry(url), artifact, name=bad)

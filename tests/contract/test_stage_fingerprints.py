@@ -20,7 +20,7 @@ from compress.stages import STAGES
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("stage_fingerprints.json")
 MODULES = {
-    "calibrate": ("calibrate/corpus.py", "calibrate/card.py", "calibrate/dataset.py", "stages/calibrate.py"),
+    "calibrate": ("data/corpus.py", "data/card.py", "data/tokens.py", "stages/calibrate.py"),
     "prune": (
         "calibrate/gradients.py",
         "calibrate/layer_state.py",
@@ -30,7 +30,7 @@ MODULES = {
         "calibrate/sequential.py",
         "calibrate/stats.py",
         "kernels/latency.py",
-        "methods/*.py",
+        "methods/*/*.py",
         "models/attention.py",
         "models/causal_gradient.py",
         "models/decoder.py",
@@ -40,7 +40,7 @@ MODULES = {
         "stages/prune/*.py",
     ),
     "distill": (
-        "calibrate/dataset.py",
+        "data/tokens.py",
         "distill/*.py",
         "models/attention.py",
         "models/causal_gradient.py",
@@ -52,9 +52,9 @@ MODULES = {
         "stages/distill/*.py",
     ),
     "draft": (
-        "calibrate/dataset.py",
+        "data/tokens.py",
         "distill/*.py",
-        "methods/prune_pass.py",
+        "methods/prune/prune_pass.py",
         "models/attention.py",
         "models/causal_gradient.py",
         "models/decoder.py",
@@ -79,7 +79,7 @@ MODULES = {
         "calibrate/sequential.py",
         "calibrate/stats.py",
         "kernels/latency.py",
-        "methods/*.py",
+        "methods/*/*.py",
         "models/attention.py",
         "models/causal_gradient.py",
         "models/decoder.py",
@@ -88,9 +88,16 @@ MODULES = {
         "models/rope.py",
         "models/surgery.py",
         "quant/*.py",
+        "stages/budget/*.py",
         "stages/quantize/*.py",
     ),
-    "export": ("export/*.py", "models/checkpoint.py", "models/family.py", "quant/packing.py", "stages/export.py"),
+    "export": (
+        "export/*.py",
+        "models/checkpoint.py",
+        "models/family.py",
+        "quant/packing.py",
+        "stages/export.py",
+    ),
     "validate": (
         "kernels/*.py",
         "kernels/*/*.py",
@@ -116,7 +123,10 @@ def _code(path: Path) -> str:
         return " ".join(re.sub(r"//.*", "", path.read_text(encoding="utf-8")).split())
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
@@ -129,7 +139,10 @@ def test_every_stage_has_a_fingerprint() -> None:
     assert set(MODULES) == set(STAGES.names())
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="recorded with Python 3.11, whose ast.unparse may differ from others")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11),
+    reason="recorded with Python 3.11, whose ast.unparse may differ from others",
+)
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_changed_stage_raises_its_version_or_says_that_no_number_moved(kind: str) -> None:
     recorded = json.loads(RECORD.read_text())[kind]

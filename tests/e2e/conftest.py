@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import CONFIG, RECIPE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from compress.calibrate.corpus import python_documents
 from compress.cli.app import main
+from compress.data.corpus import python_documents
 from compress.models.checkpoint import write_checkpoint
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource
+from tests.support.tiny_run import CONFIG, RECIPE
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
     texts = [document.text for document, _ in zip(python_documents("calibration"), range(8), strict=False)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path / "tokenizer.json"))

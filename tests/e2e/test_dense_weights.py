@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_weights
 from compress.quant.scheme import SCHEMES
+from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
 Recipe = Callable[..., Path]
@@ -21,7 +21,12 @@ SCALES = {f"model.layers.{idx}.self_attn.{name}_scale" for idx in range(NUM_LAYE
 
 def stages(*, form: str = "compressed-tensors", **quantize: Any) -> list[dict[str, Any]]:
     calibrate, _, _, validate = RECIPE["stages"]
-    return [calibrate, {"kind": "quantize", "scheme": "dense", **quantize}, {"kind": "export", "formats": [form]}, validate]
+    return [
+        calibrate,
+        {"kind": "quantize", "scheme": "dense", **quantize},
+        {"kind": "export", "formats": [form]},
+        validate,
+    ]
 
 
 @pytest.mark.parametrize(("kv_cache", "kv_format"), [("fp8", "FP8_STATIC"), ("int8", "INT8_TOKEN_HEAD")])
@@ -42,7 +47,9 @@ def test_the_kv_cache_alone_is_quantized(
     assert report["accuracy"]["kl_mean"]["value"] > 0  # it is the quantized cache that was measured
 
 
-def test_converting_carries_the_scales_and_what_is_known_of_them(recipe: Recipe, command: Command, work: Path) -> None:
+def test_converting_carries_the_scales_and_what_is_known_of_them(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     command("run", recipe(stages=stages(kv_cache="fp8")), "--until", "export")
     exported, again = work / "runs" / "recipe" / "artifacts" / "export", work / "again"
     code, out, err = command("convert", exported, "--to", "compressed-tensors", "--out", again)
@@ -60,7 +67,10 @@ def test_converting_carries_the_scales_and_what_is_known_of_them(recipe: Recipe,
 
 def test_dense_but_for_some_linears(recipe: Recipe, command: Command, work: Path) -> None:
     code, _, err = command(
-        "run", recipe(stages=stages(overrides={"*.ffn.down": "W4A16_G128"}, round={"kind": "rtn"})), "--until", "quantize"
+        "run",
+        recipe(stages=stages(overrides={"*.ffn.down": "W4A16_G128"}, round={"kind": "rtn"})),
+        "--until",
+        "quantize",
     )
     assert code == 0, err
     manifest = open_artifact(work / "runs" / "recipe" / "artifacts" / "quantize").manifest
@@ -80,7 +90,9 @@ def test_dense_but_for_some_linears(recipe: Recipe, command: Command, work: Path
         ({"kv_cache": "fp8", "overrides": {"*": "dense"}}, "the KV cache alone"),
     ],
 )
-def test_what_would_do_nothing_is_refused(quantize: dict[str, Any], message: str, recipe: Recipe, command: Command) -> None:
+def test_what_would_do_nothing_is_refused(
+    quantize: dict[str, Any], message: str, recipe: Recipe, command: Command
+) -> None:
     code, _, err = command("plan", recipe(stages=stages(**quantize)))
     assert code == 2
     assert message in " ".join(err.split())

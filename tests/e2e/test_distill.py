@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_ranks import launch
-from tiny_run import RECIPE
 
 from compress.artifact.manifest import open_artifact
-from compress.calibrate.dataset import load_token_set
+from compress.data.tokens import load_token_set
 from compress.export import open_weights
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
+from tests.e2e.test_ranks import launch
+from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -65,18 +65,26 @@ def facts(command: Command, path: Path, workspace: str = "alone") -> dict[str, A
 
 def distillation(workspace: Path) -> dict[str, Any]:
     (found,) = [
-        open_artifact(path.parent) for path in workspace.glob("store/*/tokens.safetensors") if (path.parent / "outer.safetensors").exists()
+        open_artifact(path.parent)
+        for path in workspace.glob("store/*/tokens.safetensors")
+        if (path.parent / "outer.safetensors").exists()
     ]
     result: dict[str, Any] = found.manifest.facts["distillation"]
     return result
 
 
 def artifact(workspace: Path) -> Path:
-    (found,) = [path.parent for path in workspace.glob("store/*/tokens.safetensors") if (path.parent / "outer.safetensors").exists()]
+    (found,) = [
+        path.parent
+        for path in workspace.glob("store/*/tokens.safetensors")
+        if (path.parent / "outer.safetensors").exists()
+    ]
     return found
 
 
-def test_a_pruned_model_learns_and_is_judged_against_the_source(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_pruned_model_learns_and_is_judged_against_the_source(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     path = recipe(stages=stages(quantize=True, passes=2, tokens=6144))
     code, out, err = command("run", path, "--workspace", "whole", "--json")
     assert code == 0, err
@@ -114,21 +122,27 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}}, {"lora": {"rank": 4}, "recompute": True}]
+    "changes",
+    [{}, {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}}, {"lora": {"rank": 4}, "recompute": True}],
 )
 def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
     path = recipe(stages=stages(**changes))
     undisturbed = facts(command, path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert not list((work / "killed").glob("store/*/tokens.safetensors/../outer.safetensors"))
     resumed = facts(command, path, "killed")
     assert resumed["curve"] == undisturbed["curve"]
     assert len(undisturbed["curve"]) > 8
-    digests = [{each.path: each.digest for each in open_artifact(artifact(work / name)).manifest.files} for name in ("alone", "killed")]
+    digests = [
+        {each.path: each.digest for each in open_artifact(artifact(work / name)).manifest.files}
+        for name in ("alone", "killed")
+    ]
     assert digests[0] == digests[1]
 
 
@@ -137,14 +151,18 @@ STOPPED = KILLED.replace("SIGKILL", "SIGTERM").replace("len(saves) == 2", "len(s
 
 def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages())
-    stopped = subprocess.run([sys.executable, "-c", STOPPED, "run", path, "--workspace", "stopped"], capture_output=True, text=True)
+    stopped = subprocess.run(
+        [sys.executable, "-c", STOPPED, "run", path, "--workspace", "stopped"], capture_output=True, text=True
+    )
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "resumes here" in stopped.stderr
     assert facts(command, path, "stopped")["curve"] == facts(command, path)["curve"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"}])
-def test_two_ranks_follow_the_curve_of_one(recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]) -> None:
+def test_two_ranks_follow_the_curve_of_one(
+    recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
+) -> None:
     path = recipe(stages=stages(**changes))
     alone = facts(command, path)
     results = launch(2, "run", path, "--workspace", "many", "--json")
@@ -166,17 +184,29 @@ def test_kept_logits_serve_several_runs(recipe: Recipe, command: Command, work: 
     shards = {path: path.stat().st_mtime_ns for path in (work / "alone").glob("kept/teacher-*/*.safetensors")}
     assert shards
     command("run", recipe(stages=stages(loss={"top_k": 300}, lr=5e-4)), "--workspace", "alone")
-    assert {path: path.stat().st_mtime_ns for path in (work / "alone").glob("kept/teacher-*/*.safetensors")} == shards
+    assert {
+        path: path.stat().st_mtime_ns for path in (work / "alone").glob("kept/teacher-*/*.safetensors")
+    } == shards
 
 
 @pytest.mark.parametrize("init", ["teacher", "random"])
 def test_a_student_of_its_own_shape(recipe: Recipe, command: Command, work: Path, init: str) -> None:
     """Exported and validated as it is, without a quantization."""
     student = {"layers": 2, "hidden": 64, "ffn": 64, "heads": 2, "kv_heads": 1, "init": init}
-    path = recipe(stages=[{**DISTILL, "student": student, "teacher_device": "cpu"}, RECIPE["stages"][-1] | {"gates": {}}])
+    path = recipe(
+        stages=[
+            {**DISTILL, "student": student, "teacher_device": "cpu"},
+            RECIPE["stages"][-1] | {"gates": {}},
+        ]
+    )
     found = facts(command, path)
     arch = open_weights(artifact(work / "alone")).arch
-    assert (arch.num_layers, arch.hidden_size, arch.layers[0].num_heads, arch.layers[0].num_kv_heads) == (2, 64, 2, 1)
+    assert (arch.num_layers, arch.hidden_size, arch.layers[0].num_heads, arch.layers[0].num_kv_heads) == (
+        2,
+        64,
+        2,
+        1,
+    )
     assert found["student"]["params"] == arch.num_params
     assert math.isfinite(found["after"]["kl"])
     report = json.loads(next((work / "alone").glob("store/*/report.json")).read_text())
@@ -217,7 +247,10 @@ REFUSALS = [
     ([{**DISTILL, "tokens": 64}], "fewer than a batch"),
     ([{**DISTILL, "student": {"layers": 2}, "teacher": "hf://some/model"}], "Name the commit"),
     ([CALIBRATE, PRUNE, {**DISTILL, "seq_len": 256, "tokens": 4096}], "has 128 positions"),
-    ([CALIBRATE, PRUNE, {**DISTILL, "data": "builtin://python-eval"}, *RECIPE["stages"][1:]], "judges on the same text"),
+    (
+        [CALIBRATE, PRUNE, {**DISTILL, "data": "builtin://python-eval"}, *RECIPE["stages"][1:]],
+        "judges on the same text",
+    ),
 ]
 
 
@@ -230,8 +263,12 @@ def test_what_cannot_work_is_refused_before_any_work(
     assert sentence in err
 
 
-def test_a_loss_that_is_not_finite_keeps_the_state_before_it(recipe: Recipe, command: Command, work: Path) -> None:
-    code, _, err = command("run", recipe(stages=stages(lr=1e30, max_grad_norm=1e30, eval_every=1)), "--workspace", "nan")
+def test_a_loss_that_is_not_finite_keeps_the_state_before_it(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    code, _, err = command(
+        "run", recipe(stages=stages(lr=1e30, max_grad_norm=1e30, eval_every=1)), "--workspace", "nan"
+    )
     assert code == 2
     assert "Lower the learning rate" in err
     assert list((work / "nan").glob("scratch/*/state.safetensors"))

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_distill import KILLED, model_dir  # noqa: F401
-from test_ranks import launch
-from tiny_run import RECIPE
 
 from compress.artifact.manifest import Artifact, open_artifact
-from compress.calibrate.dataset import load_token_set
+from compress.data.tokens import load_token_set
 from compress.distill.objective import Teacher, measure
 from compress.export import open_weights
 from compress.models.weights import Dense, WeightSource, build_decoder
@@ -27,6 +24,9 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
+from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
+from tests.e2e.test_ranks import launch
+from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -34,7 +34,13 @@ CPU = torch.device("cpu")
 CALIBRATE, QUANTIZE, EXPORT, VALIDATE = RECIPE["stages"]
 DRAFT: dict[str, Any] = {
     "kind": "draft",
-    "init": {"keep_layers": 2, "ffn": {"keep": 0.5}, "heads": {"keep": 0.5}, "multiple": 64, "num_samples": 8},
+    "init": {
+        "keep_layers": 2,
+        "ffn": {"keep": 0.5},
+        "heads": {"keep": 0.5},
+        "multiple": 64,
+        "num_samples": 8,
+    },
     "tokens": 3072,
     "seq_len": 32,
     "micro_batch_size": 2,
@@ -86,9 +92,16 @@ def test_a_draft_learns_to_be_accepted_and_says_how(recipe: Recipe, command: Com
     assert len(trained.tokens_NS) == 128
 
 
-def test_a_draft_for_pruned_weights_that_are_not_quantized(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_draft_for_pruned_weights_that_are_not_quantized(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     prune = {"kind": "prune", "ffn": {"keep": 0.5}, "multiple": 32}
-    changes = {"init": {"keep_layers": [0, 1], "train_embeddings": True}, "loss": {"kind": "lk"}, "optimizer": "adamw", "lr": 3e-4}
+    changes = {
+        "init": {"keep_layers": [0, 1], "train_embeddings": True},
+        "loss": {"kind": "lk"},
+        "optimizer": "adamw",
+        "lr": 3e-4,
+    }
     artifact = drafted(command, recipe(stages=[CALIBRATE, prune, {**DRAFT, **changes}]))
     assert facts_of(artifact)["target"] == by_role(work / "alone", "dense").digest
     assert facts_of(artifact)["after"]["acceptance"] > facts_of(artifact)["before"]["acceptance"]
@@ -100,7 +113,11 @@ def test_a_draft_for_pruned_weights_that_are_not_quantized(recipe: Recipe, comma
 
 def plain_and_speculative(target: WeightSource, draft: WeightSource) -> tuple[list[Any], list[Any], float]:
     requests = [
-        Request(str(idx), tuple(range(7 * idx, 7 * idx + 9)), SamplingParams(24, temperature=idx % 2, seed=idx, ignore_eos=True))
+        Request(
+            str(idx),
+            tuple(range(7 * idx, 7 * idx + 9)),
+            SamplingParams(24, temperature=idx % 2, seed=idx, ignore_eos=True),
+        )
         for idx in range(8)
     ]
     config = EngineConfig(max_batch_size=4, max_model_len=64)
@@ -108,10 +125,16 @@ def plain_and_speculative(target: WeightSource, draft: WeightSource) -> tuple[li
     engine = Engine(target, device=CPU, config=replace(config, speculative=Speculative(DraftModel(draft))))
     speculative = engine.generate(requests)
     assert engine.acceptance is not None
-    return [each.tokens for each in plain], [each.tokens for each in speculative], engine.acceptance.acceptance_length
+    return (
+        [each.tokens for each in plain],
+        [each.tokens for each in speculative],
+        engine.acceptance.acceptance_length,
+    )
 
 
-def test_a_draft_in_codes_is_served_and_changes_no_token(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_draft_in_codes_is_served_and_changes_no_token(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     artifact = drafted(command, recipe(stages=stages(quantize=CODES)))
     draft, target = open_weights(artifact.path), open_weights(by_role(work / "alone", "quantized").path)
     weight = draft.layer(1)["ffn.down.weight"]
@@ -120,22 +143,38 @@ def test_a_draft_in_codes_is_served_and_changes_no_token(recipe: Recipe, command
     assert facts_of(artifact)["quantized"].startswith("round: rtn")
     teacher = Teacher(build_decoder(target, dtype=torch.float32, device=CPU), device=CPU)
     last = facts_of(artifact)["curve"][-1]
-    assert facts_of(artifact)["after"]["kl"] != last["kl"]  # what is said is of the codes, not of what was trained
+    assert (
+        facts_of(artifact)["after"]["kl"] != last["kl"]
+    )  # what is said is of the codes, not of what was trained
     assert facts_of(artifact)["after"]["kl"] == pytest.approx(last["kl"], rel=0.2)
     windows = load_token_set(artifact.path / "tokens.safetensors").tokens_NS[:4]
-    alike = measure(build_decoder(Dense(target), dtype=torch.float32, device=CPU), teacher, windows, CPU, compute_dtype=torch.float32)
-    assert alike.acceptance == pytest.approx(1, abs=1e-5)  # all of the target, as a draft begins, is the target
+    alike = measure(
+        build_decoder(Dense(target), dtype=torch.float32, device=CPU),
+        teacher,
+        windows,
+        CPU,
+        compute_dtype=torch.float32,
+    )
+    assert alike.acceptance == pytest.approx(
+        1, abs=1e-5
+    )  # all of the target, as a draft begins, is the target
     assert alike.acceptance_length == pytest.approx(5, abs=1e-4)
     plain, speculative, length = plain_and_speculative(target, draft)
     assert speculative == plain
     assert length > 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}}])
-def test_killed_and_resumed_the_draft_has_the_same_bits(recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}}]
+)
+def test_killed_and_resumed_the_draft_has_the_same_bits(
+    recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
+) -> None:
     path = recipe(stages=stages(**changes))
     undisturbed = drafted(command, path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert drafted(command, path, "killed").digest == undisturbed.digest
@@ -166,7 +205,12 @@ REFUSALS = [
     (stages(init={"kep_layers": 2}), "Did you mean 'keep_layers'?"),
     (stages(init={"keep_layers": 2, "ffn": {"keep": 1.5}}), "ffn"),
     (stages(init={"keep_layers": 2, "ffn": {"keep": 0.9}}), "nothing would go"),
-    (stages(init={"keep_layers": 2, "ffn": {"keep": 96}, "multiple": 32}, quantize={"scheme": "W4A16_G64"}), "multiple of 64"),
+    (
+        stages(
+            init={"keep_layers": 2, "ffn": {"keep": 96}, "multiple": 32}, quantize={"scheme": "W4A16_G64"}
+        ),
+        "multiple of 64",
+    ),
     (stages(quantize={"kv_cache": "fp8"}), "stay in 16 bits"),
     (stages(quantize={"head": "FP8_DYNAMIC"}), "tied to its embedding"),
     (stages(tokens=64), "fewer than a batch"),

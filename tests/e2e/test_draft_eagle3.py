@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_distill import KILLED, model_dir  # noqa: F401
-from test_draft import by_role, drafted, facts_of, stages
 
 from compress.export import open_weights
 from compress.models.eagle3 import draft_head
@@ -21,6 +19,8 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
+from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
+from tests.e2e.test_draft import by_role, drafted, facts_of, stages
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -29,7 +29,9 @@ HEAD: dict[str, Any] = {"init": {"kind": "eagle3", "vocab": 150, "steps": 3}}
 CODES = {"scheme": "W4A16_G32", "round": {"kind": "gptq"}, "refine": {"kind": "descent", "sweeps": 1}}
 
 
-def test_a_head_learns_to_be_accepted_is_rounded_and_served(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_head_learns_to_be_accepted_is_rounded_and_served(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     artifact = drafted(command, recipe(stages=stages(**HEAD, tokens=8192, passes=2, quantize=CODES)))
     facts, head = facts_of(artifact), draft_head(artifact)
     assert facts["kind"] == "eagle3"
@@ -46,7 +48,11 @@ def test_a_head_learns_to_be_accepted_is_rounded_and_served(recipe: Recipe, comm
     target = open_weights(by_role(work / "alone", "quantized").path)
     config = EngineConfig(max_batch_size=4, max_model_len=64)
     requests = [
-        Request(str(idx), tuple(range(7 * idx, 7 * idx + 9)), SamplingParams(24, temperature=idx % 2, seed=idx, ignore_eos=True))
+        Request(
+            str(idx),
+            tuple(range(7 * idx, 7 * idx + 9)),
+            SamplingParams(24, temperature=idx % 2, seed=idx, ignore_eos=True),
+        )
         for idx in range(8)
     ]
     plain = Engine(target, device=CPU, config=config).generate(requests)
@@ -59,7 +65,9 @@ def test_a_head_learns_to_be_accepted_is_rounded_and_served(recipe: Recipe, comm
 def test_killed_and_resumed_the_head_has_the_same_bits(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages(**HEAD))
     undisturbed = drafted(command, path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert drafted(command, path, "killed").digest == undisturbed.digest

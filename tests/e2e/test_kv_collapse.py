@@ -28,12 +28,14 @@ GATE = 0.04
 @pytest.fixture
 def collapsing(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    from kv_outliers import Outliers
+    from scripts.kv_outliers import Outliers
 
     source = resolve_text("builtin://reference")
     base, path = open_weights(source.path), work / "model"
     outliers = Outliers(base, layer_idx=3, head=1, power=20)
-    decoders = [build_decoder(each, dtype=torch.float32, device=torch.device("cpu")) for each in (base, outliers)]
+    decoders = [
+        build_decoder(each, dtype=torch.float32, device=torch.device("cpu")) for each in (base, outliers)
+    ]
     tokens_BS = torch.randint(base.arch.vocab_size, (1, 32), generator=torch.Generator().manual_seed(0))
     assert torch.equal(*(decoder(tokens_BS) for decoder in decoders))
     path.mkdir()
@@ -54,7 +56,13 @@ def recipe(work: Path, model: str, kv_cache: str | None) -> Path:
             {"kind": "calibrate", "num_samples": 4, "seq_len": 128},
             {"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}, **cache},
             {"kind": "export"},
-            {"kind": "validate", "num_samples": 6, "seq_len": 192, "latency": None, "gates": {"kl_mean": GATE}},
+            {
+                "kind": "validate",
+                "num_samples": 6,
+                "seq_len": 192,
+                "latency": None,
+                "gates": {"kl_mean": GATE},
+            },
         ],
     }
     path = work / f"{kv_cache}.yaml"
@@ -75,7 +83,11 @@ def test_the_collapse_of_one_scale_a_layer_is_warned_of_and_gated_and_scales_a_h
     assert code == 3
     report = report_of(work / "runs" / "fp8" / "evidence")
     (warning,) = report["warnings"]
-    for text in (err, (work / "runs" / "fp8" / "evidence" / "report.html").read_text(), (work / "runs/fp8/evidence/README.md").read_text()):
+    for text in (
+        err,
+        (work / "runs" / "fp8" / "evidence" / "report.html").read_text(),
+        (work / "runs/fp8/evidence/README.md").read_text(),
+    ):
         assert "keys of layer 3" in " ".join(text.split())
     assert "kv_cache: fp8_token_head" in warning
     assert report["verdict"]["passed"] is False
@@ -91,10 +103,23 @@ def test_the_collapse_of_one_scale_a_layer_is_warned_of_and_gated_and_scales_a_h
     held = report_of(work / "runs" / "fp8_token_head" / "evidence")
     assert "warnings" not in held
     assert held["artifact"]["kv_cache"] == "FP8_TOKEN_HEAD"
-    assert "--kv-cache-dtype fp8_per_token_head" in (work / "runs" / "fp8_token_head" / "evidence" / "README.md").read_text()
+    assert (
+        "--kv-cache-dtype fp8_per_token_head"
+        in (work / "runs" / "fp8_token_head" / "evidence" / "README.md").read_text()
+    )
 
     exported = work / "runs" / "fp8" / "artifacts" / "export"
-    same = ("--against", collapsing, "--num-samples", 6, "--seq-len", 192, "--no-latency", "--gate", f"kl_mean={GATE}")
+    same = (
+        "--against",
+        collapsing,
+        "--num-samples",
+        6,
+        "--seq-len",
+        192,
+        "--no-latency",
+        "--gate",
+        f"kl_mean={GATE}",
+    )
     for kv_format, expected in ((None, 3), ("FP8_TOKEN_HEAD", 0)):
         chosen = () if kv_format is None else ("--kv-format", kv_format)
         code, _, err = command("validate", exported, *same, *chosen, "--out", work / str(kv_format))

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
 from compress.kernels.coverage import PROJECTIONS
 from compress.quant.scheme import SCHEMES, ModelScheme
+from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
 CHOICES = ["W4A16_G128", "FP8_STATIC", "W8A16", "dense"]
@@ -27,15 +27,27 @@ def stages(
     return [calibrate, quantize, {"kind": "export", "formats": [form]}, {**validate, "gates": {}}]
 
 
-def test_a_budget_of_bytes_is_kept_and_explained(recipe: Callable[..., Path], command: Command, work: Path) -> None:
-    path = recipe(stages=stages({"size_ratio": 0.6}, overrides={"layers.1.ffn.down": "dense", "layers.0.attn.[qkv]": "INT8_DYNAMIC"}))
+def test_a_budget_of_bytes_is_kept_and_explained(
+    recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
+    path = recipe(
+        stages=stages(
+            {"size_ratio": 0.6},
+            overrides={"layers.1.ffn.down": "dense", "layers.0.attn.[qkv]": "INT8_DYNAMIC"},
+        )
+    )
     code, out, err = command("plan", path, "--json")
     assert code == 0, err
     planned = {stage["kind"]: stage for stage in json.loads(out)["stages"]}
-    assert any("size_ratio 0.6" in note and "W4A16_G128, FP8_STATIC, W8A16, dense" in note for note in planned["quantize"]["notes"])
+    assert any(
+        "size_ratio 0.6" in note and "W4A16_G128, FP8_STATIC, W8A16, dense" in note
+        for note in planned["quantize"]["notes"]
+    )
     code, out, err = command("run", path, "--run-dir", work / "run", "--json")
     assert code == 0, err
-    quantized, exported = (open_artifact(work / "run" / "artifacts" / name) for name in ("quantize", "export"))
+    quantized, exported = (
+        open_artifact(work / "run" / "artifacts" / name) for name in ("quantize", "export")
+    )
     mixed = quantized.manifest.facts["mixed"]
     assert exported.manifest.scheme is not None
     scheme = ModelScheme.from_json(exported.manifest.scheme)
@@ -89,10 +101,14 @@ def test_a_cut_run_chooses_again_what_it_had_chosen(
 
     monkeypatch.setattr("compress.stages.quantize.choose.visit_gradients", never)
     assert command("run", path, "--workspace", work / "b", "--run-dir", work / "b-run")[0] == 0
-    assert len({open_artifact(work / run / "artifacts" / "quantize").digest for run in ("a-run", "b-run")}) == 1
+    assert (
+        len({open_artifact(work / run / "artifacts" / "quantize").digest for run in ("a-run", "b-run")}) == 1
+    )
 
 
-@pytest.mark.parametrize("budget", [{"latency_ratio": 0.999, "device": "NVIDIA H200"}, {"latency_us": 1e6, "rows": 4}])
+@pytest.mark.parametrize(
+    "budget", [{"latency_ratio": 0.999, "device": "NVIDIA H200"}, {"latency_us": 1e6, "rows": 4}]
+)
 def test_a_budget_of_time_counts_the_kernels_of_the_device(
     budget: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:
@@ -111,12 +127,20 @@ def test_a_budget_of_time_counts_the_kernels_of_the_device(
     [
         ({"size_ratio": 0.2}, {}, r"cost 0\.2\d+ of what they do in 16 bits, and 0\.200 is allowed"),
         ({"size_gb": 0.00001}, {}, r"cost 0\.2\d+ .* and 0\.000 is allowed \(0\.000 GB go to embedding"),
-        ({"latency_ratio": 0.5, "device": "NVIDIA H200"}, {}, r"cost 0\.9\d+ of what they do in 16 bits, and 0\.500 is"),
+        (
+            {"latency_ratio": 0.5, "device": "NVIDIA H200"},
+            {},
+            r"cost 0\.9\d+ of what they do in 16 bits, and 0\.500 is",
+        ),
         ({"size_ratio": 0.5, "latency_us": 1}, {}, "size_ratio and latency_us is given"),
         ({}, {}, "none is given"),
         ({"size_gb": 1, "rows": 4}, {}, "size_gb is a budget of bytes"),
         ({"latency_us": 1, "device": "NVIDIA H20"}, {}, "Did you mean 'NVIDIA H200'"),
-        ({"size_ratio": 0.5}, {"overrides": {"*.ffn.up": "dense"}}, r"layers\.0\.ffn\.gate, layers\.0\.ffn\.up read one input"),
+        (
+            {"size_ratio": 0.5},
+            {"overrides": {"*.ffn.up": "dense"}},
+            r"layers\.0\.ffn\.gate, layers\.0\.ffn\.up read one input",
+        ),
         ({"size_ratio": 0.5}, {"schemes": ["dense", "W4A16_G12"]}, "unknown scheme 'W4A16_G12'"),
         ({"size_ratio": 0.5}, {"schemes": ["W8A16"]}, "two or more"),
         ({"size_ratio": 0.5}, {"form": "gptq"}, r"\[weight-only\]"),
@@ -124,14 +148,20 @@ def test_a_budget_of_time_counts_the_kernels_of_the_device(
     ],
 )
 def test_what_cannot_be_chosen_is_refused_by_the_plan(
-    budget: dict[str, Any], changes: dict[str, Any], message: str, recipe: Callable[..., Path], command: Command
+    budget: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
+    recipe: Callable[..., Path],
+    command: Command,
 ) -> None:
     code, _, err = command("plan", recipe(stages=stages(budget, **changes)))
     assert code == 2
     assert re.search(message, err), err
 
 
-def test_a_packed_format_takes_what_mixes_one_scheme_with_dense_linears(recipe: Callable[..., Path], command: Command, work: Path) -> None:
+def test_a_packed_format_takes_what_mixes_one_scheme_with_dense_linears(
+    recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
     path = recipe(stages=stages({"size_gb": 0.00085}, schemes=["W4A16_G128", "dense"], form="gptq")[:-1])
     code, _, err = command("run", path, "--run-dir", work / "run")
     assert code == 0, err

@@ -35,7 +35,12 @@ def test_every_recipe_passes_plan_offline(
     assert code == 0, err
     document = json.loads(out)
     assert document["peak_bytes"] > 0
-    assert {note.partition(":")[0] for row in document["stages"] if row["kind"] == "export" for note in row["notes"]} >= {
+    assert {
+        note.partition(":")[0]
+        for row in document["stages"]
+        if row["kind"] == "export"
+        for note in row["notes"]
+    } >= {
         "vLLM",
         "transformers",
     }
@@ -50,9 +55,16 @@ def test_every_preset_is_a_recipe_that_can_run(path: Path) -> None:
 def test_a_preset_of_a_recipes_name_is_that_recipe(name: str) -> None:
     def meaning(path: Path) -> object:
         recipe = load_recipe(path)
-        return recipe.model, recipe.seed, [(step.stage.kind, step.spec) for step in build_steps(recipe)], recipe.push
+        return (
+            recipe.model,
+            recipe.seed,
+            [(step.stage.kind, step.spec) for step in build_steps(recipe)],
+            recipe.push,
+        )
 
-    assert meaning(ROOT / "compress" / "cli" / "presets" / f"{name}.yaml") == meaning(ROOT / "recipes" / f"{name}.yaml")
+    assert meaning(ROOT / "compress" / "cli" / "presets" / f"{name}.yaml") == meaning(
+        ROOT / "recipes" / f"{name}.yaml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +100,11 @@ def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     path = tmp_path / "large.yaml"
-    stages = [{"kind": "calibrate", "num_samples": 128, "seq_len": 2048}, {"kind": "quantize", "preset": "balanced"}, {"kind": "export"}]
+    stages = [
+        {"kind": "calibrate", "num_samples": 128, "seq_len": 2048},
+        {"kind": "quantize", "preset": "balanced"},
+        {"kind": "export"},
+    ]
     path.write_text(json.dumps({"version": 1, "model": "hf://meta-llama/Llama-3.1-70B", "stages": stages}))
     documents = {}
     for ranks in (1, 4):
@@ -96,7 +112,9 @@ def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
         assert code == 0, err
         documents[ranks] = json.loads(out)
         assert documents[ranks]["ranks"] == ranks
-    alone, shared = ({row["kind"]: row for row in document["stages"]}["quantize"] for document in documents.values())
+    alone, shared = (
+        {row["kind"]: row for row in document["stages"]}["quantize"] for document in documents.values()
+    )
     assert shared["seconds"] < alone["seconds"] < 4 * shared["seconds"]
     assert shared["peak_bytes"] < alone["peak_bytes"] < 80e9 < 2 * documents[1]["model"]["params"]
     assert any("pinned host memory" in note for note in alone["notes"])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_ranks import digest, launch
-from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.export import open_checkpoint, open_weights
-from compress.methods import COMPENSATIONS, SCORERS
+from compress.methods.prune import COMPENSATIONS, SCORERS
 from compress.models.weights import build_decoder, dense
+from tests.e2e.test_ranks import digest, launch
+from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
 CALIBRATE, _, _, VALIDATE = RECIPE["stages"]
@@ -46,16 +46,30 @@ def test_prune_then_quantize_then_export_compares_with_the_original_model(
     assert code == 0, err
     planned = {stage["kind"]: stage for stage in json.loads(out)["stages"]}
     assert any("heads 4 -> 2, KV heads 2 -> 1, FFN 256 -> 192" in note for note in planned["prune"]["notes"])
-    assert "ffn: keep 0.7 of 256 is 179.2; 192 is the nearest number that consumers take" in planned["prune"]["notes"]
+    assert (
+        "ffn: keep 0.7 of 256 is 179.2; 192 is the nearest number that consumers take"
+        in planned["prune"]["notes"]
+    )
     pruned = run(command, path, work)
     facts = pruned.manifest.facts["pruning"]
-    assert [facts["after"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [2, 1, 192, NUM_LAYERS]
-    assert [facts["before"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [4, 2, 256, NUM_LAYERS]
+    assert [facts["after"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [
+        2,
+        1,
+        192,
+        NUM_LAYERS,
+    ]
+    assert [facts["before"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [
+        4,
+        2,
+        256,
+        NUM_LAYERS,
+    ]
     exported = open_artifact(work / "run" / "artifacts" / "export")
     opened = open_checkpoint(exported.path)
     assert opened.arch.num_params == facts["after"]["params"] == open_weights(pruned.path).arch.num_params
     sizes = {
-        kind: sum(f.size_bytes for f in each.manifest.files if "safetensors" in f.path) for kind, each in (("q", exported), ("d", pruned))
+        kind: sum(f.size_bytes for f in each.manifest.files if "safetensors" in f.path)
+        for kind, each in (("q", exported), ("d", pruned))
     }
     for kind, stage in (("q", "export"), ("d", "prune")):
         assert sizes[kind] == pytest.approx(planned[stage]["disk_bytes"], rel=0.05)
@@ -89,10 +103,16 @@ def test_what_is_pruned_alone_is_published_dense_or_validated_as_it_is(
     exported = work / "run" / "artifacts" / "export"
     assert (exported / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
     config = json.loads((exported / "config.json").read_text())
-    assert [config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")] == [2, 1, 32, 192]
+    assert [
+        config[name]
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    ] == [2, 1, 32, 192]
     assert "quantization_config" not in config
     tokens = torch.arange(20).view(1, -1)
-    one, other = (build_decoder(open_weights(each), dtype=torch.float32, device=torch.device("cpu")) for each in (pruned.path, exported))
+    one, other = (
+        build_decoder(open_weights(each), dtype=torch.float32, device=torch.device("cpu"))
+        for each in (pruned.path, exported)
+    )
     assert torch.equal(one(tokens), other(tokens))
     report = json.loads((work / "run" / "evidence" / "report.json").read_text())
     assert "dense weights" in report["title"]
@@ -103,7 +123,9 @@ def test_what_is_pruned_alone_is_published_dense_or_validated_as_it_is(
     assert direct["pruning"] == report["pruning"]
     err = refused(command, recipe(stages=[CALIBRATE, QUANTIZE, {"kind": "prune", **BY_HAND}]))
     assert "'prune' stands behind quantize" in err
-    assert "'export' needs quantized or dense" in refused(command, recipe(stages=[CALIBRATE, {"kind": "export"}]))
+    assert "'export' needs quantized or dense" in refused(
+        command, recipe(stages=[CALIBRATE, {"kind": "export"}])
+    )
     err = refused(command, recipe(stages=[*stages(**BY_HAND), {"kind": "export", "formats": ["gptq"]}]))
     assert "[dense-weights]" in err
 
@@ -120,7 +142,9 @@ def test_every_score_and_every_compensation_leaves_a_model(
 ) -> None:
     pruned = run(command, recipe(stages=stages(4, **BY_HAND, score=score, compensate=compensate)), work)
     rows = pruned.manifest.facts["pruning"]["rounds"][0]["layers"]
-    assert [(row["layer"], row["linear"]) for row in rows] == [(idx, name) for idx in range(NUM_LAYERS) for name in ("attn.o", "ffn.down")]
+    assert [(row["layer"], row["linear"]) for row in rows] == [
+        (idx, name) for idx in range(NUM_LAYERS) for name in ("attn.o", "ffn.down")
+    ]
     assert all(0 < row["error"] < 1.5 for row in rows)
     arch = open_weights(pruned.path).arch
     assert (arch.o_bias, arch.ffn_bias) == ((True, True) if compensate == "bias" else (False, False))
@@ -128,7 +152,9 @@ def test_every_score_and_every_compensation_leaves_a_model(
     assert bool(torch.isfinite(decoder(torch.arange(12).view(1, -1))).all())
 
 
-def test_compensation_lowers_the_error_that_is_left(recipe: Callable[..., Path], command: Command, work: Path) -> None:
+def test_compensation_lowers_the_error_that_is_left(
+    recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
     def errors(compensate: str) -> list[float]:
         spec = stages(8, ffn={"keep": 0.75}, multiple=32, score="activation", compensate=compensate)
         facts = run(command, recipe(stages=spec), work, compensate).manifest.facts["pruning"]
@@ -139,14 +165,28 @@ def test_compensation_lowers_the_error_that_is_left(recipe: Callable[..., Path],
     assert squares[0] < nothing[0]
 
 
-def test_query_heads_of_every_group_and_rounds(recipe: Callable[..., Path], command: Command, work: Path) -> None:
-    spec = {"heads": {"keep": 2, "unit": "query_head"}, "ffn": {"keep": 128}, "depth": {"keep": 2}, "multiple": 32, "rounds": 2}
-    pruned = run(command, recipe(stages=[*stages(**spec), QUANTIZE, {"kind": "export"}, {**VALIDATE, "gates": {}}]), work)
+def test_query_heads_of_every_group_and_rounds(
+    recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
+    spec = {
+        "heads": {"keep": 2, "unit": "query_head"},
+        "ffn": {"keep": 128},
+        "depth": {"keep": 2},
+        "multiple": 32,
+        "rounds": 2,
+    }
+    pruned = run(
+        command,
+        recipe(stages=[*stages(**spec), QUANTIZE, {"kind": "export"}, {**VALIDATE, "gates": {}}]),
+        work,
+    )
     facts = pruned.manifest.facts["pruning"]
     assert [facts["after"][name] for name in ("heads", "kv_heads", "ffn", "layers")] == [2, 2, 128, 2]
     first, second = facts["rounds"]
     assert (len(first["layers_kept"]), len(second["layers_kept"])) == (3, 2)  # half of one layer is none yet
-    assert [{row["num_kept"] for row in each["layers"] if row["linear"] == "ffn.down"} for each in (first, second)] == [{192}, {128}]
+    assert [
+        {row["num_kept"] for row in each["layers"] if row["linear"] == "ffn.down"} for each in (first, second)
+    ] == [{192}, {128}]
     page = (work / "run" / "evidence" / "report.html").read_text()
     assert 'class="plot pruned_depth"' in page
 
@@ -157,7 +197,9 @@ def test_depth_alone_keeps_the_layers_that_do_most_as_they_are(
     pruned = run(command, recipe(stages=stages(depth={"keep": 2})), work)
     facts = pruned.manifest.facts["pruning"]["rounds"][0]
     influence, kept = facts["influence"], facts["layers_kept"]
-    assert min(influence[idx] for idx in kept) >= max(influence[idx] for idx in range(NUM_LAYERS) if idx not in kept)
+    assert min(influence[idx] for idx in kept) >= max(
+        influence[idx] for idx in range(NUM_LAYERS) if idx not in kept
+    )
     source, small = open_weights(model_dir), open_weights(pruned.path)
     for place, idx in enumerate(kept):
         for name, value in source.layer(idx).items():
@@ -174,10 +216,15 @@ def test_depth_alone_keeps_the_layers_that_do_most_as_they_are(
     ids=["rounds", "target", "depth"],
 )
 def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
-    spec: dict[str, Any], every: int, recipe: Callable[..., Path], command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
+    spec: dict[str, Any],
+    every: int,
+    recipe: Callable[..., Path],
+    command: Command,
+    work: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At every so many boundaries; what lies between two of them that nothing can be cut in is shorter than that."""
-    from compress.artifact.context import Context
+    from compress.context import Context
 
     path = recipe(stages=stages(**spec))
     undisturbed = run(command, path, work, "undisturbed").digest
@@ -208,7 +255,9 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     ],
     ids=["rounds", "target"],
 )
-def test_two_ranks_give_the_artifact_of_one(spec: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path) -> None:
+def test_two_ranks_give_the_artifact_of_one(
+    spec: dict[str, Any], recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
     path = recipe(stages=[*stages(11, **spec), QUANTIZE])
     results = launch(2, "run", path, "--workspace", "many", "--json")
     alone = launch(1, "run", path, "--workspace", "one", "--json")
@@ -218,12 +267,16 @@ def test_two_ranks_give_the_artifact_of_one(spec: dict[str, Any], recipe: Callab
 
 def test_a_target_is_kept_and_explained(recipe: Callable[..., Path], command: Command, work: Path) -> None:
     target = {"params_frac": 0.8, "num_samples": 4}
-    path = recipe(stages=[*stages(target=target, multiple=32), QUANTIZE, {"kind": "export"}, {**VALIDATE, "gates": {}}])
+    path = recipe(
+        stages=[*stages(target=target, multiple=32), QUANTIZE, {"kind": "export"}, {**VALIDATE, "gates": {}}]
+    )
     pruned = run(command, path, work)
     facts = pruned.manifest.facts["pruning"]
     found = facts["target"]
     assert facts["after"]["params"] <= 0.8 * facts["before"]["params"]
-    assert found["chosen"]["cost"] == pytest.approx(facts["after"]["params"] / facts["before"]["params"], abs=1e-5)
+    assert found["chosen"]["cost"] == pytest.approx(
+        facts["after"]["params"] / facts["before"]["params"], abs=1e-5
+    )
     assert {each["axis"] for each in found["measured"]} == {"heads", "ffn", "depth"}
     costs, losses = [each["cost"] for each in found["frontier"]], [each["kl"] for each in found["frontier"]]
     assert costs == sorted(costs)
@@ -240,7 +293,9 @@ def test_a_target_of_time_counts_the_kernels_of_the_device(
 ) -> None:
     where = {} if device is None else {"device": device}
     target = {"latency_frac": 0.9, "num_samples": 4, "prune": ["ffn", "depth"], **where}
-    facts = run(command, recipe(stages=stages(target=target, multiple=64, score="activation")), work).manifest.facts["pruning"]
+    facts = run(
+        command, recipe(stages=stages(target=target, multiple=64, score="activation")), work
+    ).manifest.facts["pruning"]
     assert facts["target"]["chosen"]["cost"] <= 0.9
     assert facts["target"]["cost"] == "time"
 
@@ -252,8 +307,14 @@ def test_a_target_of_time_counts_the_kernels_of_the_device(
         ({"ffn": {"keep": 1.5}}, "ffn"),
         ({"ffn": {"keep": 0}}, "ffn"),
         ({"ffn": {"keep": 300}, "multiple": 32}, "300 are to stay and the model has 256"),
-        ({"ffn": {"keep": 0.99}, "multiple": 32}, "leaves all 256: nothing would go. The next smaller legal number is 224"),
-        ({"heads": {"keep": 0.5}}, "leaves all 4: nothing would go. There is no smaller legal number with `multiple: 128`"),
+        (
+            {"ffn": {"keep": 0.99}, "multiple": 32},
+            "leaves all 256: nothing would go. The next smaller legal number is 224",
+        ),
+        (
+            {"heads": {"keep": 0.5}},
+            "leaves all 4: nothing would go. There is no smaller legal number with `multiple: 128`",
+        ),
         ({"ffn": {"keep": 0.5}, "target": {"params_frac": 0.5}}, "target decides what ffn would say"),
         ({"target": {"params_frac": 0.5, "latency_frac": 0.5}}, "one of params_frac and latency_frac"),
         ({"target": {"params_frac": 0.5, "rows": 4}}, "neither rows nor device"),
@@ -272,30 +333,49 @@ def test_what_cannot_be_pruned_is_refused_by_the_plan(
     assert message in err, err
 
 
-def test_a_group_that_does_not_divide_what_is_left_is_refused_by_the_plan(recipe: Callable[..., Path], command: Command) -> None:
+def test_a_group_that_does_not_divide_what_is_left_is_refused_by_the_plan(
+    recipe: Callable[..., Path], command: Command
+) -> None:
     path = recipe(stages=[*stages(ffn={"keep": 0.7}, multiple=32), {**QUANTIZE, "scheme": "W4A16_G128"}])
-    assert re.search(r"W4A16_G128 needs every K to be a multiple of 128, but a linear has K = 192", refused(command, path))
+    assert re.search(
+        r"W4A16_G128 needs every K to be a multiple of 128, but a linear has K = 192", refused(command, path)
+    )
 
 
-def test_a_target_whose_widths_a_group_may_not_divide_is_refused_by_the_plan(recipe: Callable[..., Path], command: Command) -> None:
-    path = recipe(stages=[*stages(target={"params_frac": 0.8}, multiple=32), {**QUANTIZE, "scheme": "W4A16_G128"}])
-    assert "`multiple: 32` may leave widths that the groups of W4A16_G128 do not divide" in refused(command, path)
+def test_a_target_whose_widths_a_group_may_not_divide_is_refused_by_the_plan(
+    recipe: Callable[..., Path], command: Command
+) -> None:
+    path = recipe(
+        stages=[*stages(target={"params_frac": 0.8}, multiple=32), {**QUANTIZE, "scheme": "W4A16_G128"}]
+    )
+    assert "`multiple: 32` may leave widths that the groups of W4A16_G128 do not divide" in refused(
+        command, path
+    )
 
 
 def test_a_quantized_model_is_refused(recipe: Callable[..., Path], command: Command, work: Path) -> None:
-    assert command("run", recipe(stages=[CALIBRATE, QUANTIZE, {"kind": "export"}]), "--run-dir", work / "first")[0] == 0
+    assert (
+        command("run", recipe(stages=[CALIBRATE, QUANTIZE, {"kind": "export"}]), "--run-dir", work / "first")[
+            0
+        ]
+        == 0
+    )
     path = recipe(model=str((work / "first" / "artifacts" / "export").resolve()), stages=stages(**BY_HAND))
     assert "quantized already" in refused(command, path)
 
 
 def test_a_target_that_cannot_be_kept_is_refused(recipe: Callable[..., Path], command: Command) -> None:
     path = recipe(stages=stages(target={"params_frac": 0.1, "num_samples": 4}, multiple=32))
-    assert "cannot be kept: with half of heads, ffn, depth the model still costs" in refused(command, path, by="run")
+    assert "cannot be kept: with half of heads, ffn, depth the model still costs" in refused(
+        command, path, by="run"
+    )
     path = recipe(stages=stages(3, target={"params_frac": 0.8, "num_samples": 16}, multiple=32))
     assert "calibration samples and there are 3" in refused(command, path, by="run")
 
 
-def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(recipe: Callable[..., Path], command: Command, work: Path) -> None:
+def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(
+    recipe: Callable[..., Path], command: Command, work: Path
+) -> None:
     """`transformers` refuses others; for the shape of a 13 billion parameter model 28 of 40 heads become 32."""
     from compress.models.family import family_of
     from compress.models.known import known_config
@@ -304,7 +384,18 @@ def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(recipe: Ca
 
     config = known_config("llama-2-13b")
     assert config is not None
-    assert legal_heads(family_of(config).read_config(config), "kv_group", 128) == [1, 2, 4, 5, 8, 10, 16, 20, 32, 40]
+    assert legal_heads(family_of(config).read_config(config), "kv_group", 128) == [
+        1,
+        2,
+        4,
+        5,
+        8,
+        10,
+        16,
+        20,
+        32,
+        40,
+    ]
     assert 28 in legal_heads(as_mistral(family_of(config).read_config(config)), "kv_group", 128)
     path = recipe(stages=stages(heads={"keep": 0.5, "unit": "query_head"}, multiple=32, as_mistral=True))
     code, out, err = command("plan", path, "--json")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import RECIPE
 
-from compress.calibrate.ranks import Launch
 from compress.errors import UsageError
+from compress.ranks import Launch
+from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -23,7 +23,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "balanced": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}},
     "at once": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}, "true_sequential": False},
     "awq": {"smooth": {"kind": "awq", "num_ratios": 4}, "round": {"kind": "rtn", "scale": "hessian"}},
-    "smoothquant": {"scheme": "INT8_DYNAMIC", "smooth": {"kind": "smoothquant"}, "round": {"kind": "gptq"}, "kv_cache": "fp8"},
+    "smoothquant": {
+        "scheme": "INT8_DYNAMIC",
+        "smooth": {"kind": "smoothquant"},
+        "round": {"kind": "gptq"},
+        "kv_cache": "fp8",
+    },
 }
 MAIN = "import sys; from compress.cli.app import main; sys.exit(main(sys.argv[1:]))"
 
@@ -38,10 +43,18 @@ def launch(size: int, *argv: object, code: str = MAIN) -> list[subprocess.Comple
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # the order of sums inside one product is the number of threads'
+    common["OMP_NUM_THREADS"] = str(
+        torch.get_num_threads()
+    )  # the order of sums inside one product is the number of threads'
     command = [sys.executable, "-c", code, *map(str, argv)]
     ranks = [
-        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(size)
     ]
     try:
@@ -49,7 +62,10 @@ def launch(size: int, *argv: object, code: str = MAIN) -> list[subprocess.Comple
     finally:
         for each in ranks:
             each.kill()
-    return [subprocess.CompletedProcess(command, each.returncode, *end) for each, end in zip(ranks, ends, strict=True)]
+    return [
+        subprocess.CompletedProcess(command, each.returncode, *end)
+        for each, end in zip(ranks, ends, strict=True)
+    ]
 
 
 def digest(result: subprocess.CompletedProcess[str]) -> str:
@@ -63,8 +79,12 @@ def alone(command: Command, path: Path) -> str:
     return str(json.loads(out)["artifact"]["digest"])
 
 
-@pytest.mark.parametrize(("size", "method"), [(2, "balanced"), (2, "at once"), (3, "awq"), (2, "smoothquant")])
-def test_ranks_give_the_artifact_of_one_rank(size: int, method: str, recipe: Recipe, command: Command) -> None:
+@pytest.mark.parametrize(
+    ("size", "method"), [(2, "balanced"), (2, "at once"), (3, "awq"), (2, "smoothquant")]
+)
+def test_ranks_give_the_artifact_of_one_rank(
+    size: int, method: str, recipe: Recipe, command: Command
+) -> None:
     path = recipe(stages=stages(method, num_samples=11))
     results = launch(size, "run", path, "--workspace", "many", "--json")
     assert digest(results[0]) == alone(command, path)
@@ -90,7 +110,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_ranks_stop_together_and_another_number_of_them_goes_on(recipe: Recipe, command: Command, work: Path) -> None:
+def test_ranks_stop_together_and_another_number_of_them_goes_on(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     path = recipe(stages=stages("balanced"))
     stopped = launch(2, "run", path, "--workspace", "many", code=STOPPED_AT_FIRST)
     assert [each.returncode for each in stopped] == [128 + signal.SIGTERM] * 2
@@ -122,7 +144,12 @@ def test_a_rank_that_fails_ends_all_with_its_sentence_and_code(recipe: Recipe) -
 
 
 def test_a_rank_that_is_killed_ends_all(recipe: Recipe) -> None:
-    results = launch(2, "run", recipe(stages=stages("balanced")), code=FAILS_ON_RANK_1.format(how="os.kill(os.getpid(), signal.SIGKILL)"))
+    results = launch(
+        2,
+        "run",
+        recipe(stages=stages("balanced")),
+        code=FAILS_ON_RANK_1.format(how="os.kill(os.getpid(), signal.SIGKILL)"),
+    )
     assert [each.returncode for each in results] == [4, -signal.SIGKILL]
     assert "lost another rank" in results[0].stderr.splitlines()[-1]
 
@@ -138,7 +165,13 @@ def test_torchrun_starts_them(recipe: Recipe, command: Command) -> None:
     path = recipe(stages=stages("balanced"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run([*torchrun, "-m", "compress", "run", path, "--json"], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*torchrun, "-m", "compress", "run", path, "--json"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert digest(done) == alone(command, path)
 
 

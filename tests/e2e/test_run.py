@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.artifact.workspace import Workspace
+from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -41,7 +41,9 @@ def test_a_run_gives_artifact_report_and_tags_and_a_second_run_finds_everything_
     artifact = open_artifact(Path(first["artifact"]["path"]))
     verify_artifact(artifact)
     assert artifact.digest == first["artifact"]["digest"]
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {record.path for record in artifact.manifest.files}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        record.path for record in artifact.manifest.files
+    }
     evidence = Path(first["report"]).parent
     report = json.loads((evidence / "report.json").read_text())
     assert report["artifact"]["digest"] == artifact.digest
@@ -55,12 +57,17 @@ def test_a_run_gives_artifact_report_and_tags_and_a_second_run_finds_everything_
 
 def test_fresh_workspaces_give_the_same_digest(recipe: Recipe, command: Command) -> None:
     path = recipe()
-    digests = {run_json(command, path, "--workspace", name, "--until", "export")[1]["artifact"]["digest"] for name in ("a", "b")}
+    digests = {
+        run_json(command, path, "--workspace", name, "--until", "export")[1]["artifact"]["digest"]
+        for name in ("a", "b")
+    }
     assert len(digests) == 1
 
 
 def test_another_seed_gives_another_artifact(recipe: Recipe, command: Command) -> None:
-    digests = {run_json(command, recipe(seed=seed), "--until", "export")[1]["artifact"]["digest"] for seed in (3, 4)}
+    digests = {
+        run_json(command, recipe(seed=seed), "--until", "export")[1]["artifact"]["digest"] for seed in (3, 4)
+    }
     assert len(digests) == 2
 
 
@@ -73,13 +80,22 @@ def test_the_lock_is_a_recipe_that_finds_everything_cached(recipe: Recipe, comma
     assert resumed["artifact"] == first["artifact"]
 
 
-def test_if_changed_does_nothing_after_a_run_and_works_after_a_change(recipe: Recipe, command: Command, work: Path) -> None:
+def test_if_changed_does_nothing_after_a_run_and_works_after_a_change(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     path = recipe(push=PUSH)
     run_json(command, path)
-    before = sorted((each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock")
+    before = sorted(
+        (each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock"
+    )
     code, document = run_json(command, path, "--if-changed")
     assert (code, document["status"]) == (0, "unchanged")
-    assert sorted((each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock") == before
+    assert (
+        sorted(
+            (each, each.stat().st_mtime_ns) for each in (work / "registry").rglob("*") if each.name != ".lock"
+        )
+        == before
+    )
     assert command("run", path, "--if-changed", "--unchanged-exit-code", 9)[0] == 9
     code, document = run_json(command, recipe(push={**PUSH, "aliases": ["release"]}), "--if-changed")
     assert (code, document["status"], document["pushed"]["tags"]) == (0, "done", ["latest", "release"])
@@ -93,7 +109,9 @@ def test_from_builds_again_and_gives_the_same_artifact(recipe: Recipe, command: 
     assert again["artifact"] == first["artifact"]
 
 
-def test_a_failed_gate_keeps_the_artifact_and_does_not_push(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_failed_gate_keeps_the_artifact_and_does_not_push(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     strict = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "gates": {"kl_mean": 1e-9}}]
     path = recipe(stages=strict, push=PUSH)
     for flags in ((), ("--if-changed",)):
@@ -104,12 +122,19 @@ def test_a_failed_gate_keeps_the_artifact_and_does_not_push(recipe: Recipe, comm
     assert not (work / "registry").exists()
 
 
-def test_killed_at_any_layer_it_resumes_there_and_ends_with_the_same_digest(recipe: Recipe, command: Command, work: Path) -> None:
+def test_killed_at_any_layer_it_resumes_there_and_ends_with_the_same_digest(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     path = recipe()
-    expected = run_json(command, path, "--workspace", "undisturbed", "--until", "export")[1]["artifact"]["digest"]
+    expected = run_json(command, path, "--workspace", "undisturbed", "--until", "export")[1]["artifact"][
+        "digest"
+    ]
     for layer in range(NUM_LAYERS):
         workspace = f"killed-{layer}"
-        killed = subprocess.run([sys.executable, "-c", KILLED_AT, str(layer), "run", str(path), "--workspace", workspace], check=False)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_AT, str(layer), "run", str(path), "--workspace", workspace],
+            check=False,
+        )
         assert killed.returncode == -signal.SIGKILL
         assert len(list(Path(workspace).glob("scratch/*/layer-*.safetensors"))) == layer + 1
         _, document = run_json(command, path, "--workspace", workspace, "--until", "export")
@@ -161,7 +186,9 @@ def test_of_two_runs_at_once_one_exits_75(recipe: Recipe, command: Command) -> N
     assert "in use by process" in err
 
 
-def test_what_the_model_cannot_hold_is_refused_before_any_work(recipe: Recipe, command: Command, work: Path) -> None:
+def test_what_the_model_cannot_hold_is_refused_before_any_work(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     long = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "seq_len": 4096}]
     code, _, err = command("run", recipe(stages=long))
     assert code == 2
@@ -216,14 +243,20 @@ def test_a_quantized_model_is_not_quantized_again(recipe: Recipe, command: Comma
     assert sorted((work / ".compress" / "store").iterdir()) == before
 
 
-def test_a_missing_card_of_the_last_stage_is_found_before_the_first(recipe: Recipe, command: Command, work: Path) -> None:
-    code, _, err = command("run", recipe(stages=[*RECIPE["stages"][:3], {**RECIPE["stages"][3], "data": "nowhere.yaml"}]))
+def test_a_missing_card_of_the_last_stage_is_found_before_the_first(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    code, _, err = command(
+        "run", recipe(stages=[*RECIPE["stages"][:3], {**RECIPE["stages"][3], "data": "nowhere.yaml"}])
+    )
     assert code == 2
     assert "nowhere.yaml" in err
     assert not (work / ".compress").exists()
 
 
-def test_offline_covers_the_data_of_a_recipe(recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_covers_the_data_of_a_recipe(
+    recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the network was used")
 
@@ -237,7 +270,9 @@ def test_offline_covers_the_data_of_a_recipe(recipe: Recipe, command: Command, w
     assert "--offline" in err
 
 
-def changed_model(model_dir: Path, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> Path:
+def changed_model(
+    model_dir: Path, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
+) -> Path:
     """A copy of the model with other tensors or another config."""
     shutil.copytree(model_dir, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
@@ -247,7 +282,9 @@ def changed_model(model_dir: Path, path: Path, change: Callable[[dict[str, torch
     return path
 
 
-def test_a_weight_that_is_not_finite_is_named_and_not_rounded(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+def test_a_weight_that_is_not_finite_is_named_and_not_rounded(
+    recipe: Recipe, command: Command, model_dir: Path, work: Path
+) -> None:
     def spoil(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
 
@@ -258,7 +295,9 @@ def test_a_weight_that_is_not_finite_is_named_and_not_rounded(recipe: Recipe, co
     assert "layers.1.ffn.up.weight" in err
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    recipe: Recipe, command: Command, model_dir: Path, work: Path
+) -> None:
     def shrink(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:300].clone()
         config["vocab_size"] = 300
@@ -288,11 +327,15 @@ def test_an_unchanged_run_names_no_report_that_is_not_there(recipe: Recipe, comm
     assert run_json(command, path, "--if-changed", "--run-dir", "elsewhere")[1]["report"] is None
 
 
-def test_links_of_a_run_hold_when_its_directory_is_behind_a_link(recipe: Recipe, command: Command, work: Path) -> None:
+def test_links_of_a_run_hold_when_its_directory_is_behind_a_link(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     (work / "far" / "away").mkdir(parents=True)
     (work / "near").symlink_to(work / "far" / "away")
     _, document = run_json(command, recipe(), "--run-dir", "near/run", "--until", "export")
-    assert (work / "near" / "run" / "artifacts" / "export").resolve() == Path(document["artifact"]["path"]).resolve()
+    assert (work / "near" / "run" / "artifacts" / "export").resolve() == Path(
+        document["artifact"]["path"]
+    ).resolve()
 
 
 def test_resume_goes_on_in_the_workspace_of_the_run(recipe: Recipe, command: Command, work: Path) -> None:
@@ -303,7 +346,9 @@ def test_resume_goes_on_in_the_workspace_of_the_run(recipe: Recipe, command: Com
     assert not (work / ".compress").exists()
 
 
-def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(recipe: Recipe, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
+    recipe: Recipe, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import compress.calibrate.sequential as sequential
 
     path, store, layers = recipe(), sequential._store, list[int]()
@@ -324,7 +369,9 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(recipe: Recipe, co
     assert json.loads(out)["artifact"]["digest"] == first["artifact"]["digest"]
 
 
-def test_push_by_hand_refuses_evidence_against_the_artifact_and_of_another(recipe: Recipe, command: Command, work: Path) -> None:
+def test_push_by_hand_refuses_evidence_against_the_artifact_and_of_another(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     strict = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "gates": {"kl_mean": 1e-9}}]
     _, document = run_json(command, recipe(stages=strict))
     evidence, artifact = Path(document["report"]).parent, document["artifact"]["path"]
@@ -338,7 +385,9 @@ def test_push_by_hand_refuses_evidence_against_the_artifact_and_of_another(recip
     assert not (work / "registry").exists()
 
 
-def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, model_dir: Path, work: Path) -> None:
+def test_pickles_are_refused_in_one_sentence(
+    recipe: Recipe, command: Command, model_dir: Path, work: Path
+) -> None:
     unsafe = work / "unsafe"
     unsafe.mkdir()
     (unsafe / "config.json").write_bytes((model_dir / "config.json").read_bytes())
@@ -352,7 +401,11 @@ def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, m
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
-        ("version: 1\nmodel: m\nstages:\n  - {kind: quantize, shceme: W4A16_G128}\n", ":4:22:", "Did you mean 'scheme'?"),
+        (
+            "version: 1\nmodel: m\nstages:\n  - {kind: quantize, shceme: W4A16_G128}\n",
+            ":4:22:",
+            "Did you mean 'scheme'?",
+        ),
         ("version: 1\nmodel: m\nstages:\n  - kind: quantise\n", ":4:5:", "Did you mean 'quantize'?"),
         (
             "version: 1\nmodel: m\nstages:\n  - kind: quantize\n    round: {kind: gptq, dampning: 0.1}\n",
@@ -360,9 +413,21 @@ def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, m
             "Did you mean 'damping'?",
         ),
         ("version: 1\nmodel: m\nstages:\n  - kind: export\n", ":4:5:", "needs quantized"),
-        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n    scheme: W4A16_G127\n", ":5:5:", "Did you mean 'W4A16_G128'?"),
-        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [onyx]\n", ":6:5:", "unknown export format"),
-        ("version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [a, b]\n", ":6:5:", "unknown export format"),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n    scheme: W4A16_G127\n",
+            ":5:5:",
+            "Did you mean 'W4A16_G128'?",
+        ),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [onyx]\n",
+            ":6:5:",
+            "unknown export format",
+        ),
+        (
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [a, b]\n",
+            ":6:5:",
+            "unknown export format",
+        ),
         (
             "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [compressed-tensors, compressed-tensors]\n",
             ":6:5:",
@@ -375,7 +440,9 @@ def test_pickles_are_refused_in_one_sentence(recipe: Recipe, command: Command, m
         ),
     ],
 )
-def test_recipe_errors_point_at_line_and_column(command: Command, work: Path, text: str, where: str, words: str) -> None:
+def test_recipe_errors_point_at_line_and_column(
+    command: Command, work: Path, text: str, where: str, words: str
+) -> None:
     path = work / "recipe.yaml"
     path.write_text(text)
     code, _, err = command("run", path)
@@ -384,7 +451,9 @@ def test_recipe_errors_point_at_line_and_column(command: Command, work: Path, te
     assert words in err
 
 
-def test_a_flipped_byte_in_the_registry_is_named_by_pull(recipe: Recipe, command: Command, work: Path) -> None:
+def test_a_flipped_byte_in_the_registry_is_named_by_pull(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
     run_json(command, recipe(push=PUSH))
     assert command("pull", "layout://registry/tiny-w4:candidate", "good")[0] == 0
     blob = max((work / "registry" / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
@@ -398,16 +467,34 @@ def test_a_flipped_byte_in_the_registry_is_named_by_pull(recipe: Recipe, command
     assert not (work / "bad").exists()
 
 
-def test_an_artifact_proves_itself_outside_a_recipe(recipe: Recipe, command: Command, model_dir: Path) -> None:
+def test_an_artifact_proves_itself_outside_a_recipe(
+    recipe: Recipe, command: Command, model_dir: Path
+) -> None:
     _, document = run_json(command, recipe(), "--until", "export")
     arguments = ("--against", model_dir, "--num-samples", 4, "--seq-len", 32, "--no-latency")
-    code, out, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof", "--gate", "ppl_ratio=2", "--json")
+    code, out, err = command(
+        "validate",
+        document["artifact"]["path"],
+        *arguments,
+        "--out",
+        "proof",
+        "--gate",
+        "ppl_ratio=2",
+        "--json",
+    )
     assert code == 0, err
     assert json.loads(out)["verdict"]["passed"] is True
     assert Path("proof/report.html").is_file()
-    assert command("validate", document["artifact"]["path"], *arguments, "--out", "proof2", "--gate", "kl_mean=1e-12")[0] == 3
+    assert (
+        command(
+            "validate", document["artifact"]["path"], *arguments, "--out", "proof2", "--gate", "kl_mean=1e-12"
+        )[0]
+        == 3
+    )
     for wrong in (("--num-samples", 0), ("--gate", "kl_maen=1"), ("--against", "builtin://reference")):
-        code, _, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof3", *wrong)
+        code, _, err = command(
+            "validate", document["artifact"]["path"], *arguments, "--out", "proof3", *wrong
+        )
         assert code == 2
         assert "internal error" not in err
 
@@ -419,11 +506,20 @@ def test_a_push_of_what_was_exported_after_validation_is_refused(recipe: Recipe,
     assert "Put validate last" in err
 
 
-def test_a_gate_on_the_command_line_may_name_its_device(recipe: Recipe, command: Command, model_dir: Path) -> None:
+def test_a_gate_on_the_command_line_may_name_its_device(
+    recipe: Recipe, command: Command, model_dir: Path
+) -> None:
     _, document = run_json(command, recipe(), "--until", "export")
     arguments = ("--against", model_dir, "--num-samples", 4, "--seq-len", 32, "--no-latency")
     gates = ("--gate", "tpot_ms_p50@cuda-sm90=2", "--gate", "ppl_ratio=2")
-    code, out, err = command("validate", document["artifact"]["path"], *arguments, "--out", "proof", *gates, "--json")
+    code, out, err = command(
+        "validate", document["artifact"]["path"], *arguments, "--out", "proof", *gates, "--json"
+    )
     assert code == 0, err
     assert [gate["passed"] for gate in json.loads(out)["gates"]] == [None, True]
-    assert command("validate", document["artifact"]["path"], *arguments, "--out", "other", "--gate", "ppl_ratio")[0] == 2
+    assert (
+        command(
+            "validate", document["artifact"]["path"], *arguments, "--out", "other", "--gate", "ppl_ratio"
+        )[0]
+        == 2
+    )

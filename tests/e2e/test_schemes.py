@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import RECIPE
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint, open_weights
 from compress.models.weights import build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.tiny_run import RECIPE
 
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"round": {"kind": "rtn"}},
@@ -36,10 +36,19 @@ CASES = [
 
 @pytest.mark.parametrize(("scheme", "method"), CASES)
 def test_a_scheme_goes_all_the_way(
-    scheme: str, method: str, recipe: Callable[..., Path], command: Callable[..., tuple[int, str, str]], work: Path
+    scheme: str,
+    method: str,
+    recipe: Callable[..., Path],
+    command: Callable[..., tuple[int, str, str]],
+    work: Path,
 ) -> None:
     calibrate, _, export, validate = RECIPE["stages"]
-    stages = [calibrate, {"kind": "quantize", "scheme": scheme, **METHODS[method]}, export, {**validate, "gates": {}}]
+    stages = [
+        calibrate,
+        {"kind": "quantize", "scheme": scheme, **METHODS[method]},
+        export,
+        {**validate, "gates": {}},
+    ]
     code, out, err = command("run", recipe(stages=stages), "--json")
     assert code == 0, err
     document = json.loads(out)

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_run import NUM_LAYERS, RECIPE
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint, open_weights
 from compress.models.overrides import linear_names
 from compress.models.weights import dense
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
+from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
 OVERRIDES = {"layers.0.*": "dense", "*.ffn.down": "FP8_STATIC", "layers.2.attn.o": "W8A16"}
 
 
-def stages(overrides: dict[str, str], form: str = "compressed-tensors", **changes: Any) -> list[dict[str, Any]]:
+def stages(
+    overrides: dict[str, str], form: str = "compressed-tensors", **changes: Any
+) -> list[dict[str, Any]]:
     calibrate, quantize, _, validate = RECIPE["stages"]
     return [
         calibrate,
@@ -31,10 +33,18 @@ def stages(overrides: dict[str, str], form: str = "compressed-tensors", **change
 def expected(linear: str) -> str | None:
     if linear.startswith("layers.0."):
         return None
-    return "FP8_STATIC" if linear.endswith("ffn.down") else "W8A16" if linear == "layers.2.attn.o" else "W4A16_G128"
+    return (
+        "FP8_STATIC"
+        if linear.endswith("ffn.down")
+        else "W8A16"
+        if linear == "layers.2.attn.o"
+        else "W4A16_G128"
+    )
 
 
-def test_several_schemes_go_all_the_way(recipe: Callable[..., Path], command: Command, work: Path, model_dir: Path) -> None:
+def test_several_schemes_go_all_the_way(
+    recipe: Callable[..., Path], command: Command, work: Path, model_dir: Path
+) -> None:
     path = recipe(stages=stages(OVERRIDES))
     code, out, err = command("plan", path, "--json")
     assert code == 0, err
@@ -53,21 +63,33 @@ def test_several_schemes_go_all_the_way(recipe: Callable[..., Path], command: Co
         before, after, between = source.layer(idx), opened.layer(idx), stored.layer(idx)
         assert all(torch.equal(dense(after[name]), dense(between[name])) for name in before)
         assert {name for name, value in after.items() if isinstance(value, QuantizedWeight)} == {
-            f"{linear}.weight" for linear in opened.arch.layers[idx].linears if expected(f"layers.{idx}.{linear}")
+            f"{linear}.weight"
+            for linear in opened.arch.layers[idx].linears
+            if expected(f"layers.{idx}.{linear}")
         }
-    assert all(torch.equal(dense(stored.layer(0)[name]), dense(value)) for name, value in source.layer(0).items())
+    assert all(
+        torch.equal(dense(stored.layer(0)[name]), dense(value)) for name, value in source.layer(0).items()
+    )
     written = sum(record.size_bytes for record in manifest.files if record.path.endswith(".safetensors"))
     assert abs(planned["export"]["disk_bytes"] / written - 1) < 0.1
 
     report = json.loads((work / "run" / "evidence" / "report.json").read_text())
     served = {
-        (row["layer"], row["linear"]): row["scheme"] for row in report["kernels"] if row["op"] == "linear" and row["layer"] is not None
+        (row["layer"], row["linear"]): row["scheme"]
+        for row in report["kernels"]
+        if row["op"] == "linear" and row["layer"] is not None
     }
     assert served[0, "ffn.down"] == served[0, "attn.q+attn.k+attn.v"] == "F32"  # dense, on a CPU
-    assert (served[1, "ffn.down"], served[2, "attn.o"], served[1, "attn.o"]) == ("FP8_STATIC", "W8A16", "W4A16_G128")
+    assert (served[1, "ffn.down"], served[2, "attn.o"], served[1, "attn.o"]) == (
+        "FP8_STATIC",
+        "W8A16",
+        "W4A16_G128",
+    )
     assert {row["scheme"] for row in report["layers"]} == {"W4A16_G128", "FP8_STATIC", "W8A16"}
     assert {(row["layer"], row["linear"]) for row in report["layers"]} == {
-        (int(name.split(".")[1]), name.split(".", 2)[2]) for name in linear_names(opened.arch) if expected(name)
+        (int(name.split(".")[1]), name.split(".", 2)[2])
+        for name in linear_names(opened.arch)
+        if expected(name)
     }
     assert report["artifact"]["exceptions"]["FP8_STATIC"] == "ffn.down of 1–2"
     assert "ffn.down of 1–2" in (work / "run" / "evidence" / "report.html").read_text()
@@ -91,7 +113,9 @@ def test_a_packed_format_takes_dense_linears_beside_one_scheme_and_no_second_sch
     assert code == 0, err
     exported = work / "run" / "artifacts" / "export"
     dynamic = json.loads((exported / "config.json").read_text())["quantization_config"]["dynamic"]
-    assert any("layers\\.1\\.mlp\\.gate_up_proj" in pattern for pattern in dynamic)  # by the name that vLLM asks for
+    assert any(
+        "layers\\.1\\.mlp\\.gate_up_proj" in pattern for pattern in dynamic
+    )  # by the name that vLLM asks for
     schemes = open_checkpoint(exported).schemes
     assert len(schemes) == 7 * NUM_LAYERS - 2 - NUM_LAYERS
     for form in ("awq", "compressed-tensors"):
@@ -100,7 +124,9 @@ def test_a_packed_format_takes_dense_linears_beside_one_scheme_and_no_second_sch
         assert open_artifact(work / form).manifest.scheme == open_artifact(exported).manifest.scheme
 
 
-def test_a_pattern_that_matches_nothing_is_refused_before_any_work(recipe: Callable[..., Path], command: Command) -> None:
+def test_a_pattern_that_matches_nothing_is_refused_before_any_work(
+    recipe: Callable[..., Path], command: Command
+) -> None:
     for word in ("plan", "run"):
         code, _, err = command(word, recipe(stages=stages({"*.down_proj": "dense"})))
         assert code == 2

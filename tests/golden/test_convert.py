@@ -5,20 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import packed_numpy
 import pytest
 import torch
 import transformers
-from packed_numpy import Linear
 from safetensors.torch import load_file, save_file
-from tiny_hf import CASES, saved, tokens
 from torch import Tensor
 
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.cli.app import main
 from compress.errors import EnvironmentUnfit, UnsupportedArch, UnsupportedFormat
 from compress.export import open_checkpoint, write_format
-from compress.kernels.rows import ActivationQuant, quantize
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
 from compress.models.weights import build_decoder, dense
@@ -26,9 +23,26 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, with_exceptions
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from tests.support import packed_numpy
+from tests.support.packed_numpy import Linear
+from tests.support.tiny_hf import CASES, saved, tokens
 
-WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+WHOLE_GROUPS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 Say = Callable[..., tuple[int, str, str]]
 
 
@@ -62,14 +76,22 @@ class Rounded:
 
 
 def compressed(
-    tmp_path: Path, case: str, scheme: str, *, head: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+    tmp_path: Path,
+    case: str,
+    scheme: str,
+    *,
+    head: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: Any,
 ) -> Path:
     """A compressed-tensors checkpoint of a tiny model."""
     family, of_case = CASES[case]
     saved(tmp_path / "source", family, {**of_case, **WHOLE_GROUPS, **changes}, dtype=dtype)
     whole = ModelScheme(SCHEMES[scheme], SCHEMES[head] if head else None)
     (tmp_path / "compressed").mkdir()
-    write_format("compressed-tensors", tmp_path / "compressed", Rounded(Checkpoint(tmp_path / "source"), whole), whole)
+    write_format(
+        "compressed-tensors", tmp_path / "compressed", Rounded(Checkpoint(tmp_path / "source"), whole), whole
+    )
     (tmp_path / "compressed" / "tokenizer.json").write_text("{}")
     return tmp_path / "compressed"
 
@@ -117,13 +139,19 @@ def test_there_the_logits_are_the_same_and_the_way_back_gives_the_same_bytes(
     code, out, err = say("convert", source, "--to", to, "--out", tmp_path / "there", "--json")
     assert code == 0, err
     document = json.loads(out)
-    assert (document["format"], document["scheme"]["name"], document["path"]) == (to, scheme, str(tmp_path / "there"))
+    assert (document["format"], document["scheme"]["name"], document["path"]) == (
+        to,
+        scheme,
+        str(tmp_path / "there"),
+    )
     verify_artifact(open_artifact(tmp_path / "there"))
     assert document["digest"] == open_artifact(tmp_path / "there").digest
     there = open_checkpoint(tmp_path / "there")
     assert there.schemes == open_checkpoint(source).schemes
     assert torch.equal(logits(tmp_path / "there"), logits(source))
-    code, _, err = say("convert", tmp_path / "there", "--to", "compressed-tensors", "--out", tmp_path / "back")
+    code, _, err = say(
+        "convert", tmp_path / "there", "--to", "compressed-tensors", "--out", tmp_path / "back"
+    )
     assert code == 0, err
     assert content(tmp_path / "back") == content(source)
 
@@ -136,8 +164,14 @@ def test_the_tensors_on_disk_mean_what_numpy_reads(to: str, say: Say, tmp_path: 
     layer = open_checkpoint(source).layer(1)
     for disk, name in (("self_attn.k_proj", "attn.k.weight"), ("mlp.down_proj", "ffn.down.weight")):
         prefix = f"model.layers.1.{disk}."
-        leaves = {key.removeprefix(prefix): value.numpy() for key, value in tensors.items() if key.startswith(prefix)}
-        read = packed_numpy.awq_unpacked(leaves) if to == "awq" else packed_numpy.gptq_unpacked(leaves, bits=4)
+        leaves = {
+            key.removeprefix(prefix): value.numpy()
+            for key, value in tensors.items()
+            if key.startswith(prefix)
+        }
+        read = (
+            packed_numpy.awq_unpacked(leaves) if to == "awq" else packed_numpy.gptq_unpacked(leaves, bits=4)
+        )
         weight = layer[name]
         assert isinstance(weight, QuantizedWeight)
         assert torch.equal(torch.from_numpy(read.values()), weight.dequantize(torch.float32))
@@ -147,7 +181,9 @@ def test_a_quantized_head_goes_into_gptq_in_the_scheme_of_the_layers_only(say: S
     source = compressed(tmp_path, "llama-gqa", "W8A16", head="W8A16", vocab_size=104)
     code, _, err = say("convert", source, "--to", "gptq", "--out", tmp_path / "there")
     assert code == 0, err
-    assert json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]["lm_head"] is True
+    assert (
+        json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]["lm_head"] is True
+    )
     assert open_checkpoint(tmp_path / "there").schemes == open_checkpoint(source).schemes
     assert torch.equal(logits(tmp_path / "there"), logits(source))
 
@@ -190,7 +226,11 @@ def test_what_a_format_cannot_say_is_refused_by_name_and_nothing_is_written(
 
 def test_scales_are_never_rounded_but_counted_and_refused(say: Say, tmp_path: Path) -> None:
     source = compressed(tmp_path, "llama-gqa", "W4A16_G128", dtype=torch.float32)
-    scales = [value for name, value in load_file(source / "model.safetensors").items() if name.endswith("weight_scale")]
+    scales = [
+        value
+        for name, value in load_file(source / "model.safetensors").items()
+        if name.endswith("weight_scale")
+    ]
     num_scales = sum(each.numel() for each in scales)
     num_changed = sum(int((each.half().float() != each).sum()) for each in scales)
     assert 0 < num_changed <= num_scales
@@ -229,7 +269,9 @@ def test_what_is_there_is_not_replaced(say: Say, tmp_path: Path) -> None:
     assert say("convert", source, "--to", "gptq", "--out", tmp_path / "empty")[0] == 0
 
 
-def test_a_disk_that_fails_leaves_nothing_half_written(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_leaves_nothing_half_written(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = compressed(tmp_path, "llama-gqa", "W4A16_G128")
     before = sorted(tmp_path.iterdir())
 
@@ -247,7 +289,12 @@ def test_a_disk_that_fails_leaves_nothing_half_written(say: Say, tmp_path: Path,
 
 
 def foreign(
-    tmp_path: Path, method: str, said: dict[str, Any], *, dtype: torch.dtype = torch.float16, symmetric: bool = False
+    tmp_path: Path,
+    method: str,
+    said: dict[str, Any],
+    *,
+    dtype: torch.dtype = torch.float16,
+    symmetric: bool = False,
 ) -> tuple[Path, Path]:
     """A checkpoint as another tool writes it, packed by numpy, and the dense checkpoint of what it means (float32)."""
     saved(tmp_path / "plain", "llama", WHOLE_GROUPS, dtype=dtype)
@@ -256,12 +303,16 @@ def foreign(
     for seed, name in enumerate(f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
         n_size, k_size = tensors.pop(f"{name}.weight").shape
         num_groups = k_size // said["group_size"]
-        linear = packed_numpy.random_linear(n_size, k_size, num_groups=num_groups, seed=seed, least_zero=1, scale=k_size**-0.5 / 5)
+        linear = packed_numpy.random_linear(
+            n_size, k_size, num_groups=num_groups, seed=seed, least_zero=1, scale=k_size**-0.5 / 5
+        )
         if symmetric:
             linear = Linear(linear.codes, linear.zeros * 0 + 8, linear.scales)
         packed = packed_numpy.gptq_packed(linear) if method == "gptq" else packed_numpy.awq_packed(linear)
         tensors |= {f"{name}.{leaf}": torch.from_numpy(array) for leaf, array in packed.items()}
-        half = torch.from_numpy(linear.values()).to(torch.float16)  # rounded to the dtype of the scale, as consumers do
+        half = torch.from_numpy(linear.values()).to(
+            torch.float16
+        )  # rounded to the dtype of the scale, as consumers do
         meant[f"{name}.weight"] = half.float()
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     for place, values, changes in (
@@ -275,13 +326,24 @@ def foreign(
 
 
 AWQ = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
-GPTQ = {"bits": 4, "group_size": 128, "desc_act": False, "sym": False, "damp_percent": 0.01, "static_groups": False}
+GPTQ = {
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": False,
+    "damp_percent": 0.01,
+    "static_groups": False,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("method", "said", "scheme"),
-    [("awq", AWQ, "W4A16_G128_ASYM"), ("gptq", GPTQ, "W4A16_G128_ASYM"), ("gptq", GPTQ | {"sym": True}, "W4A16_G128")],
+    [
+        ("awq", AWQ, "W4A16_G128_ASYM"),
+        ("gptq", GPTQ, "W4A16_G128_ASYM"),
+        ("gptq", GPTQ | {"sym": True}, "W4A16_G128"),
+    ],
 )
 def test_a_checkpoint_of_another_tool_runs_as_what_it_means(
     method: str, said: dict[str, Any], scheme: str, dtype: torch.dtype, say: Say, tmp_path: Path
@@ -301,12 +363,18 @@ def test_a_checkpoint_of_another_tool_runs_as_what_it_means(
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_bias_of_zeros_beside_a_quantized_linear_is_passed_over_and_another_is_not(say: Say, tmp_path: Path) -> None:
+def test_a_bias_of_zeros_beside_a_quantized_linear_is_passed_over_and_another_is_not(
+    say: Say, tmp_path: Path
+) -> None:
     theirs, meant = foreign(tmp_path, "gptq", GPTQ)
     tensors = load_file(theirs / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.bias"
     for value in (0.0, 0.5):
-        save_file(tensors | {name: torch.full((128,), value)}, theirs / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            tensors | {name: torch.full((128,), value)},
+            theirs / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         if not value:
             assert torch.equal(logits(theirs), logits(meant))
     code, _, err = say("convert", theirs, "--to", "awq", "--out", tmp_path / "ours")
@@ -316,7 +384,9 @@ def test_a_bias_of_zeros_beside_a_quantized_linear_is_passed_over_and_another_is
 
 def test_activation_order_is_refused_naming_the_linear(say: Say, tmp_path: Path) -> None:
     theirs, _ = foreign(tmp_path, "gptq", GPTQ | {"desc_act": True})
-    assert say("convert", theirs, "--to", "awq", "--out", tmp_path / "in-order")[0] == 0  # the tensors decide: these are in order
+    assert (
+        say("convert", theirs, "--to", "awq", "--out", tmp_path / "in-order")[0] == 0
+    )  # the tensors decide: these are in order
     tensors = load_file(theirs / "model.safetensors")
     name = "model.layers.1.mlp.down_proj"
     tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"].flip(0)
@@ -339,7 +409,13 @@ def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> 
     theirs, _ = foreign(tmp_path, "awq", AWQ)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        json.dumps({"version": 1, "model": str(theirs), "stages": [{"kind": "calibrate", "seq_len": 16}, {"kind": "quantize"}]})
+        json.dumps(
+            {
+                "version": 1,
+                "model": str(theirs),
+                "stages": [{"kind": "calibrate", "seq_len": 16}, {"kind": "quantize"}],
+            }
+        )
     )
     code, _, err = say("plan", recipe)
     assert code == 2
@@ -349,7 +425,9 @@ def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------- FP8, made by others
 
 
-def foreign_fp8(tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tuple[str, str], **changes: Any) -> tuple[Path, Path]:
+def foreign_fp8(
+    tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tuple[str, str], **changes: Any
+) -> tuple[Path, Path]:
     """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean (float32). Scales are float32, of
     every `block`, `channel` or `matrix`, stored as `leaves[0]`; static ones of inputs as `leaves[1]`."""
     saved(tmp_path / "plain", "llama", {**WHOLE_GROUPS, **changes}, dtype=torch.bfloat16)
@@ -359,9 +437,15 @@ def foreign_fp8(tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tu
     for name in (f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
         n_size, k_size = tensors[f"{name}.weight"].shape
         codes = (torch.randn(n_size, k_size, generator=generator) * 100).to(torch.float8_e4m3fn)
-        shape = {"block": (-(-n_size // 128), -(-k_size // 128)), "channel": (n_size, 1), "matrix": ()}[scales]
+        shape = {"block": (-(-n_size // 128), -(-k_size // 128)), "channel": (n_size, 1), "matrix": ()}[
+            scales
+        ]
         scale = (torch.rand(shape, generator=generator) + 0.5) * k_size**-0.5 / 100
-        whole = scale.repeat_interleave(128, 0)[:n_size].repeat_interleave(128, 1)[:, :k_size] if scales == "block" else scale
+        whole = (
+            scale.repeat_interleave(128, 0)[:n_size].repeat_interleave(128, 1)[:, :k_size]
+            if scales == "block"
+            else scale
+        )
         tensors |= {f"{name}.weight": codes, f"{name}.{leaves[0]}": scale}
         if said["activation_scheme"] == "static":
             tensors[f"{name}.{leaves[1]}"] = torch.tensor(0.02)
@@ -382,9 +466,24 @@ INV, PLAIN = ("weight_scale_inv", "activation_scale"), ("weight_scale", "input_s
 FP8_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str], str]] = {
     "blocks": (BLOCKS, "block", INV, "FP8_BLOCK"),
     "matrix-dynamic": ({"activation_scheme": "dynamic"}, "matrix", PLAIN, "FP8_DYNAMIC"),
-    "channel-dynamic": ({"activation_scheme": "dynamic", "weight_block_size": None}, "channel", PLAIN, "FP8_DYNAMIC"),
-    "matrix-static": ({"activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]}, "matrix", PLAIN, "FP8_STATIC"),
-    "matrix-static-inv": ({"activation_scheme": "static", "weight_block_size": None}, "matrix", INV, "FP8_STATIC"),
+    "channel-dynamic": (
+        {"activation_scheme": "dynamic", "weight_block_size": None},
+        "channel",
+        PLAIN,
+        "FP8_DYNAMIC",
+    ),
+    "matrix-static": (
+        {"activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
+        "matrix",
+        PLAIN,
+        "FP8_STATIC",
+    ),
+    "matrix-static-inv": (
+        {"activation_scheme": "static", "weight_block_size": None},
+        "matrix",
+        INV,
+        "FP8_STATIC",
+    ),
 }
 
 
@@ -393,7 +492,11 @@ def dense_logits(path: Path, quant: ActivationQuant | None = None) -> Tensor:
     decoder = build_decoder(open_checkpoint(path), dtype=torch.float32, device=torch.device("cpu"))
 
     def rounded(_: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-        return quantize(inputs[0].flatten(0, -2), quant).dequantize(torch.float32).view(inputs[0].shape) if quant else inputs[0]
+        return (
+            quantize(inputs[0].flatten(0, -2), quant).dequantize(torch.float32).view(inputs[0].shape)
+            if quant
+            else inputs[0]
+        )
 
     for name, module in decoder.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "head":
@@ -403,9 +506,14 @@ def dense_logits(path: Path, quant: ActivationQuant | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("case", FP8_CASES)
-def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(case: str, say: Say, tmp_path: Path) -> None:
+def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(
+    case: str, say: Say, tmp_path: Path
+) -> None:
     said, scales, leaves, scheme = FP8_CASES[case]
-    ragged = {"intermediate_size": 192 if case == "matrix-static" else 256, "num_key_value_heads": 1}  # k and v end within a block
+    ragged = {
+        "intermediate_size": 192 if case == "matrix-static" else 256,
+        "num_key_value_heads": 1,
+    }  # k and v end within a block
     theirs, meant = foreign_fp8(tmp_path, said, scales=scales, leaves=leaves, **ragged)
     assert set(open_checkpoint(theirs).schemes.values()) == {SCHEMES[scheme]}
     assert torch.equal(dense_logits(theirs), dense_logits(meant))
@@ -422,7 +530,9 @@ def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(case: st
     assert (served - rounded).abs().max() < (exact - rounded).abs().max()
 
 
-def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same_weights(say: Say, tmp_path: Path) -> None:
+def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same_weights(
+    say: Say, tmp_path: Path
+) -> None:
     """On a CPU it decompresses them: the values are then bfloat16, which holds our own scales' products rounded once."""
     ours = compressed(tmp_path, "llama-all-biases", "FP8_BLOCK", num_key_value_heads=4)
     code, _, err = say("convert", ours, "--to", "fp8", "--out", tmp_path / "fp8")
@@ -431,14 +541,21 @@ def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same
     assert code == 0, err
     assert content(tmp_path / "back") == content(ours)
     assert torch.equal(logits(tmp_path / "fp8"), logits(ours))
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     weights, opened = dict(model.named_parameters()), open_checkpoint(tmp_path / "fp8")
     for idx in range(2):
         for name, value in opened.layer(idx).items():
             if isinstance(value, QuantizedWeight):
                 assert torch.equal(
-                    weights[opened.family.to_disk(f"layers.{idx}.{name.removesuffix('.weight')}") + ".weight"], value.dequantize()
+                    weights[
+                        opened.family.to_disk(f"layers.{idx}.{name.removesuffix('.weight')}") + ".weight"
+                    ],
+                    value.dequantize(),
                 )
 
 
@@ -467,7 +584,9 @@ def test_what_fp8_cannot_say_is_refused_by_name(say: Say, tmp_path: Path) -> Non
         ({"modules_to_convert": ["model.embed_tokens"]}, "modules_to_convert"),
     ],
 )
-def test_fp8_that_would_be_computed_otherwise_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_fp8_that_would_be_computed_otherwise_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     theirs, _ = foreign_fp8(tmp_path, BLOCKS, scales="block", leaves=INV)
     config = json.loads((theirs / "config.json").read_text())
     config["quantization_config"].update(change)
@@ -476,7 +595,9 @@ def test_fp8_that_would_be_computed_otherwise_is_refused(change: dict[str, Any],
         open_checkpoint(theirs)
 
 
-@pytest.mark.parametrize("said", ["model.layers.1.mlp", "re:.*layers.1.mlp.*", r"model\.layers\.1\.mlp\.\w+_proj", "layers.1"])
+@pytest.mark.parametrize(
+    "said", ["model.layers.1.mlp", "re:.*layers.1.mlp.*", r"model\.layers\.1\.mlp\.\w+_proj", "layers.1"]
+)
 def test_a_linear_that_is_listed_as_dense_must_be_stored_so(said: str, tmp_path: Path) -> None:
     """The tensors decide whether the list was read as it was meant: nothing is passed over."""
     theirs, _ = foreign_fp8(tmp_path, BLOCKS, scales="block", leaves=INV)

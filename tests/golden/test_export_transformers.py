@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_hf import CASES, SMALL, saved, tokens
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import run_sequential
+from compress.context import Context
 from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.export.conversion import stated_scheme
-from compress.methods.awq import Awq
-from compress.methods.gptq import Gptq
-from compress.methods.passes import RoundPass, SmoothPass
+from compress.methods.quantize.awq import Awq
+from compress.methods.quantize.gptq import Gptq
+from compress.methods.quantize.passes import RoundPass, SmoothPass
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint, write_checkpoint
@@ -30,9 +29,16 @@ from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.quantize.mixed import scheme_or_dense
+from tests.support.tiny_hf import CASES, SMALL, saved, tokens
 
 NUM_LAYERS = 2
-WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "head_dim": 32}
+WHOLE_GROUPS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
 EXPORTED = [
     ("llama-gqa", "W4A16_G128"),
     ("llama-all-biases", "W8A16"),
@@ -67,7 +73,12 @@ WITH_HEAD = [
 SEVERAL: list[tuple[str, str, str | None, dict[str, str | None]]] = [
     ("llama-gqa", "FP8_DYNAMIC", None, {"layers.0.*": None}),
     ("qwen3", "W4A16_G128", None, {"*.ffn.down": "FP8_DYNAMIC", "layers.1.attn.o": None}),
-    ("qwen2", "FP8_STATIC", "FP8_DYNAMIC", {"layers.0.attn.[qkv]": "W8A16", "layers.1.ffn.gate": None, "layers.1.ffn.up": None}),
+    (
+        "qwen2",
+        "FP8_STATIC",
+        "FP8_DYNAMIC",
+        {"layers.0.attn.[qkv]": "W8A16", "layers.1.ffn.gate": None, "layers.1.ffn.up": None},
+    ),
     ("mistral-window", "INT8_DYNAMIC", "W8A16", {"layers.1.ffn.down": None, "layers.1.*": "W4A16_G64"}),
     ("llama-tied", "W4A16_G128", None, {"*.attn.o": "W4A16_G32", "*.ffn.down": "W8A16"}),
 ]
@@ -85,10 +96,16 @@ class Stored:
 
     def outer(self) -> dict[str, Any]:
         head, outer = None if self.scheme is None else self.scheme.head, self._source.outer()
-        return outer if head is None else outer | {"head.weight": nearest_weight(dense(outer["head.weight"]), head, torch.bfloat16)}
+        return (
+            outer
+            if head is None
+            else outer | {"head.weight": nearest_weight(dense(outer["head.weight"]), head, torch.bfloat16)}
+        )
 
     def layer(self, layer_idx: int) -> dict[str, Any]:
-        return load_weights(self._directory / layer_name(layer_idx), self.scheme, prefix=f"layers.{layer_idx}.")
+        return load_weights(
+            self._directory / layer_name(layer_idx), self.scheme, prefix=f"layers.{layer_idx}."
+        )
 
 
 def quantized(
@@ -111,9 +128,21 @@ def quantized(
     whole = None if scheme is None else overridden(scheme, schemes, source.arch, head=head)
     passes: list[LayerPass] = []
     if whole is not None:
-        passes = [SmoothPass(Awq(num_ratios=3), whole, torch.bfloat16), RoundPass(Gptq(), whole, torch.bfloat16)]
+        passes = [
+            SmoothPass(Awq(num_ratios=3), whole, torch.bfloat16),
+            RoundPass(Gptq(), whole, torch.bfloat16),
+        ]
     ctx = Context("cpu", 0, tmp_path / "canonical")
-    run_sequential(source, tokens(8, 16), passes, ctx.scratch, ctx, scheme=whole, compute_dtype=torch.float32, kv_scales=kv_scales)
+    run_sequential(
+        source,
+        tokens(8, 16),
+        passes,
+        ctx.scratch,
+        ctx,
+        scheme=whole,
+        compute_dtype=torch.float32,
+        kv_scales=kv_scales,
+    )
     stored = Stored(source, ctx.scratch, whole)
     form = FORMATS.get("compressed-tensors")
     check_rules("compressed-tensors", source.arch, whole)
@@ -124,11 +153,15 @@ def quantized(
         config = form.quantization_config(whole.renamed(to_disk), head=to_disk("head"), linears=linears)
         config |= form.static_kv.beside if kv_scales else {}
     (tmp_path / "exported").mkdir()
-    write_checkpoint(tmp_path / "exported", stored, codec=form.codec, quantization_config=config, max_shard_bytes=200_000)
+    write_checkpoint(
+        tmp_path / "exported", stored, codec=form.codec, quantization_config=config, max_shard_bytes=200_000
+    )
     return stored, tmp_path / "exported"
 
 
-def rounded_input(x: Tensor, input_scale: Tensor | None, dtype: torch.dtype, group_size: int | None = None) -> Tensor:
+def rounded_input(
+    x: Tensor, input_scale: Tensor | None, dtype: torch.dtype, group_size: int | None = None
+) -> Tensor:
     """x on the grid of e4m3 or int8, in x's dtype: one scale a row, or group of its columns, from its largest number, or the one given."""
     if group_size is not None:
         return rounded_input(x.unflatten(-1, (-1, group_size)), None, dtype).flatten(-2)
@@ -143,7 +176,10 @@ def rounded_input(x: Tensor, input_scale: Tensor | None, dtype: torch.dtype, gro
 def decoder_of(source: WeightSource, dtype: torch.dtype) -> Decoder:
     """Our decoder with the inputs of its linears rounded where the scheme says so."""
     decoder = build_decoder(source, dtype=dtype, device=torch.device("cpu"))
-    weights = [("", source.outer()), *((f"layers.{idx}.", source.layer(idx)) for idx in range(source.arch.num_layers))]
+    weights = [
+        ("", source.outer()),
+        *((f"layers.{idx}.", source.layer(idx)) for idx in range(source.arch.num_layers)),
+    ]
     for prefix, values in weights:
         for name, value in values.items():
             if isinstance(value, QuantizedWeight) and value.scheme.activation is not None:
@@ -154,7 +190,9 @@ def decoder_of(source: WeightSource, dtype: torch.dtype) -> Decoder:
 
 def _rounding(weight: QuantizedWeight) -> Callable[..., tuple[Tensor]]:
     group_size = weight.scheme.group_size  # of integers in groups no input is rounded
-    return lambda _, inputs: (rounded_input(inputs[0], weight.input_scale, weight.scheme.code_dtype, group_size),)
+    return lambda _, inputs: (
+        rounded_input(inputs[0], weight.input_scale, weight.scheme.code_dtype, group_size),
+    )
 
 
 def rms(x: Tensor) -> float:
@@ -167,16 +205,22 @@ def test_every_family_is_exported() -> None:
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-def test_transformers_loads_the_export_and_computes_the_same(case: str, scheme_name: str, head: str | None, tmp_path: Path) -> None:
+def test_transformers_loads_the_export_and_computes_the_same(
+    case: str, scheme_name: str, head: str | None, tmp_path: Path
+) -> None:
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
     how: dict[str, Any] = {}
-    if not scheme.symmetric:  # this release of transformers keeps zero points only when it decompresses at load
+    if (
+        not scheme.symmetric
+    ):  # this release of transformers keeps zero points only when it decompresses at load
         how["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True, **how
     )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     opened = open_checkpoint(exported)
     decoder, reference = decoder_of(opened, torch.bfloat16), decoder_of(opened, torch.float32)
     weights_only = build_decoder(opened, dtype=torch.float32, device=torch.device("cpu"))
@@ -199,7 +243,9 @@ def test_transformers_loads_the_export_and_computes_the_same(case: str, scheme_n
     if scheme.type == "float":
         assert rms(theirs - unrounded) > of_bf16  # they round the inputs too
     elif scheme.activation is not None:  # to integers, by less than bf16 moves them
-        in_float32 = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager")
+        in_float32 = transformers.AutoModelForCausalLM.from_pretrained(
+            exported, dtype=torch.float32, attn_implementation="eager"
+        )
         with torch.no_grad():
             shift = rms(in_float32.eval()(tokens_BS).logits - unrounded)
         assert 0.5 < shift / rms(exact - unrounded) < 2
@@ -210,21 +256,34 @@ def opened_by_disk_name(opened: Checkpoint) -> dict[str, Tensor]:
     return {
         f"{opened.family.to_disk(f'layers.{idx}.{module}')}.{leaf}": dense(value)
         for idx in range(NUM_LAYERS)
-        for (module, _, leaf), value in ((name.rpartition("."), value) for name, value in opened.layer(idx).items())
+        for (module, _, leaf), value in (
+            (name.rpartition("."), value) for name, value in opened.layer(idx).items()
+        )
     }
 
 
 @pytest.mark.parametrize(
-    ("case", "scheme_name"), [("llama-gqa", "W4A16_G128"), ("qwen3", "W8A16"), ("qwen2", "W8A16"), ("qwen3", "dense"), ("qwen2", "dense")]
+    ("case", "scheme_name"),
+    [
+        ("llama-gqa", "W4A16_G128"),
+        ("qwen3", "W8A16"),
+        ("qwen2", "W8A16"),
+        ("qwen3", "dense"),
+        ("qwen2", "dense"),
+    ],
 )
-def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(case: str, scheme_name: str, tmp_path: Path) -> None:
+def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(
+    case: str, scheme_name: str, tmp_path: Path
+) -> None:
     """In float32 and with the same weights to the bit (transformers, asked for float32, does not round them to the model's dtype), so that
     next to nothing but the rounding of the cache is left between the two."""
     _, exported = quantized(tmp_path, case, scheme_or_dense(scheme_name), kv_scales=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     opened, tokens_BS = open_checkpoint(exported), tokens(2, 16)
 
     def served(kv_format: str | None) -> Tensor:
@@ -242,14 +301,18 @@ def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(case: s
         for name in ("k_scale", "v_scale"):
             assert attention.get_parameter(name) == dense(opened.layer(layer_idx)[f"attn.{name}"])
     assert rms(ours - unrounded) > 100 * torch.finfo(torch.float32).eps * rms(unrounded)
-    assert rms(theirs - ours) < rms(ours - unrounded) / 10  # a tie that is decided the other way, here and there
+    assert (
+        rms(theirs - ours) < rms(ours - unrounded) / 10
+    )  # a tie that is decided the other way, here and there
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head", "overrides"), SEVERAL)
 def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     case: str, scheme_name: str, head: str | None, overrides: dict[str, str | None], tmp_path: Path
 ) -> None:
-    stored, exported = quantized(tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None, overrides)
+    stored, exported = quantized(
+        tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None, overrides
+    )
     opened = open_checkpoint(exported)
     whole = stated_scheme(opened)
     assert {linear: whole.of(linear) for linear in ["head", *linear_names(stored.arch)]} == {
@@ -258,13 +321,23 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
     decoder, reference = decoder_of(opened, torch.bfloat16), decoder_of(opened, torch.float32)
     weights_only = build_decoder(opened, dtype=torch.float32, device=torch.device("cpu"))
-    engine = Engine(opened, device=torch.device("cpu"), config=EngineConfig(dtype=torch.float32, max_batch_size=2, max_model_len=48))
+    engine = Engine(
+        opened,
+        device=torch.device("cpu"),
+        config=EngineConfig(dtype=torch.float32, max_batch_size=2, max_model_len=48),
+    )
     tokens_BS = tokens(2, 16)
     with torch.no_grad():
-        theirs, ours, served = model.eval()(tokens_BS).logits.float(), decoder(tokens_BS).float(), engine.runner.score(tokens_BS)
+        theirs, ours, served = (
+            model.eval()(tokens_BS).logits.float(),
+            decoder(tokens_BS).float(),
+            engine.runner.score(tokens_BS),
+        )
         exact, unrounded = reference(tokens_BS), weights_only(tokens_BS)
     of_bf16 = torch.finfo(torch.bfloat16).eps * (10 * NUM_LAYERS) ** 0.5 * rms(exact)
     of_inputs = 2**0.5 * rms(exact - unrounded)  # as in the test above
@@ -280,16 +353,23 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
 
 
 @pytest.mark.parametrize(("case", "scheme_name", "head"), [*((*each, None) for each in EXPORTED), *WITH_HEAD])
-def test_the_export_opens_with_the_same_codes_and_scales(case: str, scheme_name: str, head: str | None, tmp_path: Path) -> None:
+def test_the_export_opens_with_the_same_codes_and_scales(
+    case: str, scheme_name: str, head: str | None, tmp_path: Path
+) -> None:
     scheme = SCHEMES[scheme_name]
     stored, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
     opened = open_checkpoint(exported)
     schemes = opened.schemes
     assert schemes.pop("head", None) == (SCHEMES[head] if head else None)
-    assert set(schemes) == {f"layers.{idx}.{name}" for idx in range(NUM_LAYERS) for name in stored.arch.layers[0].linears}
+    assert set(schemes) == {
+        f"layers.{idx}.{name}" for idx in range(NUM_LAYERS) for name in stored.arch.layers[0].linears
+    }
     assert set(schemes.values()) == {scheme}
     assert opened.arch.replace(config={}) == stored.arch.replace(config={})
-    pairs = [(opened.outer(), stored.outer()), *((opened.layer(idx), stored.layer(idx)) for idx in range(NUM_LAYERS))]
+    pairs = [
+        (opened.outer(), stored.outer()),
+        *((opened.layer(idx), stored.layer(idx)) for idx in range(NUM_LAYERS)),
+    ]
     for found, expected in pairs:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -319,13 +399,17 @@ def test_the_export_opens_with_the_same_codes_and_scales(case: str, scheme_name:
         WITH_HEAD[0],
     ],
 )
-def test_the_library_decompresses_each_weight_to_our_bits(case: str, scheme_name: str, head: str | None, tmp_path: Path) -> None:
+def test_the_library_decompresses_each_weight_to_our_bits(
+    case: str, scheme_name: str, head: str | None, tmp_path: Path
+) -> None:
     """compressed-tensors' own decompression inside transformers, weight by weight: at load if there are zero points, else before the
     first step (at load, this release decompresses the whole model by one scheme)."""
     at_load = not SCHEMES[scheme_name].symmetric
     stored, exported = quantized(tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.bfloat16, quantization_config=transformers.CompressedTensorsConfig(dequantize=at_load)
+        exported,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=at_load),
     )
     if not at_load:
         model(tokens(1, 2))
@@ -337,7 +421,9 @@ def test_the_library_decompresses_each_weight_to_our_bits(case: str, scheme_name
             expected = value.dequantize() if isinstance(value, QuantizedWeight) else value
             assert torch.equal(weights[disk].to(torch.bfloat16), expected), disk
             if isinstance(value, QuantizedWeight) and value.input_scale is not None:
-                assert weights[disk.replace(".weight", ".input_scale")].to(torch.float32) == value.input_scale  # kept in bf16 there
+                assert (
+                    weights[disk.replace(".weight", ".input_scale")].to(torch.float32) == value.input_scale
+                )  # kept in bf16 there
     if head is not None:
         assert torch.equal(weights["lm_head.weight"].to(torch.bfloat16), dense(stored.outer()["head.weight"]))
     assert SMALL["vocab_size"] == weights["model.embed_tokens.weight"].shape[0]

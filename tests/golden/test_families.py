@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_hf import CASES, LLAMA3, SMALL, build, saved, tokens
 from torch import Tensor
 
 from compress.models.attention import CachedAttention
@@ -15,6 +14,7 @@ from compress.models.checkpoint import Checkpoint, read_config, write_checkpoint
 from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
 from compress.models.weights import build_decoder, parameter_names
+from tests.support.tiny_hf import CASES, LLAMA3, SMALL, build, saved, tokens
 
 SEQ_LEN = 24
 CPU = torch.device("cpu")
@@ -23,11 +23,20 @@ CPU = torch.device("cpu")
 def tolerance(reference: Tensor) -> float:
     """Every layer adds roundings of dot products over at most 80 features and of the softmax; their order differs between the two sides."""
     roundings = 8 * SMALL["num_hidden_layers"] + 2
-    return roundings * torch.finfo(torch.float32).eps * SMALL["intermediate_size"] ** 0.5 * float(reference.abs().max())
+    return (
+        roundings
+        * torch.finfo(torch.float32).eps
+        * SMALL["intermediate_size"] ** 0.5
+        * float(reference.abs().max())
+    )
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -43,7 +52,9 @@ def test_every_family_has_a_golden_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(case: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
+    case: str, tmp_path: Path
+) -> None:
     model = saved(tmp_path, *CASES[case])
     decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=CPU)
     tokens_BS = tokens(2, SEQ_LEN)
@@ -57,7 +68,9 @@ def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(case
     atol = tolerance(expected)
     assert (prefill - expected).abs().max() <= atol
     assert (torch.cat(pieces, dim=1) - expected).abs().max() <= atol
-    assert (expected - expected.roll(1, dims=1)).abs().max() > 1000 * atol  # the tolerance tells positions apart
+    assert (
+        expected - expected.roll(1, dims=1)
+    ).abs().max() > 1000 * atol  # the tolerance tells positions apart
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,7 +108,12 @@ REAL_ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama-3.1": {**LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
     "llama-3.2": {**LLAMA3, "rope_theta": 500000.0, "original_max_position_embeddings": 8192, "factor": 32.0},
-    "qwen-yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "qwen-yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
     "yarn-untruncated": {
         "rope_type": "yarn",
         "rope_theta": 1e4,
@@ -111,13 +129,25 @@ REAL_ROPES: dict[str, dict[str, Any]] = {
 def test_frequencies_of_real_models_are_those_of_transformers(name: str, head_dim: int) -> None:
     """At full size, where every band of the rescaling has members and positions are long."""
     said = {"rope_parameters": REAL_ROPES[name], "max_position_embeddings": 131072, "head_dim": head_dim}
-    rope = family_of({"model_type": "llama"}).read_config({"model_type": "llama", **SMALL, **said}).layers[0].rope
+    rope = (
+        family_of({"model_type": "llama"})
+        .read_config({"model_type": "llama", **SMALL, **said})
+        .layers[0]
+        .rope
+    )
     embedding = build("llama", said).model.rotary_emb
     positions = torch.arange(0, 131072, 1021)
     cos, sin = cos_sin(rope, head_dim, positions, torch.float32)
     their_cos, their_sin = embedding(torch.zeros(1, 1), positions.unsqueeze(0))
-    assert torch.allclose(inverse_frequencies(rope, head_dim), embedding.inv_freq, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
-    atol = 4 * torch.finfo(torch.float32).eps * 131072  # an angle is a position times a frequency, rounded once each
+    assert torch.allclose(
+        inverse_frequencies(rope, head_dim),
+        embedding.inv_freq,
+        rtol=4 * torch.finfo(torch.float32).eps,
+        atol=0,
+    )
+    atol = (
+        4 * torch.finfo(torch.float32).eps * 131072
+    )  # an angle is a position times a frequency, rounded once each
     assert torch.allclose(cos, their_cos[0], rtol=0, atol=atol)
     assert torch.allclose(sin, their_sin[0], rtol=0, atol=atol)
 
@@ -125,13 +155,23 @@ def test_frequencies_of_real_models_are_those_of_transformers(name: str, head_di
 OLD_SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "theta": ({"rope_theta": 5000.0}, {"rope_type": "default", "rope_theta": 5000.0}),
     "llama3": (
-        {"rope_theta": 10000.0, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+        },
         LLAMA3,
     ),
-    "type-linear": ({"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+    "type-linear": (
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_type": "linear", "factor": 2.0},
+    ),
     "yarn-without-original-length": (
         {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": SMALL["max_position_embeddings"]},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": SMALL["max_position_embeddings"],
+        },
     ),
 }
 
@@ -155,9 +195,17 @@ def test_configs_written_before_transformers_5_mean_the_same(spelling: str, tmp_
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())
-def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
+def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
+    family: str, tmp_path: Path
+) -> None:
     """A config that states shapes only, as hand-written and older ones do."""
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    required = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "max_position_embeddings",
+    )
     config: dict[str, Any] = {key: SMALL[key] for key in required}
     config.update(model_type=family, num_attention_heads=64, hidden_size=128)
     arch = family_of(config).read_config(config)
@@ -168,7 +216,9 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(famil
     assert arch.tied_head == stated.tie_word_embeddings
     assert arch.layers[0].num_kv_heads == stated.num_key_value_heads
     assert arch.layers[0].rope.theta == stated.rope_parameters["rope_theta"]
-    assert arch.layers[0].head_dim == (getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads)
+    assert arch.layers[0].head_dim == (
+        getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads
+    )
     sliding = stated.sliding_window if family == "mistral" else None
     assert [layer.window for layer in arch.layers] == [sliding] * arch.num_layers
 
@@ -179,7 +229,9 @@ def test_canonical_names_map_one_to_one_onto_those_on_disk(family: str) -> None:
     on_disk = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     outer, layers = parameter_names(FAMILIES.get(family).read_config(model.config.to_dict()))
     canonical = {name.rpartition(".")[0] for name in outer}
-    canonical |= {f"layers.{idx}.{name.rpartition('.')[0]}" for idx, layer in enumerate(layers) for name in layer}
+    canonical |= {
+        f"layers.{idx}.{name.rpartition('.')[0]}" for idx, layer in enumerate(layers) for name in layer
+    }
     renamed = [FAMILIES.get(family).to_disk(module) for module in canonical]
     assert len(set(renamed)) == len(canonical)
     assert set(renamed) == on_disk

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import packed_numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,22 +12,35 @@ from hypothesis import strategies as st
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
+from tests.support import packed_numpy
 
 LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.10.self_attn.q_proj", "lm_head"]
 G128, G128_ASYM = SCHEMES["W4A16_G128"], SCHEMES["W4A16_G128_ASYM"]
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+}
 SHAPES = st.tuples(st.integers(1, 21), st.integers(1, 3), st.sampled_from([1, 5, 8, 24]))
 
 
-def weight(scheme: Scheme, out_features: int, num_groups: int, size: int, *, least_zero: int | None = None) -> QuantizedWeight:
+def weight(
+    scheme: Scheme, out_features: int, num_groups: int, size: int, *, least_zero: int | None = None
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out_features)
     scheme = dataclasses.replace(scheme, group_size=size)
     low, high = scheme.min_code, scheme.max_code + 1
     codes_OI = torch.randint(low, high, (out_features, num_groups * size), generator=generator).to(torch.int8)
     scale_OG = (torch.rand(out_features, num_groups, generator=generator) + 0.1).to(torch.bfloat16)
     start = low if least_zero is None else least_zero
-    zero_OG = None if scheme.symmetric else torch.randint(start, high, scale_OG.shape, generator=generator).to(torch.int8)
+    zero_OG = (
+        None
+        if scheme.symmetric
+        else torch.randint(start, high, scale_OG.shape, generator=generator).to(torch.int8)
+    )
     return QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG)
 
 
@@ -46,7 +58,9 @@ def same(found: QuantizedWeight, expected: QuantizedWeight) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(shape=SHAPES, bits=st.sampled_from([4, 8]), symmetric=st.booleans())
-def test_gptq_tensors_mean_what_numpy_reads_and_come_back(shape: tuple[int, int, int], bits: int, symmetric: bool) -> None:
+def test_gptq_tensors_mean_what_numpy_reads_and_come_back(
+    shape: tuple[int, int, int], bits: int, symmetric: bool
+) -> None:
     scheme = Scheme("any", bits, symmetric, None)
     given_weight = weight(scheme, *shape, least_zero=scheme.min_code + 1)
     codec = FORMATS.get("gptq").codec
@@ -60,7 +74,9 @@ def test_gptq_tensors_mean_what_numpy_reads_and_come_back(shape: tuple[int, int,
 
 @settings(deadline=None, max_examples=60)
 @given(shape=SHAPES, symmetric=st.booleans())
-def test_awq_tensors_mean_what_numpy_reads_and_come_back(shape: tuple[int, int, int], symmetric: bool) -> None:
+def test_awq_tensors_mean_what_numpy_reads_and_come_back(
+    shape: tuple[int, int, int], symmetric: bool
+) -> None:
     given_weight = weight(Scheme("any", 4, symmetric, None), *shape)
     codec = FORMATS.get("awq").codec
     leaves = codec.encode(given_weight)
@@ -110,8 +126,13 @@ def test_zero_points_that_contradict_a_symmetric_config_are_refused(name: str) -
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize(("value", "held"), [(2.0**-17, True), (1 + 2.0**-7, True), (2.0**-18 * 1.0078125, False), (65536.0, False)])
-def test_a_scale_that_float16_does_not_hold_is_refused_and_counted(name: str, value: float, held: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [(2.0**-17, True), (1 + 2.0**-7, True), (2.0**-18 * 1.0078125, False), (65536.0, False)],
+)
+def test_a_scale_that_float16_does_not_hold_is_refused_and_counted(
+    name: str, value: float, held: bool
+) -> None:
     coded = weight(G128, 6, 2, 8)
     coded.scale_OG[:2, 0] = value
     if held:
@@ -148,13 +169,18 @@ def test_scales_of_another_group_size_than_stated_are_refused(name: str) -> None
         ({**GPTQ, "bits": 8, "group_size": -1}, SCHEMES["W8A16"]),
         ({**GPTQ, "group_size": 16}, Scheme("W4A16_G16", 4, True, 16)),
         (AWQ, G128_ASYM),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}, G128_ASYM),
+        (
+            {"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"},
+            G128_ASYM,
+        ),
         ({**AWQ, "zero_point": False}, G128),
         ({**AWQ, "modules_to_not_convert": None, "sym": True}, G128),
         ({**AWQ, "group_size": 16}, Scheme("W4A16_G16_ASYM", 4, False, 16)),
     ],
 )
-def test_a_config_of_another_tool_gives_the_scheme_of_the_layers(said: dict[str, Any], scheme: Scheme) -> None:
+def test_a_config_of_another_tool_gives_the_scheme_of_the_layers(
+    said: dict[str, Any], scheme: Scheme
+) -> None:
     schemes = FORMATS.get(said["quant_method"]).codec.schemes(said, LINEARS)
     assert schemes == dict.fromkeys(LINEARS[:2], scheme)  # the head is dense
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_source import tiny_shape, tiny_source
 from torch import Tensor
 
 from compress.models.arch import Rope
@@ -14,6 +13,7 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
+from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
 FEATURES: dict[str, dict[str, Any]] = {
@@ -28,11 +28,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window shorter than a block": {"layers": (tiny_shape(window=5), tiny_shape())},
     "window longer than a chunk": {"layers": (tiny_shape(window=131), tiny_shape(window=40))},
     "widths differ by layer": {
-        "layers": (tiny_shape(num_heads=6, num_kv_heads=3, intermediate_size=40), tiny_shape(head_dim=24, num_kv_heads=1))
+        "layers": (
+            tiny_shape(num_heads=6, num_kv_heads=3, intermediate_size=40),
+            tiny_shape(head_dim=24, num_kv_heads=1),
+        )
     },
     "rope linear": {"layers": (tiny_shape(rope=Rope(10000.0, "linear", factor=4.0)),)},
-    "rope llama3": {"layers": (tiny_shape(rope=Rope(500000.0, "llama3", factor=8.0, original_max_position=64)),)},
-    "rope yarn": {"layers": (tiny_shape(rope=Rope(10000.0, "yarn", factor=4.0, original_max_position=64, attention_factor=1.1386)),)},
+    "rope llama3": {
+        "layers": (tiny_shape(rope=Rope(500000.0, "llama3", factor=8.0, original_max_position=64)),)
+    },
+    "rope yarn": {
+        "layers": (
+            tiny_shape(
+                rope=Rope(10000.0, "yarn", factor=4.0, original_max_position=64, attention_factor=1.1386)
+            ),
+        )
+    },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
 }
 
@@ -40,11 +51,16 @@ FEATURES: dict[str, dict[str, Any]] = {
 def tolerance(expected: Tensor, source: MemorySource) -> float:
     """c eps sqrt(K) absmax: K sums the depth of all products in a row's way through the model."""
     arch = source.arch
-    depth = sum(2 * arch.hidden_size + layer.num_heads * layer.head_dim + layer.intermediate_size for layer in arch.layers)
+    depth = sum(
+        2 * arch.hidden_size + layer.num_heads * layer.head_dim + layer.intermediate_size
+        for layer in arch.layers
+    )
     return 8 * torch.finfo(torch.float32).eps * depth**0.5 * float(expected.abs().max())
 
 
-def served_logits(engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+def served_logits(
+    engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int
+) -> tuple[list[Tensor], list[Tensor]]:
     """Per request: the sequence that was fed, and the logits [num_tokens, V] that its tokens were chosen from."""
     rows: dict[int, list[Tensor]] = {idx: [] for idx in range(len(prompts))}
 
@@ -55,7 +71,9 @@ def served_logits(engine: Engine, prompts: list[tuple[int, ...]], num_tokens: in
     engine.observer = record
     params = [SamplingParams(num_tokens, seed=idx, ignore_eos=True) for idx in range(len(prompts))]
     done = engine.generate([Request(str(idx), prompt, params[idx]) for idx, prompt in enumerate(prompts)])
-    return [torch.tensor(each.prompt + each.tokens[:-1]) for each in done], [torch.stack(each) for each in rows.values()]
+    return [torch.tensor(each.prompt + each.tokens[:-1]) for each in done], [
+        torch.stack(each) for each in rows.values()
+    ]
 
 
 def prompts(lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -103,8 +121,14 @@ class Quantized:
         assert isinstance(weight, Tensor)
         if weight.dim() == 1:
             return weight
-        scheme = Scheme("W8A16", 8, True, None) if name in ("ffn.up.weight", "attn.k.weight") else Scheme("W4A16_G128_ASYM", 4, False, 8)
-        return round_to_nearest(weight, scheme, *min_max_scale(grouped(weight, scheme), scheme, torch.float32))
+        scheme = (
+            Scheme("W8A16", 8, True, None)
+            if name in ("ffn.up.weight", "attn.k.weight")
+            else Scheme("W4A16_G128_ASYM", 4, False, 8)
+        )
+        return round_to_nearest(
+            weight, scheme, *min_max_scale(grouped(weight, scheme), scheme, torch.float32)
+        )
 
 
 def test_quantized_linears_are_served_as_their_dequantized_weights() -> None:
@@ -113,7 +137,9 @@ def test_quantized_linears_are_served_as_their_dequantized_weights() -> None:
     tokens_BS = torch.tensor(prompts((40, 40)))
     expected = build_decoder(source, dtype=torch.float32, device=CPU)(tokens_BS)
     engine = Engine(source, device=CPU)
-    torch.testing.assert_close(engine.runner.score(tokens_BS), expected, rtol=0, atol=tolerance(expected, plain))
+    torch.testing.assert_close(
+        engine.runner.score(tokens_BS), expected, rtol=0, atol=tolerance(expected, plain)
+    )
     rows = [row for row in engine.kernel_report() if row["layer"] == 0 and row["phase"] == "decode"]
     assert [(row["linear"], row["scheme"]) for row in rows] == [
         ("attn.q", "W4A16_G128_ASYM"),

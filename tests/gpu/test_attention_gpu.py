@@ -11,9 +11,9 @@ from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_decode.chunks import attention_decode as reference_decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill.sdpa import attention_prefill as reference_prefill
-from compress.kernels.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.rows import FP8
 from compress.kernels.rope_store import fused, reference
-from compress.kernels.rows import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +28,13 @@ SHAPES = [
     (64, 64, 8, 4, None, torch.float32),
 ]
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="its clusters and launches are Hopper's"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="its clusters and launches are Hopper's",
 )
 each_format = pytest.mark.parametrize("kv_format", FORMATS)
-each_shape = pytest.mark.parametrize(("head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"), SHAPES)
+each_shape = pytest.mark.parametrize(
+    ("head_dim", "block_size", "num_heads", "num_kv_heads", "window", "dtype"), SHAPES
+)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -70,10 +73,19 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @each_format
 @each_shape
 def test_decode_rows_are_right_and_keep_their_bits(
-    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+    kv_format: str,
+    head_dim: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     context_lens, q_len, scale = [9, 2900, 130, 777, 256], 8, head_dim**-0.5
-    table, lens = make_table(5, 4096 // block_size), torch.tensor(context_lens, dtype=torch.int32, device="cuda")
+    table, lens = (
+        make_table(5, 4096 // block_size),
+        torch.tensor(context_lens, dtype=torch.int32, device="cuda"),
+    )
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
@@ -95,7 +107,9 @@ def test_decode_rows_are_right_and_keep_their_bits(
         assert torch.equal(out.view(q.shape), whole)
     for request in (0, 1, 4):
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
-        out = decode.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, window=window, scale=scale)
+        out = decode.attention_decode(
+            q[request], kv, alone, lens[request : request + 1], q_len=q_len, window=window, scale=scale
+        )
         assert torch.equal(out, whole[request])
 
 
@@ -103,12 +117,21 @@ def test_decode_rows_are_right_and_keep_their_bits(
 @each_format
 @each_shape
 def test_rows_of_lanes_are_right_and_keep_their_bits(
-    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+    kv_format: str,
+    head_dim: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     if dtype == torch.float32:
         pytest.skip("computes in bfloat16 or float16")
     context_lens, q_len, facts = [9, 2900, 130, 777, 256], 8, {"window": window, "scale": head_dim**-0.5}
-    table, lens = make_table(5, 4096 // block_size), torch.tensor(context_lens, dtype=torch.int32, device="cuda")
+    table, lens = (
+        make_table(5, 4096 // block_size),
+        torch.tensor(context_lens, dtype=torch.int32, device="cuda"),
+    )
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
@@ -126,12 +149,22 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     eights = hopper.row_eights_of(num_heads // num_kv_heads)
     for cluster in hopper.CLUSTERS:
-        out = hopper.attend(q[:, 7].contiguous(), kv, table.long(), lens.long(), q_len=1, row_eights=eights, cluster=cluster, **facts)
+        out = hopper.attend(
+            q[:, 7].contiguous(),
+            kv,
+            table.long(),
+            lens.long(),
+            q_len=1,
+            row_eights=eights,
+            cluster=cluster,
+            **facts,
+        )
         assert torch.equal(out, whole[:, 7])
     for request in (0, 1, 4):
         alone = table[request : request + 1, : -(-context_lens[request] // block_size)].contiguous()
         assert torch.equal(
-            hopper.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, **facts), whole[request]
+            hopper.attention_decode(q[request], kv, alone, lens[request : request + 1], q_len=q_len, **facts),
+            whole[request],
         )
 
 
@@ -139,7 +172,10 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
 def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
     """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position that it writes."""
     num_steps, table = 40, make_table(3, 4)
-    kv, cos = make_pages("dense", (2, 13, 64, 128), torch.bfloat16), randn(256, 128, dtype=torch.bfloat16, seed=7)
+    kv, cos = (
+        make_pages("dense", (2, 13, 64, 128), torch.bfloat16),
+        randn(256, 128, dtype=torch.bfloat16, seed=7),
+    )
     qkv = randn(num_steps, 3, 12 * 128, dtype=torch.bfloat16, seed=8)
     firsts = torch.tensor([20, 60, 130], device="cuda")
     positions = [firsts + step for step in range(num_steps)]
@@ -148,7 +184,9 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
     lens = [at + 1 for at in positions]
 
     def run(step: int, pages: PagedKV) -> Tensor:
-        q = fused.rope_store(qkv[step], cos, cos, positions[step], slots[step], pages, num_heads=8, qk_norm=None, eps=1e-5)
+        q = fused.rope_store(
+            qkv[step], cos, cos, positions[step], slots[step], pages, num_heads=8, qk_norm=None, eps=1e-5
+        )
         return hopper.attention_decode(q, pages, table, lens[step], q_len=1, window=None, scale=0.1)
 
     expected, pages = [], PagedKV(kv.k.clone(), kv.v.clone())
@@ -165,25 +203,38 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
 @each_format
 @each_shape
 def test_prefill_is_the_reference_within_rounding(
-    kv_format: str, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, window: int | None, dtype: torch.dtype
+    kv_format: str,
+    head_dim: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     query_lens, context_lens, scale = (1, 700, 129, 64, 300), (5, 700, 1000, 2000, 301), head_dim**-0.5
     table = make_table(5, 2048 // block_size)
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype, seed=3)
     wide = kv if kv.k_scale is not None else PagedKV(kv.k.float(), kv.v.float())
-    expected = reference_prefill(q.float(), wide, table.long(), query_lens, context_lens, window=window, scale=scale)
+    expected = reference_prefill(
+        q.float(), wide, table.long(), query_lens, context_lens, window=window, scale=scale
+    )
     if kv_format == "dense":
         poison_behind_(kv, table, list(context_lens))
     out = prefill.attention_prefill(q, kv, table, query_lens, context_lens, window=window, scale=scale)
     assert_close(out, expected)
-    alone = prefill.attention_prefill(q[1:701].contiguous(), kv, table[1:2], (700,), (700,), window=window, scale=scale)
+    alone = prefill.attention_prefill(
+        q[1:701].contiguous(), kv, table[1:2], (700,), (700,), window=window, scale=scale
+    )
     assert torch.equal(alone, out[1:701])
 
 
 def test_a_captured_decode_serves_other_contexts() -> None:
     kv, table = make_pages("dense", (2, 33, 64, 128), torch.bfloat16), make_table(2, 16)
-    q, lens = randn(2, 8, 128, dtype=torch.bfloat16, seed=3), torch.tensor([1, 1], dtype=torch.int32, device="cuda")
+    q, lens = (
+        randn(2, 8, 128, dtype=torch.bfloat16, seed=3),
+        torch.tensor([1, 1], dtype=torch.int32, device="cuda"),
+    )
     decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,7 +242,9 @@ def test_a_captured_decode_serves_other_contexts() -> None:
     for context_lens in ([1000, 3], [64, 129]):
         lens.copy_(torch.tensor(context_lens))
         graph.replay()
-        assert torch.equal(captured, decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1))
+        assert torch.equal(
+            captured, decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1)
+        )
 
 
 @each_format
@@ -199,15 +252,26 @@ def test_a_captured_decode_serves_other_contexts() -> None:
 @pytest.mark.parametrize("num_rows", [1, 77])
 def test_rope_store_is_the_reference_within_a_rounding(kv_format: str, normed: bool, num_rows: int) -> None:
     num_heads, num_kv_heads, head_dim = 8, 2, 128
-    qkv, cos, sin = (randn(n, m, dtype=torch.bfloat16, seed=n) for n, m in ((num_rows, 12 * head_dim), (99, head_dim), (98, head_dim)))
+    qkv, cos, sin = (
+        randn(n, m, dtype=torch.bfloat16, seed=n)
+        for n, m in ((num_rows, 12 * head_dim), (99, head_dim), (98, head_dim))
+    )
     positions = torch.arange(num_rows, device="cuda")
     slots = torch.randperm(256, device="cuda")[:num_rows] + 64
     weight = randn(10, head_dim, dtype=torch.bfloat16, seed=5) if normed else None
-    expected, actual = (make_pages(kv_format, (num_kv_heads, 5, 64, head_dim), torch.bfloat16) for _ in range(2))
-    q = reference.rope_store(qkv, cos, sin, positions, slots, expected, num_heads=num_heads, qk_norm=weight, eps=1e-5)
-    got = fused.rope_store(qkv, cos, sin, positions, slots, actual, num_heads=num_heads, qk_norm=weight, eps=1e-5)
+    expected, actual = (
+        make_pages(kv_format, (num_kv_heads, 5, 64, head_dim), torch.bfloat16) for _ in range(2)
+    )
+    q = reference.rope_store(
+        qkv, cos, sin, positions, slots, expected, num_heads=num_heads, qk_norm=weight, eps=1e-5
+    )
+    got = fused.rope_store(
+        qkv, cos, sin, positions, slots, actual, num_heads=num_heads, qk_norm=weight, eps=1e-5
+    )
     torch.testing.assert_close(got, q, rtol=2**-7, atol=0)
     for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
-        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7 if kv_format == "dense" else 2**-3, atol=0)
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=2**-7 if kv_format == "dense" else 2**-3, atol=0
+        )
     if not normed:
         assert torch.equal(got, q)

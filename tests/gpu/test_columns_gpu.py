@@ -11,8 +11,8 @@ pytest.importorskip("pydantic")
 from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import SecondMoment
 from compress.kernels.columns import descend_block, reference
-from compress.methods.descent import Descent
-from compress.methods.gptq import Gptq
+from compress.methods.quantize.descent import Descent
+from compress.methods.quantize.gptq import Gptq
 from compress.quant.numerics import output_error
 from compress.quant.scheme import scheme_named
 
@@ -22,7 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Memory that nobody wrote holds NaN, which no tolerance lets through."""
-    filled, torch.utils.deterministic.fill_uninitialized_memory = torch.utils.deterministic.fill_uninitialized_memory, True
+    filled, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        True,
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -52,7 +55,9 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bo
     refit: dict[str, Any] = {"slope_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16} if refitted else {}
     expected = reference.descend_block(*state, scheme, scale_O, zero_O, **refit)
     on_device = [each.cuda() for each in (*state, scale_O)]
-    on_device_refit = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in refit.items()}
+    on_device_refit = {
+        key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in refit.items()
+    }
     zero = None if zero_O is None else zero_O.cuda()
     found = descend_block(*on_device[:4], scheme, on_device[4], zero, **on_device_refit)
     same_O = (found[0].cpu() == expected[0]).all(dim=0) & (found[1].cpu() == expected[1])
@@ -66,7 +71,9 @@ def errors_on(device: str, name: str) -> tuple[float, float]:
     """Output error after GPTQ, and after descent on it, of one linear whose inputs are correlated."""
     generator = torch.Generator().manual_seed(0)
     w_OI = torch.randn(200, 384, generator=generator)
-    x_TI = torch.randn(1024, 384, generator=generator) @ (torch.eye(384) + 0.3 * torch.randn(384, 384, generator=generator))
+    x_TI = torch.randn(1024, 384, generator=generator) @ (
+        torch.eye(384) + 0.3 * torch.randn(384, 384, generator=generator)
+    )
     moment = SecondMoment()
     moment.update(x_TI.to(device))
     w_OI, stats, scheme = w_OI.to(device), {"second_moment": moment}, scheme_named(name)
@@ -81,11 +88,15 @@ def coupled_loss_on(device: str) -> float:
     generator = torch.Generator().manual_seed(1)
     w_OI, few = torch.randn(200, 384, generator=generator), torch.randn(4, 200, generator=generator)
     moment = SecondMoment()
-    moment.update((torch.randn(1024, 384, generator=generator) @ torch.randn(384, 384, generator=generator)).to(device))
+    moment.update(
+        (torch.randn(1024, 384, generator=generator) @ torch.randn(384, 384, generator=generator)).to(device)
+    )
     outputs = OutputMoment(((few.t() @ few + 0.2 * torch.eye(200)).to(device),))
     stats, scheme = {"second_moment": moment}, scheme_named("W4A16_G128")
     rounded = Gptq().round(w_OI.to(device), stats, scheme, scale_dtype=torch.bfloat16).weight
-    return float(Descent(coupled_rounds=3).refine(w_OI.to(device), rounded, stats, outputs).facts["coupled_loss"])
+    return float(
+        Descent(coupled_rounds=3).refine(w_OI.to(device), rounded, stats, outputs).facts["coupled_loss"]
+    )
 
 
 def test_coupled_rows_are_as_good_as_on_a_cpu() -> None:

@@ -18,20 +18,27 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     num_rows, num_state_rows, embed_VD = 130, 140, torch.randn(1000, 1500, generator=generator)
     states = [
-        DecodeState(max_rows=num_state_rows, max_model_len=64, block_size=BLOCK_SIZE, device=torch.device(device))
+        DecodeState(
+            max_rows=num_state_rows, max_model_len=64, block_size=BLOCK_SIZE, device=torch.device(device)
+        )
         for device in ("cuda", "cpu")
     ]
     for first_len in (1, 5):  # loaded anew after an odd number of steps
         lengths = [first_len + idx % 11 for idx in range(num_rows - 2)]
         blocks = [[20 * idx + column + 1 for column in range(16)] for idx in range(num_rows)]
         rows = [
-            DecodeRow(idx, length, blocks[idx][: -(-length // BLOCK_SIZE)], SamplingParams(1, ignore_eos=True))
+            DecodeRow(
+                idx, length, blocks[idx][: -(-length // BLOCK_SIZE)], SamplingParams(1, ignore_eos=True)
+            )
             for idx, length in enumerate(lengths)
         ]
         for state in states:
             state.load(rows)
         for step in range(1, 12):
-            choice = Choice(torch.randint(1000, (num_rows,), generator=generator), torch.randn(num_rows, generator=generator))
+            choice = Choice(
+                torch.randint(1000, (num_rows,), generator=generator),
+                torch.randn(num_rows, generator=generator),
+            )
             inputs = []
             for state, device in zip(states, ("cuda", "cpu"), strict=True):
                 for idx, length in enumerate(lengths):
@@ -54,7 +61,9 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
 def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int) -> None:
     rng, block_size, device = random.Random(k), 16, {"cuda": torch.device("cuda"), "cpu": torch.device("cpu")}
     states = {
-        name: SpeculativeState(max_rows=num_rows + 3, max_model_len=400, block_size=block_size, k=k, device=each)
+        name: SpeculativeState(
+            max_rows=num_rows + 3, max_model_len=400, block_size=block_size, k=k, device=each
+        )
         for name, each in device.items()
     }
     params = SamplingParams(1, ignore_eos=True)
@@ -68,7 +77,11 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
             state.load(rows)
         for step in range(1, 10):
             q_len = 1 if step == 4 else k + 1
-            grown = {idx: [*row.blocks, *range(900 + 9 * step, 901 + 9 * step + idx % 3)] for idx, row in enumerate(rows) if step % 2}
+            grown = {
+                idx: [*row.blocks, *range(900 + 9 * step, 901 + 9 * step + idx % 3)]
+                for idx, row in enumerate(rows)
+                if step % 2
+            }
             tokens_RQ = torch.tensor([[rng.randrange(9) for _ in range(q_len)] for _ in range(num_rows)])
             drafts_RK = torch.tensor([[rng.randrange(9) for _ in range(k)] for _ in range(num_rows)])
             same = torch.rand(num_rows, q_len - 1, generator=torch.Generator().manual_seed(step)) < 0.8
@@ -79,7 +92,11 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
                 here = device[name]
                 if grown:
                     state.hold(grown)
-                fed = [*state.fed(state.last_SN[:num_rows, -1:], state.context_lens_S[:num_rows] + 0, max_rows=128)]
+                fed = [
+                    *state.fed(
+                        state.last_SN[:num_rows, -1:], state.context_lens_S[:num_rows] + 0, max_rows=128
+                    )
+                ]
                 state.propose(drafts_RK.to(here), None)
                 given = None if accepted_R is None else accepted_R.to(here)
                 state.end(tokens_RQ.to(here), given, torch.ones(num_rows, q_len, device=here) * step)
@@ -92,5 +109,10 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
                     state.step.rows_SC,
                     state.table_SB,
                 ]
-                found.append([one.cpu().clone() for one in (*each, landed[:num_rows, : 2 + q_len], logprobs[:num_rows, :q_len])])
+                found.append(
+                    [
+                        one.cpu().clone()
+                        for one in (*each, landed[:num_rows, : 2 + q_len], logprobs[:num_rows, :q_len])
+                    ]
+                )
             assert all(torch.equal(on_gpu, on_cpu) for on_gpu, on_cpu in zip(*found, strict=True))

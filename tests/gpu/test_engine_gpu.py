@@ -49,7 +49,10 @@ def make_source() -> MemorySource:
 
 def make_requests() -> list[Request]:
     generator = torch.Generator().manual_seed(1)
-    prompts = [tuple(torch.randint(1013, (length,), generator=generator).tolist()) for length in (40, 1, 300, 9, 127, 128, 63, 257)]
+    prompts = [
+        tuple(torch.randint(1013, (length,), generator=generator).tolist())
+        for length in (40, 1, 300, 9, 127, 128, 63, 257)
+    ]
     return [
         Request(str(idx), prompt, SamplingParams(16, temperature=0.8 * (idx % 2), seed=idx, ignore_eos=True))
         for idx, prompt in enumerate(prompts)
@@ -71,7 +74,9 @@ def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(dtype: torch.dtype) -> None:
-    engine = Engine(make_source(), device=torch.device("cuda"), config=EngineConfig(dtype=dtype, kv_cache_bytes=1 << 28))
+    engine = Engine(
+        make_source(), device=torch.device("cuda"), config=EngineConfig(dtype=dtype, kv_cache_bytes=1 << 28)
+    )
     requests = make_requests()
     together = run(engine, requests)
     reversed_ = run(engine, requests[::-1])
@@ -93,11 +98,16 @@ def test_scores_are_the_cpus_within_rounding() -> None:
     torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
 
 
-SERVED = {"BF16": None, **{name: SCHEMES[name] for name in ("W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "FP8_STATIC")}}
+SERVED = {
+    "BF16": None,
+    **{name: SCHEMES[name] for name in ("W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "FP8_STATIC")},
+}
 SHAPE = LayerShape(num_heads=8, num_kv_heads=2, head_dim=128, intermediate_size=2048, rope=Rope(500000.0))
 
 
-def random_engine(scheme: Scheme | None, *, kv_format: str | None = None, sync: bool = False, fp8_head: bool = True) -> Engine:
+def random_engine(
+    scheme: Scheme | None, *, kv_format: str | None = None, sync: bool = False, fp8_head: bool = True
+) -> Engine:
     arch = make_source().arch.replace(
         vocab_size=4096,
         hidden_size=1024,
@@ -108,7 +118,9 @@ def random_engine(scheme: Scheme | None, *, kv_format: str | None = None, sync: 
     )
     head_scheme = SCHEMES["FP8_DYNAMIC"] if scheme is not None and fp8_head else None
     source = RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=scheme, head_scheme=head_scheme)
-    config = EngineConfig(max_batch_size=65, max_model_len=1024, kv_cache_bytes=1 << 29, kv_format=kv_format, sync=sync)
+    config = EngineConfig(
+        max_batch_size=65, max_model_len=1024, kv_cache_bytes=1 << 29, kv_format=kv_format, sync=sync
+    )
     return Engine(source, device=CUDA, config=config)
 
 
@@ -118,14 +130,25 @@ def strangers(count: int, *, first_seed: int) -> list[Request]:
     requests = []
     for idx in range(first_seed, first_seed + count):
         length = int(torch.randint(1, 400, (1,), generator=generator))
-        params = SamplingParams(24, temperature=0.7 * (idx % 2), top_k=20 * (idx % 4 == 1), seed=idx, ignore_eos=True, logprobs=True)
-        requests.append(Request(str(idx), tuple(torch.randint(4096, (length,), generator=generator).tolist()), params))
+        params = SamplingParams(
+            24,
+            temperature=0.7 * (idx % 2),
+            top_k=20 * (idx % 4 == 1),
+            seed=idx,
+            ignore_eos=True,
+            logprobs=True,
+        )
+        requests.append(
+            Request(str(idx), tuple(torch.randint(4096, (length,), generator=generator).tolist()), params)
+        )
     return requests
 
 
 @pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD"])
 @pytest.mark.parametrize("scheme", SERVED)
-def test_a_request_has_the_same_tokens_alone_and_among_64_strangers(scheme: str, kv_format: str | None) -> None:
+def test_a_request_has_the_same_tokens_alone_and_among_64_strangers(
+    scheme: str, kv_format: str | None
+) -> None:
     engine = random_engine(SERVED[scheme], kv_format=kv_format)
     decode = [row for row in engine.kernel_report() if row["phase"] == "decode" and row["op"] == "linear"]
     assert not any("reference" in row["kernel"] for row in decode)
@@ -141,16 +164,26 @@ def test_a_request_has_the_same_tokens_alone_and_among_64_strangers(scheme: str,
 def test_graphs_and_overlap_change_no_token(scheme: str) -> None:
     requests = strangers(12, first_seed=7)
     ahead, in_step = (random_engine(SERVED[scheme], sync=sync).generate(requests) for sync in (False, True))
-    assert [(each.tokens, each.logprobs) for each in ahead] == [(each.tokens, each.logprobs) for each in in_step]
+    assert [(each.tokens, each.logprobs) for each in ahead] == [
+        (each.tokens, each.logprobs) for each in in_step
+    ]
 
 
 @pytest.mark.parametrize("scheme", SERVED)
 def test_decoded_logits_are_the_scored_ones_within_rounding(scheme: str) -> None:
     engine, rows = random_engine(SERVED[scheme], fp8_head="FP8" in scheme), {}
-    requests = [Request(each.id, each.prompt, replace(each.params, temperature=0.0)) for each in strangers(5, first_seed=20)]
+    requests = [
+        Request(each.id, each.prompt, replace(each.params, temperature=0.0))
+        for each in strangers(5, first_seed=20)
+    ]
 
     def record(requests: Any, positions: Any, logits_RV: Tensor) -> None:
-        rows.update({(each.id, position): row.clone() for row, each, position in zip(logits_RV, requests, positions, strict=True)})
+        rows.update(
+            {
+                (each.id, position): row.clone()
+                for row, each, position in zip(logits_RV, requests, positions, strict=True)
+            }
+        )
 
     engine.observer = record
     for done in engine.generate(requests):
@@ -164,11 +197,21 @@ def test_decoded_logits_are_the_scored_ones_within_rounding(scheme: str) -> None
 
 def test_sampling_draws_the_same_tokens_as_on_the_cpu() -> None:
     seeds, positions = torch.arange(50) * 77_777, torch.arange(50)
-    torch.testing.assert_close(gumbel(seeds.cuda(), positions.cuda(), 999).cpu(), gumbel(seeds, positions, 999), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gumbel(seeds.cuda(), positions.cuda(), 999).cpu(),
+        gumbel(seeds, positions, 999),
+        rtol=1e-12,
+        atol=1e-12,
+    )
     logits = torch.randn(400, 999, generator=torch.Generator().manual_seed(3))
     params = [SamplingParams(1, temperature=0.9, top_k=row % 40, top_p=0.95, seed=row) for row in range(400)]
-    assert torch.equal(sample(logits.cuda(), params, range(400)).tokens_R.cpu(), sample(logits, params, range(400)).tokens_R)
+    assert torch.equal(
+        sample(logits.cuda(), params, range(400)).tokens_R.cpu(), sample(logits, params, range(400)).tokens_R
+    )
 
 
 def test_the_default_dtype_is_the_checkpoints() -> None:
-    assert Engine(make_source(), device=torch.device("cuda"), config=EngineConfig(kv_cache_bytes=1 << 26)).dtype == torch.bfloat16
+    assert (
+        Engine(make_source(), device=torch.device("cuda"), config=EngineConfig(kv_cache_bytes=1 << 26)).dtype
+        == torch.bfloat16
+    )

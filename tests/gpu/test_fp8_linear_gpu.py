@@ -11,16 +11,28 @@ from compress.kernels.linear import fp8
 from compress.kernels.linear.hopper import multiply, plans
 from compress.kernels.linear.plan import Shape
 from compress.kernels.linear.stream import gpu_of, prepare_rows
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
-from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.decoder import activation as activate
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper device",
+    ),
 ]
 
-SHAPES = [(48, 128), (1008, 384), (1008, 2944), (1024, 14336), (4096, 4096), (6144, 4096), (28672, 512), (80000, 256)]
+SHAPES = [
+    (48, 128),
+    (1008, 384),
+    (1008, 2944),
+    (1024, 14336),
+    (4096, 4096),
+    (6144, 4096),
+    (28672, 512),
+    (80000, 256),
+]
 GATED = [(96, 384, "gelu"), (2816, 2944, "silu"), (28672, 512, "gelu_pytorch_tanh")]
 ROWS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 127)
 
@@ -34,7 +46,9 @@ class Case:
     activation: str | None
 
     def __call__(self, rows: int, *, bias_O: Tensor | None = None, **epilogue: Any) -> Tensor:
-        return fp8.hopper_linear(first_rows(self.x, rows), self.packed, bias_O, activation=self.activation, **epilogue)
+        return fp8.hopper_linear(
+            first_rows(self.x, rows), self.packed, bias_O, activation=self.activation, **epilogue
+        )
 
     @property
     def exact(self) -> Tensor:
@@ -122,7 +136,9 @@ def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> N
     for rows in ROWS:
         both = plain(rows)
         expected = activate(activation, both[:, :half]) * both[:, half:]
-        torch.testing.assert_close(linear(rows), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
+        torch.testing.assert_close(
+            linear(rows), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(("n", "k"), [(1008, 384), (4096, 4096), (6144, 1024), (28672, 512)])
@@ -176,7 +192,9 @@ def test_a_broken_row_stays_broken_and_alone(n: int, k: int, rows: int, normed: 
     linear = case(n, k)
     x_TK = randn(rows, k, seed=6).to(torch.bfloat16)
     x_TK[1, 7] = float("nan")
-    raw = RawRows(x_TK, torch.ones(k, device="cuda", dtype=torch.bfloat16) if normed else None, 1e-5, ActivationQuant())
+    raw = RawRows(
+        x_TK, torch.ones(k, device="cuda", dtype=torch.bfloat16) if normed else None, 1e-5, ActivationQuant()
+    )
     y = fp8.hopper_linear(raw, linear.packed, None, activation=None)
     assert y.isnan().any(dim=1).nonzero().flatten().tolist() == [1]
     assert bool(y[1].isnan().all())

@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.kernels.linear import dense16, fp8, hopper, w4a16
 from compress.kernels.linear.plan import Shape, plans
 from compress.kernels.linear.stream import Streamed, gpu_of, prepare_rows, stream
-from compress.kernels.rows import ActivationQuant, QuantizedRows, RawRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.decoder import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -19,8 +19,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ROWS = (1, 3, 7, 8, 9, 16, 17, 33, 64, 65, 128)
 SHAPES = [(64, 128), (208, 384), (1024, 1024), (4096, 4096), (1024, 14336)]
 SCHEME_NAMES = ["W4A16_G128", "W4A16_G128_ASYM", "FP8_DYNAMIC", "BF16"]
-HOPPER = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device")
-NAMES = [*SCHEME_NAMES, *(pytest.param(f"{name} on Hopper", marks=HOPPER) for name in ("W4A16_G128", "W4A16_G128_ASYM"))]
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+)
+NAMES = [
+    *SCHEME_NAMES,
+    *(pytest.param(f"{name} on Hopper", marks=HOPPER) for name in ("W4A16_G128", "W4A16_G128_ASYM")),
+]
 """Hopper's own FP8 kernel, which sums less exactly, has tests of its own."""
 MODULES: dict[str, Any] = {"W4A16_G128": w4a16, "W4A16_G128_ASYM": w4a16, "FP8_DYNAMIC": fp8, "BF16": dense16}
 
@@ -39,7 +44,9 @@ class Case:
 
     def __call__(self, rows: int, **epilogue: Any) -> Tensor:
         bias = epilogue.pop("bias_O", None)
-        return self.function(first_rows(self.x, rows), self.packed, bias, activation=self.activation, **epilogue)
+        return self.function(
+            first_rows(self.x, rows), self.packed, bias, activation=self.activation, **epilogue
+        )
 
     @property
     def function(self) -> Any:
@@ -58,20 +65,31 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
 
 
-def case(name: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None) -> Case:
+def case(
+    name: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None
+) -> Case:
     device, gated, x_TI = torch.device("cuda", 0), activation is not None, randn(128, k, seed=1).to(dtype)
     x, x_f64 = x_TI, x_TI.double()
     if name == "BF16":
         weight: Any = (randn(n, k, seed=2) / k**0.5).to(dtype)
         w_f64 = weight.double()
     else:
-        scheme, scale = SCHEMES[name.partition(" ")[0]], randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001
+        scheme, scale = (
+            SCHEMES[name.partition(" ")[0]],
+            randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001,
+        )
         if name.startswith("W4"):
             codes = randn(n, k, seed=2).mul(4).round().clamp(-8, 7).to(torch.int8)
-            zero = None if scheme.symmetric else randn(n, k // 128, seed=4).mul(3).round().clamp(-8, 7).to(torch.int8)
+            zero = (
+                None
+                if scheme.symmetric
+                else randn(n, k // 128, seed=4).mul(3).round().clamp(-8, 7).to(torch.int8)
+            )
             weight = QuantizedWeight(scheme, codes, scale.to(dtype), zero)
         else:
-            weight = QuantizedWeight(scheme, (randn(n, k, seed=2) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scale / 100)
+            weight = QuantizedWeight(
+                scheme, (randn(n, k, seed=2) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), scale / 100
+            )
             x = quantize(x_TI, ActivationQuant())
             x_f64 = x.values_TK.double() * x.scale_T.double().unsqueeze(1)
         w_f64 = weight.dequantize(torch.float64)
@@ -150,7 +168,9 @@ def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
 
 @HOPPER
 @pytest.mark.parametrize("name", ["W4A16_G128 on Hopper", "W4A16_G128_ASYM on Hopper"])
-@pytest.mark.parametrize(("n", "k", "gated"), [(1024, 4096, False), (1008, 384, True), (6144, 1024, False), (28672, 512, True)])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(1024, 4096, False), (1008, 384, True), (6144, 1024, False), (28672, 512, True)]
+)
 def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool) -> None:
     linear, gpu = case(name, n, k, activation="silu" if gated else None), gpu_of(torch.device("cuda", 0))
     for rows in (1, 9, 33, 65, 128):
@@ -158,7 +178,9 @@ def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool
         for found in hopper.plans(Shape(linear.streamed.format, n, k, gated), rows, gpu):
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
                 x = first_rows(linear.x, rows)
-                y = hopper.multiply(x, linear.streamed, None, dtype=linear.dtype, activation=linear.activation, chosen=chosen)
+                y = hopper.multiply(
+                    x, linear.streamed, None, dtype=linear.dtype, activation=linear.activation, chosen=chosen
+                )
                 assert torch.equal(y, expected), f"M = {rows}: {chosen}"
 
 
@@ -170,7 +192,9 @@ def test_gated_outputs_round_as_torch_does(name: str, activation: str) -> None:
     for rows in (1, 12, 50):
         both = plain(rows)
         expected = activate(activation, both[:, :88]) * both[:, 88:]
-        torch.testing.assert_close(linear(rows), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
+        torch.testing.assert_close(
+            linear(rows), expected, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,7 +247,10 @@ def test_no_rows_give_no_rows() -> None:
 
 
 RAW = [
-    *(pytest.param("W4A16_G128 on Hopper", n, k, marks=HOPPER) for n, k in ((208, 384), (4096, 4096), (28672, 512))),
+    *(
+        pytest.param("W4A16_G128 on Hopper", n, k, marks=HOPPER)
+        for n, k in ((208, 384), (4096, 4096), (28672, 512))
+    ),
     ("W4A16_G128", 1024, 1024),
     ("W4A16_G128", 4096, 4096),
     ("BF16", 208, 384),
@@ -253,7 +280,9 @@ def test_rows_prepared_inside_the_linear_have_the_bits_of_rows_prepared_before_i
     plain = prepare_rows(RawRows(x_TK, weight_K, 1e-5)) if normed else x_TK
     assert isinstance(plain, Tensor)
     if normed:
-        expected = x_TK.double() / (x_TK.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_K.double()
+        expected = (
+            x_TK.double() / (x_TK.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_K.double()
+        )
         assert float((plain.double() - expected).norm() / expected.norm()) < 2 * torch.finfo(dtype).eps
     if quant is not None:
         rounded = quantize(plain, quant)
@@ -273,6 +302,11 @@ def test_a_broken_row_stays_broken_and_alone(rows: int, normed: bool) -> None:
     linear = case("FP8_DYNAMIC", 208, 384)
     x_TK = randn(rows, 384, seed=6).to(torch.bfloat16)
     x_TK[1, 7] = float("nan")
-    raw = RawRows(x_TK, torch.ones(384, device="cuda", dtype=torch.bfloat16) if normed else None, 1e-5, ActivationQuant())
+    raw = RawRows(
+        x_TK,
+        torch.ones(384, device="cuda", dtype=torch.bfloat16) if normed else None,
+        1e-5,
+        ActivationQuant(),
+    )
     broken = fp8.linear(raw, linear.packed, None, activation=None).isnan().all(dim=1)
     assert broken.nonzero().flatten().tolist() == [1]

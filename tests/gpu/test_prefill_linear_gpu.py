@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import prefill_dense16, prefill_fp8, prefill_w4a16
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Problem, select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -27,7 +27,9 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=CUDA, dtype=dtype)
 
 
-def random_weight(scheme: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> QuantizedWeight:
+def random_weight(
+    scheme: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     facts = SCHEMES[scheme]
     if facts.type == "float":
@@ -36,7 +38,11 @@ def random_weight(scheme: str, n: int, k: int, *, dtype: torch.dtype = torch.bfl
         return QuantizedWeight(facts, codes.to(CUDA), scale.to(CUDA))
     codes = torch.randint(-8, 8, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, k // 128, generator=generator) * 0.02 + 1e-3).to(dtype)
-    zero = None if facts.symmetric else torch.randint(-8, 8, scale.shape, generator=generator, dtype=torch.int8).to(CUDA)
+    zero = (
+        None
+        if facts.symmetric
+        else torch.randint(-8, 8, scale.shape, generator=generator, dtype=torch.int8).to(CUDA)
+    )
     return QuantizedWeight(facts, codes.to(CUDA), scale.to(CUDA), zero)
 
 
@@ -54,7 +60,9 @@ def check(linear: Any, x: Any, packed: Any, product_f64: Tensor, depth: int, dty
     bias, residual = randn(n, seed=8, dtype=dtype), randn(num_rows, n, seed=9, dtype=dtype)
     before = residual.clone()
     assert_close(linear(x, packed, None), product_f64, depth)
-    assert_close(linear(x, packed, bias, residual_TO=residual), product_f64 + bias.double() + residual.double(), depth)
+    assert_close(
+        linear(x, packed, bias, residual_TO=residual), product_f64 + bias.double() + residual.double(), depth
+    )
     assert torch.equal(residual, before)
     wide = linear(x, packed, bias, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
@@ -80,14 +88,29 @@ def test_fp8(num_rows: int, n: int, k: int, scheme: str) -> None:
     rows: QuantizedRows = quantize(randn(num_rows, k, seed=1), static)
     packed = prefill_fp8.repack([weight], dtype=torch.bfloat16, device=CUDA, gated=False)
     x_f64 = rows.values_TK.double() * rows.scale_T.double().unsqueeze(1)
-    check(prefill_fp8.linear, rows, packed, x_f64 @ (weight.codes_OI.double() * weight.scale_OG.double()).t(), k, torch.bfloat16)
+    check(
+        prefill_fp8.linear,
+        rows,
+        packed,
+        x_f64 @ (weight.codes_OI.double() * weight.scale_OG.double()).t(),
+        k,
+        torch.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (129, 208, 384), (300, 1000, 640)])
-def test_w4a16(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w4a16(
+    num_rows: int,
+    n: int,
+    k: int,
+    gated: bool,
+    scheme: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights = [random_weight(scheme, n // 2, k, dtype=dtype, seed=seed) for seed in (0, 1)]
     dense_OI = torch.cat([weight.dequantize() for weight in weights])
     packed = prefill_w4a16.repack(weights, dtype=dtype, device=CUDA, gated=gated)
@@ -105,7 +128,14 @@ def test_w4a16(num_rows: int, n: int, k: int, gated: bool, scheme: str, dtype: t
 
 def problem(scheme: str, **facts: Any) -> Problem:
     major, minor = torch.cuda.get_device_capability()
-    defaults: dict[str, Any] = {"n": 512, "k": 512, "m_min": 1, "m_max": 2048, "row_invariant": False, "dtype": torch.bfloat16}
+    defaults: dict[str, Any] = {
+        "n": 512,
+        "k": 512,
+        "m_min": 1,
+        "m_max": 2048,
+        "row_invariant": False,
+        "dtype": torch.bfloat16,
+    }
     return Problem(op="linear", scheme=scheme, device="cuda", sm=10 * major + minor, **{**defaults, **facts})
 
 

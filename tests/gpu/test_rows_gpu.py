@@ -8,11 +8,11 @@ from torch import Tensor
 
 from compress.kernels.act_mul.fused import act_mul
 from compress.kernels.act_mul.reference import act_mul_rows
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.quantize_rows import fused
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.kernels.rms_norm.fused import rms_norm
 from compress.kernels.rms_norm.reference import rms_norm_rows
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample, sample_rows
 
@@ -43,7 +43,9 @@ def on_cpu(quant: ActivationQuant) -> ActivationQuant:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    first, second = (each.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (first, second))
+    first, second = (
+        each.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (first, second)
+    )
     return torch.equal(first, second)
 
 
@@ -66,18 +68,28 @@ def test_quantized_rows_are_the_definitions_on_a_cpu(size: int, dtype: torch.dty
     for quant in quants():
         exact = on_cpu(quant)
         assert same_rows(quantize_rows(x, quant), quantize(x.cpu(), exact))
-        if dtype == torch.float32:  # kernels with and without quantization share their roundings to 16 bits, not every one of float32
+        if (
+            dtype == torch.float32
+        ):  # kernels with and without quantization share their roundings to 16 bits, not every one of float32
             continue
-        assert same_rows(rms_norm(x, weight, 1e-5, quant), quantize(plain(rms_norm(x, weight, 1e-5)).cpu(), exact))
-        assert same_rows(act_mul(gate_up, "silu", quant), quantize(plain(act_mul(gate_up, "silu")).cpu(), exact))
+        assert same_rows(
+            rms_norm(x, weight, 1e-5, quant), quantize(plain(rms_norm(x, weight, 1e-5)).cpu(), exact)
+        )
+        assert same_rows(
+            act_mul(gate_up, "silu", quant), quantize(plain(act_mul(gate_up, "silu")).cpu(), exact)
+        )
 
 
-def test_e4m3_is_rounded_alike_by_the_instruction_by_integers_and_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e4m3_is_rounded_alike_by_the_instruction_by_integers_and_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     middles = (codes[1:] + codes[:-1]) / 2
     near = [torch.nextafter(middles, codes[1:]), torch.nextafter(middles, codes[:-1])]
     edges = torch.cat((codes, middles, *near, torch.tensor([1e30, 1e-30, 447.9, 464.0, 500.0])))
-    many = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)) * torch.logspace(-7, 4, 64).unsqueeze(1)
+    many = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)) * torch.logspace(
+        -7, 4, 64
+    ).unsqueeze(1)
     for x in (edges.unsqueeze(0), -edges.unsqueeze(0), many):
         for scale in (torch.tensor(1.0), torch.tensor(0.3), torch.tensor(1.7e-5), torch.tensor(3e4)):
             expected = quantize(x * scale, ActivationQuant(scale))
@@ -109,14 +121,19 @@ def test_rms_norm_and_act_mul_are_within_a_rounding_of_float64(size: int, dtype:
     normal = 0.5 * (1 + torch.erf(gate / 2**0.5))
     tanh = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     for name, share in {"silu": gate.sigmoid(), "gelu": normal, "gelu_pytorch_tanh": tanh}.items():
-        torch.testing.assert_close(plain(act_mul(gate_up, name)).double(), gate * share * up, rtol=4 * eps, atol=4 * tiny)
+        torch.testing.assert_close(
+            plain(act_mul(gate_up, name)).double(), gate * share * up, rtol=4 * eps, atol=4 * tiny
+        )
 
 
 def test_bfloat16_results_are_the_references_but_for_last_bits() -> None:
     """A rounding of the reduction may fall the other way, in one element of a thousand at most; the product may make two units of one."""
     x, weight, gate_up = randn(64, 4096), randn(4096, seed=1), randn(64, 8192, seed=2)
     pairs = [(rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5))]
-    pairs += [(act_mul(gate_up, name), act_mul_rows(gate_up, name)) for name in ("silu", "gelu", "gelu_pytorch_tanh")]
+    pairs += [
+        (act_mul(gate_up, name), act_mul_rows(gate_up, name))
+        for name in ("silu", "gelu", "gelu_pytorch_tanh")
+    ]
     for actual, expected in pairs:
         assert float((plain(actual) != plain(expected)).float().mean()) < 1e-3
         torch.testing.assert_close(plain(actual), plain(expected), rtol=2**-6, atol=1e-6)
@@ -144,14 +161,22 @@ def test_rows_keep_their_bits_in_any_company(size: int) -> None:
 def test_greedy_is_the_lowest_id_among_the_largest(vocab_size: int) -> None:
     logits = randn(9, vocab_size, dtype=torch.float32).round()  # many equals
     logits[1] = 0.0
-    assert torch.equal(sample(logits, [SamplingParams(1)] * 9, range(9)).tokens_R.cpu(), logits.cpu().argmax(dim=-1))
+    assert torch.equal(
+        sample(logits, [SamplingParams(1)] * 9, range(9)).tokens_R.cpu(), logits.cpu().argmax(dim=-1)
+    )
 
 
 def test_every_plan_gives_the_tokens_of_the_cpu_and_can_be_captured() -> None:
     logits = randn(12, 32_000, dtype=torch.float32) * 3
     greedy = [SamplingParams(1)] * 12
-    drawn = [SamplingParams(1, temperature=0.4 * (row % 4), min_p=0.05 * (row % 3), seed=row << 40) for row in range(12)]
-    filtered = [SamplingParams(1, temperature=0.9, top_k=row % 5 * 10, top_p=1 - 0.05 * row, seed=row) for row in range(12)]
+    drawn = [
+        SamplingParams(1, temperature=0.4 * (row % 4), min_p=0.05 * (row % 3), seed=row << 40)
+        for row in range(12)
+    ]
+    filtered = [
+        SamplingParams(1, temperature=0.9, top_k=row % 5 * 10, top_p=1 - 0.05 * row, seed=row)
+        for row in range(12)
+    ]
     for params in (greedy, drawn, filtered):
         expected = sample(logits.cpu(), params, range(12)).tokens_R
         rows, positions = SamplingRows.of(params, torch.device("cuda")), torch.arange(12, device="cuda")

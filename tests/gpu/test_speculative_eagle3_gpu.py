@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_speculative_gpu import CUDA, TARGETS, VOCAB, assert_ahead_changes_nothing, make_requests, make_source
 
 from compress.models.attention import FullAttention
 from compress.models.eagle3 import Eagle3Head, random_eagle3
@@ -16,6 +15,14 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
+from tests.gpu.test_speculative_gpu import (
+    CUDA,
+    TARGETS,
+    VOCAB,
+    assert_ahead_changes_nothing,
+    make_requests,
+    make_source,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS: dict[str, dict[str, Any]] = {
@@ -27,19 +34,28 @@ HEADS: dict[str, dict[str, Any]] = {
 
 def make_head(target: str, **options: Any) -> Eagle3Head:
     arch = make_source(target).arch
-    return random_eagle3(arch, device=CUDA, dtype=torch.bfloat16, draft_vocab_size=1024, layer_ids=(1, 2, 3), **options)
+    return random_eagle3(
+        arch, device=CUDA, dtype=torch.bfloat16, draft_vocab_size=1024, layer_ids=(1, 2, 3), **options
+    )
 
 
 def config(**changes: Any) -> EngineConfig:
     return EngineConfig(max_model_len=512, kv_cache_bytes=1 << 28, **changes)
 
 
-@pytest.mark.parametrize(("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (48, "FP8_TOKEN_HEAD")])
+@pytest.mark.parametrize(
+    ("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (48, "FP8_TOKEN_HEAD")]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
-    source, requests = make_source(target), make_requests(4 if batch_size == 1 else batch_size + batch_size // 4)
+    source, requests = (
+        make_source(target),
+        make_requests(4 if batch_size == 1 else batch_size + batch_size // 4),
+    )
     sizes = config(max_batch_size=batch_size, kv_format=kv_format)
-    plain = [(each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=sizes).generate(requests)]
+    plain = [
+        (each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=sizes).generate(requests)
+    ]
     for options in HEADS.values():
         speculative = Speculative(Eagle3(make_head(target, **options)), k=4)
         engine = Engine(source, device=CUDA, config=replace(sizes, speculative=speculative))
@@ -58,10 +74,17 @@ def test_most_first_proposals_are_those_of_the_module() -> None:
     """In bfloat16 two words may be as likely within rounding, so not all."""
     source, head = make_source("BF16"), make_head("BF16")
     # `sync`: the host's tokens are those of the state.
-    engine = Engine(source, device=CUDA, config=config(max_batch_size=4, sync=True, speculative=Speculative(Eagle3(head), k=4)))
+    engine = Engine(
+        source,
+        device=CUDA,
+        config=config(max_batch_size=4, sync=True, speculative=Speculative(Eagle3(head), k=4)),
+    )
     assert engine._speculation is not None
     proposer, same = engine._speculation._proposer, list[bool]()
-    target, module = build_decoder(source, dtype=torch.float32, device=CUDA), head.decoder(dtype=torch.float32, device=CUDA)
+    target, module = (
+        build_decoder(source, dtype=torch.float32, device=CUDA),
+        head.decoder(dtype=torch.float32, device=CUDA),
+    )
     propose = proposer.propose
 
     def checked(rows: Any, state: Any) -> Any:
@@ -85,9 +108,16 @@ def test_most_first_proposals_are_those_of_the_module() -> None:
 def test_rejection_sampling_in_graphs_runs() -> None:
     source = make_source("BF16")
     engine = Engine(
-        source, device=CUDA, config=config(max_batch_size=4, speculative=Speculative(Eagle3(make_head("BF16")), k=4, rule="rejection"))
+        source,
+        device=CUDA,
+        config=config(
+            max_batch_size=4, speculative=Speculative(Eagle3(make_head("BF16")), k=4, rule="rejection")
+        ),
     )
-    requests = [Request(str(idx), (idx, 1, 2), SamplingParams(41, temperature=1.0, seed=idx, ignore_eos=True)) for idx in range(8)]
+    requests = [
+        Request(str(idx), (idx, 1, 2), SamplingParams(41, temperature=1.0, seed=idx, ignore_eos=True))
+        for idx in range(8)
+    ]
     finished = engine.generate(requests)
     assert all(len(each.tokens) == 41 and max(each.tokens) < VOCAB for each in finished)
     assert engine.acceptance is not None

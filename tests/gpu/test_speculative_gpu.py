@@ -28,8 +28,20 @@ TARGETS = {"BF16": None, **{name: SCHEMES[name] for name in ("W4A16_G128", "FP8_
 def make_source(target: str, *, num_layers: int = 4) -> RandomSource:
     """With fewer layers the same first ones: a draft that is sometimes right."""
     layer = LayerShape(num_heads=8, num_kv_heads=2, head_dim=128, intermediate_size=2048, rope=Rope(500000.0))
-    facts: dict[str, Any] = {"tied_head": False, "qkv_bias": False, "o_bias": False, "ffn_bias": False, "qk_norm": False, "config": {}}
-    shape: dict[str, Any] = {"family": "llama", "vocab_size": VOCAB, "hidden_size": 1024, "max_position": 4096}
+    facts: dict[str, Any] = {
+        "tied_head": False,
+        "qkv_bias": False,
+        "o_bias": False,
+        "ffn_bias": False,
+        "qk_norm": False,
+        "config": {},
+    }
+    shape: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 1024,
+        "max_position": 4096,
+    }
     layers = (layer, replace(layer, window=200), layer, layer)[:num_layers]
     arch = Arch(**shape, layers=layers, norm_eps=1e-6, activation="silu", dtype="bfloat16", **facts)
     return RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=TARGETS[target])
@@ -41,21 +53,41 @@ def make_requests(num_requests: int) -> list[Request]:
     requests = []
     for idx in range(num_requests):
         length = int(torch.randint(1, 129, (1,), generator=generator))
-        prompt = (torch.randint(VOCAB, (length,), generator=generator) % (9 if idx % 3 == 0 else VOCAB)).tolist()
+        prompt = (
+            torch.randint(VOCAB, (length,), generator=generator) % (9 if idx % 3 == 0 else VOCAB)
+        ).tolist()
         params = SamplingParams(
-            20 + idx % 13, temperature=0.7 * (idx % 2), top_k=20 * (idx % 4 == 1), seed=idx, ignore_eos=True, logprobs=True
+            20 + idx % 13,
+            temperature=0.7 * (idx % 2),
+            top_k=20 * (idx % 4 == 1),
+            seed=idx,
+            ignore_eos=True,
+            logprobs=True,
         )
         requests.append(Request(str(idx), tuple(prompt), params))
     return requests
 
 
-@pytest.mark.parametrize(("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (48, "FP8_TOKEN_HEAD")])
+@pytest.mark.parametrize(
+    ("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (48, "FP8_TOKEN_HEAD")]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_speculation_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
-    source, requests = make_source(target), make_requests(4 if batch_size == 1 else batch_size + batch_size // 4)
-    config = EngineConfig(max_batch_size=batch_size, max_model_len=512, kv_cache_bytes=1 << 28, kv_format=kv_format)
-    plain = [(each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=config).generate(requests)]
-    proposers: tuple[ProposerOptions, ...] = (NGram(), DraftModel(source), DraftModel(make_source(target, num_layers=2)))
+    source, requests = (
+        make_source(target),
+        make_requests(4 if batch_size == 1 else batch_size + batch_size // 4),
+    )
+    config = EngineConfig(
+        max_batch_size=batch_size, max_model_len=512, kv_cache_bytes=1 << 28, kv_format=kv_format
+    )
+    plain = [
+        (each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=config).generate(requests)
+    ]
+    proposers: tuple[ProposerOptions, ...] = (
+        NGram(),
+        DraftModel(source),
+        DraftModel(make_source(target, num_layers=2)),
+    )
     for proposer in proposers:
         engine = Engine(source, device=CUDA, config=replace(config, speculative=Speculative(proposer, k=4)))
         for _ in range(2):  # with graphs captured on the way, and with all of them there
@@ -87,7 +119,10 @@ def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.
     ahead, launch_next = list[bool](), Run.launch_next
     monkeypatch.setattr(Run, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
     source, requests = stopping(make_source("W4A16_G128")), make_requests(14)
-    requests = [replace(each, params=replace(each.params, ignore_eos=idx % 3 == 0)) for idx, each in enumerate(requests)]
+    requests = [
+        replace(each, params=replace(each.params, ignore_eos=idx % 3 == 0))
+        for idx, each in enumerate(requests)
+    ]
     config = EngineConfig(max_batch_size=6, max_model_len=512, kv_cache_bytes=1 << 28, block_size=16)
     plain = served_as_they_come(Engine(source, device=CUDA, config=config), requests)
     assert {reason for _, reason, _ in plain.values()} == {"stop", "length"}
@@ -106,7 +141,9 @@ def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.
             engine = Engine(source, device=CUDA, config=replace(config, sync=sync, speculative=speculative))
             tokens = [each.tokens for each in engine.generate(requests)]
             assert engine.acceptance is not None
-            found.append((tokens, engine.acceptance.num_rows, engine.acceptance.proposed, engine.acceptance.accepted))
+            found.append(
+                (tokens, engine.acceptance.num_rows, engine.acceptance.proposed, engine.acceptance.accepted)
+            )
             assert bool(ahead) != sync
             ahead.clear()
         assert found[0] == found[1]
@@ -119,10 +156,20 @@ def test_draft_steps_launched_ahead_give_what_plain_steps_give(monkeypatch: pyte
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_full_cache_ends_runs_and_all_requests_end_as_they_should(rule: Any) -> None:
     source = make_source("BF16")
-    config = EngineConfig(max_batch_size=4, max_model_len=192, block_size=16, speculative=Speculative(DraftModel(source), k=4, rule=rule))
-    position = 2 * 4 * 2 * 2 * 128 * 2  # of the model and of its draft: layers, keys and values, heads, dimensions, bytes
+    config = EngineConfig(
+        max_batch_size=4,
+        max_model_len=192,
+        block_size=16,
+        speculative=Speculative(DraftModel(source), k=4, rule=rule),
+    )
+    position = (
+        2 * 4 * 2 * 2 * 128 * 2
+    )  # of the model and of its draft: layers, keys and values, heads, dimensions, bytes
     engine = Engine(source, device=CUDA, config=replace(config, kv_cache_bytes=20 * 16 * position))
-    requests = [Request(str(idx), (idx, 1, 2), SamplingParams(100 + idx, temperature=0.9, seed=idx, ignore_eos=True)) for idx in range(8)]
+    requests = [
+        Request(str(idx), (idx, 1, 2), SamplingParams(100 + idx, temperature=0.9, seed=idx, ignore_eos=True))
+        for idx in range(8)
+    ]
     assert [len(each.tokens) for each in engine.generate(requests)] == [100 + idx for idx in range(8)]
     assert engine.num_preemptions > 0
     assert engine.acceptance is not None
@@ -131,8 +178,15 @@ def test_a_full_cache_ends_runs_and_all_requests_end_as_they_should(rule: Any) -
 
 def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
     source = make_source("BF16")
-    requests = [Request(str(idx), (idx, 1, 2), SamplingParams(21, seed=idx, ignore_eos=True)) for idx in range(4)]
-    config = EngineConfig(max_batch_size=4, max_model_len=512, kv_cache_bytes=1 << 28, speculative=Speculative(DraftModel(source), k=4))
+    requests = [
+        Request(str(idx), (idx, 1, 2), SamplingParams(21, seed=idx, ignore_eos=True)) for idx in range(4)
+    ]
+    config = EngineConfig(
+        max_batch_size=4,
+        max_model_len=512,
+        kv_cache_bytes=1 << 28,
+        speculative=Speculative(DraftModel(source), k=4),
+    )
     engine = Engine(source, device=CUDA, config=config)
     engine.generate(requests)
     assert engine.acceptance is not None
@@ -142,8 +196,15 @@ def test_a_draft_that_is_the_model_itself_is_always_right() -> None:
 def test_rejection_sampling_in_graphs_runs_and_keeps_most_of_a_draft_that_is_the_model() -> None:
     source = make_source("BF16")
     speculative = Speculative(DraftModel(source), k=4, rule="rejection")
-    config = EngineConfig(max_batch_size=4, max_model_len=512, kv_cache_bytes=1 << 28, speculative=speculative)
+    config = EngineConfig(
+        max_batch_size=4, max_model_len=512, kv_cache_bytes=1 << 28, speculative=speculative
+    )
     engine = Engine(source, device=CUDA, config=config)
-    engine.generate([Request(str(idx), (idx, 1, 2), SamplingParams(41, temperature=1.0, seed=idx, ignore_eos=True)) for idx in range(8)])
+    engine.generate(
+        [
+            Request(str(idx), (idx, 1, 2), SamplingParams(41, temperature=1.0, seed=idx, ignore_eos=True))
+            for idx in range(8)
+        ]
+    )
     assert engine.acceptance is not None
     assert engine.acceptance.acceptance_length > 4.9

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.sequential import run_sequential
-from compress.methods.passes import RoundPass
-from compress.methods.rtn import Rtn
+from compress.context import Context
+from compress.methods.quantize.passes import RoundPass
+from compress.methods.quantize.rtn import Rtn
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint
 from compress.pipeline import resolve_text
@@ -72,7 +72,9 @@ def test_weight_scales_are_modelopts_rounded_to_the_models_dtype(
         assert torch.equal(weight.scale_OG[:, 0], theirs[f"{name}.weight"].to(torch.bfloat16)), name
 
 
-def test_static_input_scales_are_modelopts(model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path) -> None:
+def test_static_input_scales_are_modelopts(
+    model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
+) -> None:
     """The first linears see the same inputs as modelopt's. Those behind them see what the compressed ones give, where modelopt looks at a
     dense model: the largest input moves by no more than one rounding to e4m3 does."""
     for name, weight in ours(model, calibration, "FP8_STATIC", tmp_path).items():

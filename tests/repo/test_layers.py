@@ -15,7 +15,9 @@ TORCH_FREE = ("recipe", "registry", "artifact/manifest.py", "plugins.py", "diges
 
 def python_files(names: tuple[str, ...]) -> list[Path]:
     places = [ROOT / "compress" / name for name in names]
-    return [path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+    return [
+        path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))
+    ]
 
 
 def packages_imported(nodes: list[ast.AST]) -> set[str]:
@@ -24,7 +26,9 @@ def packages_imported(nodes: list[ast.AST]) -> set[str]:
     return {name.partition(".")[0] for name in absolute + plain}
 
 
-def test_the_layers_of_the_architecture_are_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_layers_of_the_architecture_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     exit_code = cli.lint_imports(config_filename="pyproject.toml", no_cache=True, is_debug_mode=False)
     assert exit_code == cli.EXIT_STATUS_SUCCESS, capsys.readouterr().out

@@ -10,7 +10,18 @@ import pytest
 from compress.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "transformers", "numpy", "scipy", "datasets", "matplotlib", "huggingface_hub", "accelerate", "safetensors", "ruamel"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "scipy",
+    "datasets",
+    "matplotlib",
+    "huggingface_hub",
+    "accelerate",
+    "safetensors",
+    "ruamel",
+}
 PROBE = """
 import sys
 from compress.cli.app import main
@@ -22,15 +33,23 @@ sys.exit(status)
 
 def commands_in_readme() -> list[str]:
     """The lines of README's shell blocks, comments and prompts taken off."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    lines = [line.partition(" #")[0].removeprefix("$ ").strip() for block in blocks for line in block.splitlines()]
+    blocks = re.findall(
+        r"^```(?:bash|sh|shell|console)\n(.*?)^```",
+        (ROOT / "README.md").read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    lines = [
+        line.partition(" #")[0].removeprefix("$ ").strip() for block in blocks for line in block.splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"]], ids=" ".join)
 def test_asking_for_help_loads_no_heavy_library(arguments: list[str]) -> None:
     # What the time of `--help` consists of. The time itself is a fact of a machine, so it is not tested here.
-    asked = subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     assert asked.returncode == 0, asked.stderr
     assert "compress" in asked.stdout
     assert set(asked.stderr.splitlines()[-1].split()) & HEAVY == set()
@@ -38,12 +57,20 @@ def test_asking_for_help_loads_no_heavy_library(arguments: list[str]) -> None:
 
 def test_readme_names_only_make_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = {word for line in commands_in_readme() for word in re.findall(r"(?:^|&& )make (?:[A-Z_]+=\S+ )*([a-z-]+)", line)}
+    named = {
+        word
+        for line in commands_in_readme()
+        for word in re.findall(r"(?:^|&& )make (?:[A-Z_]+=\S+ )*([a-z-]+)", line)
+    }
     assert "quickstart" in named
     assert named <= targets
 
 
 def test_readme_names_only_commands_that_exist() -> None:
-    named = {word for line in commands_in_readme() for word in re.findall(r"(?:^|/|&& )compress ([a-z][a-z-]*)", line)}
+    named = {
+        word
+        for line in commands_in_readme()
+        for word in re.findall(r"(?:^|/|&& )compress ([a-z][a-z-]*)", line)
+    }
     assert "run" in named
     assert named <= COMMANDS.keys()

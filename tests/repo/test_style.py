@@ -12,22 +12,39 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "compress").rglob("*.py"))
 MAX_CODE_LINES = 350
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "manager", "base", "misc"}
-NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 
 
 def ruff(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def code_lines(path: Path) -> int:
     """Lines that hold more than comments, blanks and strings standing alone."""
     with path.open("rb") as stream:
-        tokens = [each for each in tokenize.tokenize(stream.readline) if each.type not in NOT_CODE and each.type != tokenize.ENCODING]
+        tokens = [
+            each
+            for each in tokenize.tokenize(stream.readline)
+            if each.type not in NOT_CODE and each.type != tokenize.ENCODING
+        ]
     spans = {number for each in tokens for number in range(each.start[0], each.end[0] + 1)}
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             spans -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(spans)
 
@@ -37,9 +54,15 @@ def forbidden(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names) if any(alias.name.partition(".")[0] in ("pickle", "dill", "cloudpickle") for alias in names):
+            case ast.Import(names=names) if any(
+                alias.name.partition(".")[0] in ("pickle", "dill", "cloudpickle") for alias in names
+            ):
                 found.append(f"line {node.lineno}: imports pickle")
-            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in ("pickle", "dill", "cloudpickle"):
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in (
+                "pickle",
+                "dill",
+                "cloudpickle",
+            ):
                 found.append(f"line {node.lineno}: imports pickle")
             case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
                 found.append(f"line {node.lineno}: torch.load reads pickles")

@@ -9,5 +9,7 @@ import pytest
 
 @pytest.mark.slow
 def test_mypy_strict_has_nothing_to_say() -> None:
-    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy"], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifact.context import Context
+from compress.context import Context
 from compress.digest import canonical_json, digest_bytes, digest_file, digest_json
 from compress.errors import Interrupted, UsageError
 from compress.plugins import PluginSet
@@ -33,9 +33,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PluginS
     """A package of two plug-in files, as `methods/` is."""
     folder = tmp_path / "plugged_package"
     folder.mkdir()
-    (folder / "__init__.py").write_text("from compress.plugins import PluginSet\nNUMBERS = PluginSet('number', 'plugged_package')\n")
+    (folder / "__init__.py").write_text(
+        "from compress.plugins import PluginSet\nNUMBERS = PluginSet('number', 'plugged_package')\n"
+    )
     (folder / "one.py").write_text("from plugged_package import NUMBERS\nNUMBERS.add('one', 1)\n")
-    (folder / "two.py").write_text("from plugged_package import NUMBERS\n@NUMBERS.register('two')\nclass Two: ...\n")
+    (folder / "two.py").write_text(
+        "from plugged_package import NUMBERS\n@NUMBERS.register('two')\nclass Two: ...\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     import plugged_package  # type: ignore[import-not-found]
 
@@ -82,6 +86,8 @@ def test_a_boundary_stops_only_when_asked_and_says_how_the_process_ends(tmp_path
 
     Context("cpu", 0, tmp_path, progress=Shown()).boundary(1, 3, "layer 1")
     with pytest.raises(Interrupted, match="layer 2") as stopped:
-        Context("cpu", 0, tmp_path, progress=Shown(), stop_signal=lambda: signal.SIGINT).boundary(2, 3, "layer 2")
+        Context("cpu", 0, tmp_path, progress=Shown(), stop_signal=lambda: signal.SIGINT).boundary(
+            2, 3, "layer 2"
+        )
     assert stopped.value.exit_code == 130
     assert shown == [(1, 3, "layer 1"), (2, 3, "layer 2")]

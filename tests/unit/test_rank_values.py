@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from compress.calibrate.ranks import _plain, _restored
 from compress.calibrate.stats import MergeTree, Node, SecondMoment
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.ranks import _plain, _restored
 
 
 def sent(value: object) -> object:
@@ -26,7 +26,13 @@ def test_plain_values_arrive_as_they_were() -> None:
 
 def test_weights_and_statistics_arrive_with_their_bits() -> None:
     codes_OI = torch.randn(6, 4).to(torch.float8_e4m3fn)
-    weight = QuantizedWeight(SCHEMES["FP8_STATIC"], codes_OI, torch.rand(4, 6).t()[:, :1].to(torch.bfloat16), None, torch.tensor(0.5))
+    weight = QuantizedWeight(
+        SCHEMES["FP8_STATIC"],
+        codes_OI,
+        torch.rand(4, 6).t()[:, :1].to(torch.bfloat16),
+        None,
+        torch.tensor(0.5),
+    )
     moment = SecondMoment()
     moment.update(torch.randn(5, 3))
     tree: MergeTree[SecondMoment] = MergeTree(2)

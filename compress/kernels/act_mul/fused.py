@@ -11,16 +11,18 @@ Quantized, one program holds a row, whose scale it needs; else a program takes `
 import torch
 from torch import Tensor
 
-from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
-from compress.kernels.rows import ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, register
 
 SPAN = 1024
 
 
 @jit()
-def _gated(gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ACTIVATION: tl.constexpr) -> tl.tensor:
+def _gated(
+    gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
+) -> tl.tensor:
     """Rounded activation(gate) * up at `offsets` of a row, where up lies SIZE behind gate."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     up = tl.load(gate_ptr + SIZE + offsets, mask=mask, other=0.0)
@@ -36,7 +38,12 @@ def _gated(gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.co
 
 @jit()
 def _act_mul(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, SIZE: tl.constexpr, SPAN: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
     wait(PDL)
@@ -66,14 +73,18 @@ def _act_mul_quantize(
     store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 
 
-def act_mul(gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+def act_mul(
+    gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None
+) -> Tensor | QuantizedRows:
     """[T, 2 F] -> [T, F]."""
     num_rows, size, device = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2, gate_up_TF.device
     gate_up_TF = gate_up_TF.contiguous()
     if quant is None:
         out = torch.empty(num_rows, size, dtype=gate_up_TF.dtype, device=device)
         grid = num_rows, -(-size // SPAN)
-        _act_mul[grid](gate_up_TF, out, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4, **pdl_options(device))
+        _act_mul[grid](
+            gate_up_TF, out, SIZE=size, SPAN=SPAN, ACTIVATION=activation, num_warps=4, **pdl_options(device)
+        )
         return out
     rows, output = row_output(num_rows, size, gate_up_TF.dtype, device, quant)
     _act_mul_quantize[(num_rows,)](gate_up_TF, **output, ACTIVATION=activation, **row_options(size, device))

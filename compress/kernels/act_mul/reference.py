@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 from compress.models.decoder import activation
 
@@ -18,7 +18,9 @@ SERIAL_SIZE = 16384
 """Elements below which torch's activations run on one thread (gelu's limit; silu's is twice that)."""
 
 
-def act_mul_rows(gate_up_TF: Tensor, activation_name: str, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+def act_mul_rows(
+    gate_up_TF: Tensor, activation_name: str, quant: ActivationQuant | None = None
+) -> Tensor | QuantizedRows:
     """The product, quantized where the next linear wants it so."""
     product = act_mul(gate_up_TF, activation_name)
     return product if quant is None else quantize(product, quant)

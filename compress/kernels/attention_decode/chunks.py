@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
 
 CHUNK_SIZE = 128
@@ -28,7 +28,14 @@ _MASKED = -1e30
 
 
 def attention_decode(
-    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    *,
+    q_len: int,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
@@ -40,15 +47,27 @@ def attention_decode(
     return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale)
 
 
-def _attend(q_RHC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend(
+    q_RHC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    window: int | None,
+    scale: float,
+) -> Tensor:
     """[R, H, C]. J chunks of N positions a row; the batch of the products is K * (R * J + padding), in that order."""
     (num_rows, num_heads, head_dim), num_kv_heads = q_RHC.shape, kv.k.shape[0]
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
     block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
     num_chunks = block_table_RB.shape[1] // blocks_per_chunk
-    padding = -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads)) if q_RHC.is_cuda else 0
+    padding = (
+        -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads)) if q_RHC.is_cuda else 0
+    )
     blocks = F.pad(block_table_RB.flatten(), (0, padding * blocks_per_chunk))
-    k, v = (each.reshape(-1, CHUNK_SIZE, head_dim) for each in kv.gather(blocks, len(blocks) * kv.block_size, torch.float32))
+    k, v = (
+        each.reshape(-1, CHUNK_SIZE, head_dim)
+        for each in kv.gather(blocks, len(blocks) * kv.block_size, torch.float32)
+    )
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
     # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need no padding for it).
     q_KRGC = F.pad(q_KRGC, (0, 0, 0, -q_KRGC.shape[2] % (16 // math.gcd(head_dim, 16))))
@@ -90,7 +109,9 @@ def _sum(p: Tensor) -> Tensor:
 
 def _unseen(context_lens_R: Tensor, num_chunks: int, window: int | None) -> Tensor:
     """bool [R, J, 1, N], True where the query may not look."""
-    positions = torch.arange(num_chunks * CHUNK_SIZE, device=context_lens_R.device).view(1, num_chunks, 1, CHUNK_SIZE)
+    positions = torch.arange(num_chunks * CHUNK_SIZE, device=context_lens_R.device).view(
+        1, num_chunks, 1, CHUNK_SIZE
+    )
     ends = context_lens_R.view(-1, 1, 1, 1)
     unseen = positions >= ends
     return unseen if window is None else unseen | (positions < ends - window)
@@ -108,4 +129,6 @@ def _merge(o: Tensor, m: Tensor, total: Tensor) -> Tensor:
     return out / denominator
 
 
-register(Kernel("attention_decode", "reference.chunks", min_sm=0, rank=0, supports=anything, fn=attention_decode))
+register(
+    Kernel("attention_decode", "reference.chunks", min_sm=0, rank=0, supports=anything, fn=attention_decode)
+)

@@ -14,9 +14,9 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from compress.kernels.launch import compute_capability
-from compress.kernels.nvrtc import Function, Launch, Source
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
+from compress.kernels.build.nvrtc import Function, Launch, Source
+from compress.kernels.build.triton import compute_capability
+from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 SM = 90
@@ -93,18 +93,31 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "k_scale", "v_scale", "table", "lens", "out")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "head_bytes", "scale_stride")),
-        *((name, ctypes.c_int) for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_columns", "q_len", "group", "num_kv_heads", "window", "sent_bytes")
+        ),
         ("scale", ctypes.c_float),
     ]
 
 
 def attention_decode(
-    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    *,
+    q_len: int,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
     num_kv_heads, (num_rows, num_heads, head_dim) = kv.k.shape[0], q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
-    dealt = {"row_eights": row_eights, "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim)}
+    dealt = {
+        "row_eights": row_eights,
+        "cluster": cluster_of(num_rows // q_len * num_kv_heads, row_eights, head_dim),
+    }
     return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, **dealt)
 
 
@@ -115,13 +128,20 @@ def row_eights_of(num_rows: int) -> int:
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
     """Blocks for each of so many pairs of request and KV head."""
-    return next(each for each in CLUSTERS if pairs * each <= BLOCKS_AT_ONCE or each == _least_cluster(row_eights, head_dim))
+    return next(
+        each
+        for each in CLUSTERS
+        if pairs * each <= BLOCKS_AT_ONCE or each == _least_cluster(row_eights, head_dim)
+    )
 
 
 def _least_cluster(row_eights: int, head_dim: int) -> int:
     """Fewer blocks have more lanes in a warp, whose sums wait in registers for one another: log2(4 / cluster) beside its own."""
     sums = head_dim // 4 * row_eights
-    return next((each for each in reversed(CLUSTERS) if sums * (LANES // WARPS // each).bit_length() <= _SUMS), CLUSTERS[0])
+    return next(
+        (each for each in reversed(CLUSTERS) if sums * (LANES // WARPS // each).bit_length() <= _SUMS),
+        CLUSTERS[0],
+    )
 
 
 def attend(
@@ -156,7 +176,14 @@ def attend(
         block_table_RB.stride(0),
         kv.k.stride(0) * kv.k.element_size(),
         kv.k_scale.stride(0) if kv.k_scale is not None and kv.k_scale.dim() else 0,
-        *(block_table_RB.shape[1], q_len, group, num_kv_heads, window or 0, variant.sent_bytes(q_len * group)),
+        *(
+            block_table_RB.shape[1],
+            q_len,
+            group,
+            num_kv_heads,
+            window or 0,
+            variant.sent_bytes(q_len * group),
+        ),
         scale,
     )
     launch = Launch(
@@ -172,7 +199,12 @@ def attend(
 
 @functools.cache
 def _function(variant: Variant, device: torch.device) -> Function:
-    return Function(variant.source, device=device, shared_bytes=variant.shared_bytes(8 * variant.row_eights), sm=compute_capability(device))
+    return Function(
+        variant.source,
+        device=device,
+        shared_bytes=variant.shared_bytes(8 * variant.row_eights),
+        sm=compute_capability(device),
+    )
 
 
 def supports(problem: Problem) -> str | None:

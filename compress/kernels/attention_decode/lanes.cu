@@ -107,7 +107,7 @@ __device__ __forceinline__ u32 transposed(u32 v) {
     return w;
 }
 
-// e4m3 in wider floats times a power of two (kernels/e4m3.py): bfloat16 reads value * 2^-120, float16 value * 2^-8. The factors that make
+// e4m3 in wider floats times a power of two (kernels/operands/e4m3.py): bfloat16 reads value * 2^-120, float16 value * 2^-8. The factors that make
 // up for it are dealt out so that nothing is subnormal.
 constexpr int WIDER = F16 ? 1 : 4;
 constexpr u32 MAGNITUDE = F16 ? 0x3F803F80 : 0x07F007F0;

@@ -19,10 +19,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.block_table import block_of
-from compress.kernels.e4m3 import decode_even, decode_odd, load_queries
-from compress.kernels.launch import interpreted, jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
+from compress.kernels.build.triton import (
+    interpreted,
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.operands.block_table import block_of
+from compress.kernels.operands.e4m3 import decode_even, decode_odd, load_queries
+from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 MAX_Q_LEN = 8
@@ -99,7 +108,14 @@ def _attend_chunks(
     else:
         first_position = 0
         first_chunk = tl.program_id(2)  # within the table: loaded beside the length, not after it
-        block = block_of(table_ptr, first_chunk * CHUNK, first_chunk * CHUNK + TILE, first_chunk * CHUNK + TILE, BLOCK_SIZE, TILE)
+        block = block_of(
+            table_ptr,
+            first_chunk * CHUNK,
+            first_chunk * CHUNK + TILE,
+            first_chunk * CHUNK + TILE,
+            BLOCK_SIZE,
+            TILE,
+        )
     num_chunks = tl.cdiv(tl.maximum(tl.cdiv(context_len, CHUNK) - first_chunk, 0), tl.num_programs(2))
     if num_chunks == 0:
         return
@@ -128,9 +144,13 @@ def _attend_chunks(
         keys = start + offsets
         real_key = (keys < context_len) & (keys >= first_position)
         mask = real_key[:, None] & real_column[None, :]
-        slot = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets)
+        slot = block.to(tl.int64) * BLOCK_SIZE + (
+            start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets
+        )
         # The id of the next block is loaded one step early: keys then wait for one load and not for two.
-        next_start = (first_chunk + (step + 1) // TILES * tl.num_programs(2)) * CHUNK + (step + 1) % TILES * TILE
+        next_start = (first_chunk + (step + 1) // TILES * tl.num_programs(2)) * CHUNK + (
+            step + 1
+        ) % TILES * TILE
         block = block_of(table_ptr, next_start, context_len, context_len, BLOCK_SIZE, TILE)
         if BLOCK_SIZE % TILE == 0:
             k_at, v_at = k_ptr + slot * C_PAGE + within, v_ptr + slot * C_PAGE + within
@@ -141,8 +161,15 @@ def _attend_chunks(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         else:
             codes = tl.load(k_at, mask=mask, other=0)
-            s = tl.dot(q, tl.trans(decode_even(codes, q.dtype, INTERPRETED).to(q.dtype)), input_precision=PRECISION)
-            s = tl.dot(q_odd, tl.trans(decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype)), s, input_precision=PRECISION)
+            s = tl.dot(
+                q, tl.trans(decode_even(codes, q.dtype, INTERPRETED).to(q.dtype)), input_precision=PRECISION
+            )
+            s = tl.dot(
+                q_odd,
+                tl.trans(decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype)),
+                s,
+                input_precision=PRECISION,
+            )
         s *= logit_scale
         if FORMAT == 1:
             s *= tl.load(k_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
@@ -164,8 +191,18 @@ def _attend_chunks(
                 p *= tl.load(v_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
             codes = tl.load(v_at, mask=mask, other=0)
             weight = p.to(q.dtype)
-            o = tl.dot(weight, decode_even(codes, q.dtype, INTERPRETED).to(q.dtype), o * alpha[:, None], input_precision=PRECISION)
-            o_odd = tl.dot(weight, decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype), o_odd * alpha[:, None], input_precision=PRECISION)
+            o = tl.dot(
+                weight,
+                decode_even(codes, q.dtype, INTERPRETED).to(q.dtype),
+                o * alpha[:, None],
+                input_precision=PRECISION,
+            )
+            o_odd = tl.dot(
+                weight,
+                decode_odd(codes, q.dtype, INTERPRETED).to(q.dtype),
+                o_odd * alpha[:, None],
+                input_precision=PRECISION,
+            )
         m = m_next
         if step % TILES == TILES - 1:
             row = part + chunk.to(tl.int64) * (q_len * G) + rows
@@ -217,7 +254,9 @@ def _merge_chunks(
         chunks = start + tl.arange(0, MERGE)
         real = (chunks >= first_chunk) & (chunks * CHUNK <= position)
         at = part + chunks.to(tl.int64) * (q_len * G)
-        o_j = tl.load(o_ptr + at[:, None] * C + columns[None, :], mask=real[:, None] & (columns < C)[None, :], other=0.0)
+        o_j = tl.load(
+            o_ptr + at[:, None] * C + columns[None, :], mask=real[:, None] & (columns < C)[None, :], other=0.0
+        )
         m_j = tl.load(ml_ptr + at * 2, mask=real, other=float("-inf"))
         total_j = tl.load(ml_ptr + at * 2 + 1, mask=real, other=0.0)
         m_next = tl.maximum(m, tl.max(m_j, axis=0))
@@ -232,10 +271,19 @@ def _merge_chunks(
 
 
 def attention_decode(
-    q_THC: Tensor, kv: PagedKV, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int, window: int | None, scale: float
+    q_THC: Tensor,
+    kv: PagedKV,
+    block_table_RB: Tensor,
+    context_lens_R: Tensor,
+    *,
+    q_len: int,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
-    return attend(q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, config=CONFIG)
+    return attend(
+        q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, config=CONFIG
+    )
 
 
 def attend(
@@ -265,9 +313,17 @@ def attend(
     ml = torch.empty(parts, 2, dtype=torch.float32, device=q_THC.device)
     # Of codes, 32 rows at once took twice as long as two tiles of 16 (H200, triton 3.6).
     rows = 16 if q_len * group <= 16 or kv.k_scale is not None else 32
-    shared = {"K": num_kv_heads, "G": group, "C": head_dim, "C_TILE": triton.next_power_of_2(head_dim), "CHUNK": config.chunk}
+    shared = {
+        "K": num_kv_heads,
+        "G": group,
+        "C": head_dim,
+        "C_TILE": triton.next_power_of_2(head_dim),
+        "CHUNK": config.chunk,
+    }
     shared |= {"WINDOW": window or 0, **pdl_options(q_THC.device)}
-    _attend_chunks[(triton.cdiv(q_len * group, rows), pairs, min(max_chunks, triton.cdiv(config.programs, pairs)))](
+    _attend_chunks[
+        (triton.cdiv(q_len * group, rows), pairs, min(max_chunks, triton.cdiv(config.programs, pairs)))
+    ](
         q_THC,
         k,
         v,
@@ -295,7 +351,15 @@ def attend(
     )
     out_THC = torch.empty_like(q_THC)
     _merge_chunks[(num_rows, num_heads)](
-        o, ml, context_lens_R, out_THC, max_chunks, q_len, MERGE=config.merge_chunks, num_warps=config.merge_warps, **shared
+        o,
+        ml,
+        context_lens_R,
+        out_THC,
+        max_chunks,
+        q_len,
+        MERGE=config.merge_chunks,
+        num_warps=config.merge_warps,
+        **shared,
     )
     return out_THC
 
@@ -304,4 +368,6 @@ def supports(problem: Problem) -> str | None:
     return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
-register(Kernel("attention_decode", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_decode))
+register(
+    Kernel("attention_decode", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_decode)
+)

@@ -14,10 +14,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from compress.kernels.block_table import block_of
-from compress.kernels.e4m3 import e4m3_values
-from compress.kernels.launch import jit, launch_dependents, pdl_enabled, pdl_options, tensor_descriptor, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, PagedKV, integers_refused
+from compress.kernels.build.triton import (
+    jit,
+    launch_dependents,
+    pdl_enabled,
+    pdl_options,
+    tensor_descriptor,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.operands.block_table import block_of
+from compress.kernels.operands.e4m3 import e4m3_values
+from compress.kernels.operands.paged import FP8_STATIC, PagedKV, integers_refused
 from compress.kernels.select import Kernel, Problem, register
 
 
@@ -74,8 +84,12 @@ def _attend_keys(
     block = block_of(table_ptr, first_key, end_key, context_len, BLOCK_SIZE, TILE)
     for start in tl.range(first_key, end_key, TILE, num_stages=STAGES):
         keys = start + offsets
-        slot = block.to(tl.int64) * BLOCK_SIZE + (start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets)
-        block = block_of(table_ptr, start + TILE, end_key, context_len, BLOCK_SIZE, TILE)  # one step early: one latency, not two
+        slot = block.to(tl.int64) * BLOCK_SIZE + (
+            start % BLOCK_SIZE if BLOCK_SIZE % TILE == 0 else keys % BLOCK_SIZE - offsets
+        )
+        block = block_of(
+            table_ptr, start + TILE, end_key, context_len, BLOCK_SIZE, TILE
+        )  # one step early: one latency, not two
         if BLOCK_SIZE % TILE == 0:
             k_at, v_at = k_ptr + slot * C + within, v_ptr + slot * C + within
         else:
@@ -198,14 +212,22 @@ def _widen_pages(
     wait(PDL)
     entry_ptr = blocks_ptr + tl.program_id(0) * 2
     kv_head = tl.program_id(1).to(tl.int64)
-    block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(tl.int64)
+    block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(
+        tl.int64
+    )
     offsets, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, C_TILE)
     within, mask = offsets[:, None] * C + columns[None, :], (columns < C)[None, :]
     source = (kv_head * num_blocks + block) * BLOCK_SIZE
     target = (kv_head * tl.num_programs(0) + tl.program_id(0)) * BLOCK_SIZE
     scale_at = 0 * offsets if STATIC else source + offsets
-    k = e4m3_values(tl.load(k_ptr + source * C + within, mask=mask, other=0)) * tl.load(k_scale_ptr + scale_at)[:, None]
-    v = e4m3_values(tl.load(v_ptr + source * C + within, mask=mask, other=0)) * tl.load(v_scale_ptr + scale_at)[:, None]
+    k = (
+        e4m3_values(tl.load(k_ptr + source * C + within, mask=mask, other=0))
+        * tl.load(k_scale_ptr + scale_at)[:, None]
+    )
+    v = (
+        e4m3_values(tl.load(v_ptr + source * C + within, mask=mask, other=0))
+        * tl.load(v_scale_ptr + scale_at)[:, None]
+    )
     tl.store(k_out_ptr + target * C + within, k.to(k_out_ptr.dtype.element_ty), mask=mask)
     tl.store(v_out_ptr + target * C + within, v.to(v_out_ptr.dtype.element_ty), mask=mask)
 
@@ -222,7 +244,9 @@ def attention_prefill(
 ) -> Tensor:
     """[T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all in the pages."""
     config = config_of(q_THC.shape[2], q_THC.dtype)
-    return attend(q_THC, kv, block_table_RB, query_lens, context_lens, window=window, scale=scale, config=config)
+    return attend(
+        q_THC, kv, block_table_RB, query_lens, context_lens, window=window, scale=scale, config=config
+    )
 
 
 def attend(
@@ -279,14 +303,21 @@ def attend(
     return out_THC
 
 
-def _widened(kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype) -> tuple[PagedKV, Tensor]:
+def _widened(
+    kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype
+) -> tuple[PagedKV, Tensor]:
     """The blocks of these contexts in `dtype`, and the block table that finds them: a pass over memory, where every tile of queries would
     widen its own keys in registers (3.7 times slower at 2,048 queries on an H200)."""
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
-    blocks, table_RB = _dense_blocks(tuple(-(-length // block_size) for length in context_lens), block_table_RB.device)
-    k, v = (torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device) for _ in range(2))
+    blocks, table_RB = _dense_blocks(
+        tuple(-(-length // block_size) for length in context_lens), block_table_RB.device
+    )
+    k, v = (
+        torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device)
+        for _ in range(2)
+    )
     _widen_pages[(len(blocks), num_kv_heads)](
         kv.k.view(torch.uint8),
         kv.v.view(torch.uint8),
@@ -313,16 +344,22 @@ def _dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Te
     blocks = [(sequence, idx) for sequence, count in enumerate(num_blocks) for idx in range(count)]
     firsts = [sum(num_blocks[:sequence]) for sequence in range(len(num_blocks))]
     table = [[first + idx for idx in range(max(num_blocks))] for first in firsts]
-    return torch.tensor(blocks, dtype=torch.int32).to(device), torch.tensor(table, dtype=torch.int32).to(device)
+    return torch.tensor(blocks, dtype=torch.int32).to(device), torch.tensor(table, dtype=torch.int32).to(
+        device
+    )
 
 
 @lru_cache(maxsize=4)
-def _query_tiles(query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+def _query_tiles(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device
+) -> Tensor:
     """int32 [tiles, 4]: first row among the T, number of tokens, position of the first, sequence. The same for all layers of a step."""
     tiles, row = [], 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         for start in range(0, query_len, size):
-            tiles.append((row + start, min(size, query_len - start), context_len - query_len + start, sequence))
+            tiles.append(
+                (row + start, min(size, query_len - start), context_len - query_len + start, sequence)
+            )
         row += query_len
     tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
     return torch.tensor(tiles, dtype=torch.int32).to(device)
@@ -332,4 +369,6 @@ def supports(problem: Problem) -> str | None:
     return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
-register(Kernel("attention_prefill", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_prefill))
+register(
+    Kernel("attention_prefill", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_prefill)
+)

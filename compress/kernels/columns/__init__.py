@@ -4,7 +4,8 @@
     refit      s' = stored(s - (g . l) / (l . H l));   g += (H l) (s' - s)
     descend    g_i += sum_{j < i} H_ji m_j;   l'_i = nearest(l_i s' - g_i pull_i);   m_i = (l'_i - l_i) s'
 
-`methods/gptq.py` and `methods/descent.py` say what they mean. A column waits for those before it, and outputs do not know one another, so
+`methods/quantize/gptq.py` and `methods/quantize/descent.py` say what they mean. A column waits for those before it, and
+outputs do not know one another, so
 what a column costs beside its few operations decides: on a GPU a block is one launch (`fused.py`), on a CPU integers go through numpy
 (`host.py`), and `reference.py` says it in torch, for all that is left. They sum in different orders, so last bits differ.
 
@@ -14,15 +15,17 @@ Shapes: B columns of a block, O outputs. Everything is float32, and contiguous b
 import torch
 from torch import Tensor
 
+from compress.kernels.build.triton import triton
 from compress.kernels.columns import fused, host, reference
 from compress.kernels.columns.reference import best_scale
-from compress.kernels.launch import triton
 from compress.quant.scheme import Scheme
 
 __all__ = ["best_scale", "descend_block", "round_block"]
 
 
-def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_block(
+    w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Codes and errors e [B, O]; U is upper triangular."""
     if w_BO.is_cuda and triton is not None:
         return fused.launch_round(w_BO, factor_BB, scheme, scale_BO, zero_BO)

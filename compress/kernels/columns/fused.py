@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.launch import jit, tl, triton
+from compress.kernels.build.triton import jit, tl, triton
 from compress.quant.scheme import Scheme
 
 OUTPUTS, WARPS = 64, 4
@@ -18,7 +18,9 @@ DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
 """Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
 
 
-def launch_round(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
+def launch_round(
+    w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`round_block` in one launch."""
     size, num_outputs = w_BO.shape
     codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
@@ -46,9 +48,27 @@ def launch_descend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`descend_block` in one launch."""
     size, num_outputs = levels_BO.shape
-    new_BO, moves_BO, best_O = torch.empty_like(levels_BO), torch.empty_like(levels_BO), torch.empty_like(scale_O)
+    new_BO, moves_BO, best_O = (
+        torch.empty_like(levels_BO),
+        torch.empty_like(levels_BO),
+        torch.empty_like(scale_O),
+    )
     _descend_group[(triton.cdiv(num_outputs, DESCENT_OUTPUTS),)](
-        *(levels_BO, g_BO, slope_BO, h_BB, pull_B, scale_O, zero_O, new_BO, moves_BO, best_O, *h_BB.stride(), size, num_outputs),
+        *(
+            levels_BO,
+            g_BO,
+            slope_BO,
+            h_BB,
+            pull_B,
+            scale_O,
+            zero_O,
+            new_BO,
+            moves_BO,
+            best_O,
+            *h_BB.stride(),
+            size,
+            num_outputs,
+        ),
         COLUMNS=DESCENT_COLUMNS,
         OUTPUTS=DESCENT_OUTPUTS,
         STORED=_STORED[scale_dtype],
@@ -63,16 +83,25 @@ _STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 def _numbers(scheme: Scheme) -> dict[str, Any]:
     """The numbers that codes are, and products rounded to float32, as the reference has them."""
-    return {"LOWEST": scheme.min_code, "HIGHEST": scheme.max_code, "FLOAT": scheme.type == "float", "enable_fp_fusion": False}
+    return {
+        "LOWEST": scheme.min_code,
+        "HIGHEST": scheme.max_code,
+        "FLOAT": scheme.type == "float",
+        "enable_fp_fusion": False,
+    }
 
 
 @jit()
-def _nearest(x: tl.tensor, zero: tl.tensor, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, FLOAT: tl.constexpr) -> tl.tensor:
+def _nearest(
+    x: tl.tensor, zero: tl.tensor, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, FLOAT: tl.constexpr
+) -> tl.tensor:
     """The code nearest to x, half to even, as float32. The last bit of 1.5 * 2^23 is 1; x is small beside it or saturates."""
     if FLOAT:
         x = tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        step = tl.maximum(power * 0.125, 0.001953125)  # between neighbours of the grid: three bits of mantissa, down to 2^-9
+        step = tl.maximum(
+            power * 0.125, 0.001953125
+        )  # between neighbours of the grid: three bits of mantissa, down to 2^-9
         return (x / step + 12582912.0 - 12582912.0) * step
     return tl.minimum(tl.maximum(x + 12582912.0 - 12582912.0 + zero, LOWEST), HIGHEST)
 
@@ -181,7 +210,9 @@ def _descend_group(
         for past in range(0, begin, COLUMNS):
             for k in tl.static_range(COLUMNS):
                 move = tl.load(moves_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
-                h = tl.load(h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0)
+                h = tl.load(
+                    h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0
+                )
                 g += h[:, None] * move[None, :]
         levels, moves = tl.zeros_like(g), tl.zeros_like(g)
         for i in tl.static_range(COLUMNS):
@@ -192,9 +223,16 @@ def _descend_group(
             wanted = old * scale - tl.sum(tl.where(is_column, g, 0.0), axis=0) * pull
             level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
             move = (level - old) * scale
-            h = tl.load(h_ptr + (begin + i) * row_stride + here * column_stride, mask=(here < size) & (begin + i < size), other=0.0)
+            h = tl.load(
+                h_ptr + (begin + i) * row_stride + here * column_stride,
+                mask=(here < size) & (begin + i < size),
+                other=0.0,
+            )
             g += h[:, None] * move[None, :]
-            levels, moves = tl.where(is_column, level[None, :], levels), tl.where(is_column, move[None, :], moves)
+            levels, moves = (
+                tl.where(is_column, level[None, :], levels),
+                tl.where(is_column, move[None, :], moves),
+            )
         tl.store(new_ptr + at, levels, mask=inside)
         tl.store(moves_ptr + at, moves, mask=inside)
         tl.debug_barrier()  # what comes after reads what other lanes have stored
@@ -202,5 +240,8 @@ def _descend_group(
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
             inside = (begin + columns < size)[:, None] & mask[None, :]
-            move = tl.load(moves_ptr + at, mask=inside, other=0.0) + tl.load(levels_ptr + at, mask=inside, other=0.0) * turn[None, :]
+            move = (
+                tl.load(moves_ptr + at, mask=inside, other=0.0)
+                + tl.load(levels_ptr + at, mask=inside, other=0.0) * turn[None, :]
+            )
             tl.store(moves_ptr + at, move, mask=inside)

@@ -26,7 +26,9 @@ PRODUCT_SIZE, PRODUCT_OUTPUTS = 8192, 1024
 on spinning where torch's are to run; fewer than eight columns at a time leave too much to the matrix products."""
 
 
-def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_block(
+    w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Codes and errors e [B, O]."""
     rows_BO, levels_BO, pivot_B1 = w_BO.clone(), torch.empty_like(w_BO), factor_BB.diagonal().unsqueeze(1)
     bounds = (np.broadcast_to(bound, w_BO.shape) for bound in _bounds(scheme, zero_BO, w_BO.shape[1]))
@@ -41,14 +43,22 @@ def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tenso
 
 
 def descend(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
+    levels_BO: Tensor,
+    g_BO: Tensor,
+    h_BB: Tensor,
+    pull_B: Tensor,
+    scheme: Scheme,
+    scale_O: Tensor,
+    zero_O: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """New levels, and what they move the values by [B, O], under scales that stay."""
     new_BO, pull_B1 = torch.empty_like(levels_BO), pull_B.unsqueeze(1)
     rows_BO = torch.addcmul(levels_BO, g_BO / scale_O, pull_B1, value=-1)
     lowest_O, highest_O = _bounds(scheme, zero_O, levels_BO.shape[1])
     columns = _columns(rows_BO, h_BB * -pull_B1)
-    for wanted_O, old_O, level_O, left_O in zip(columns, levels_BO.numpy(), new_BO.numpy(), rows_BO.numpy(), strict=True):
+    for wanted_O, old_O, level_O, left_O in zip(
+        columns, levels_BO.numpy(), new_BO.numpy(), rows_BO.numpy(), strict=True
+    ):
         _settle(wanted_O, lowest_O, highest_O, out=level_O)
         np.subtract(level_O, old_O, out=left_O)
     return new_BO, rows_BO.mul_(scale_O)

@@ -9,7 +9,9 @@ from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import Scheme
 
 
-def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None) -> tuple[Tensor, Tensor]:
+def round_block(
+    w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Codes and errors e [B, O]."""
     w_BO, codes_BO, errors_BO = w_BO.clone(), torch.empty_like(w_BO), torch.empty_like(w_BO)
     for i in range(len(w_BO)):
@@ -22,7 +24,13 @@ def round_block(w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tenso
 
 
 def descend(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
+    levels_BO: Tensor,
+    g_BO: Tensor,
+    h_BB: Tensor,
+    pull_B: Tensor,
+    scheme: Scheme,
+    scale_O: Tensor,
+    zero_O: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """New levels, and what they move the values by [B, O], under scales that stay."""
     if scheme.type == "int":
@@ -52,25 +60,38 @@ def descend_block(
     if slope_BO is None:
         new_BO, moves_BO = descend(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
         return new_BO, scale_O, moves_BO
-    best_O = best_scale(scale_O, (g_BO * levels_BO).sum(dim=0), (slope_BO * levels_BO).sum(dim=0), scheme, scale_dtype)
+    best_O = best_scale(
+        scale_O, (g_BO * levels_BO).sum(dim=0), (slope_BO * levels_BO).sum(dim=0), scheme, scale_dtype
+    )
     turn_O = best_O - scale_O
-    new_BO, moves_BO = descend(levels_BO, torch.addcmul(g_BO, slope_BO, turn_O), h_BB, pull_B, scheme, best_O, zero_O)
+    new_BO, moves_BO = descend(
+        levels_BO, torch.addcmul(g_BO, slope_BO, turn_O), h_BB, pull_B, scheme, best_O, zero_O
+    )
     return new_BO, best_O, moves_BO.addcmul_(levels_BO, turn_O)
 
 
-def best_scale(scale_O: Tensor, fall_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
+def best_scale(
+    scale_O: Tensor, fall_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype
+) -> Tensor:
     """The stored value nearest to the bottom of a parabola; a scale of zeros only, or whose best is not positive, stays as it is."""
     best_O = storable(scale_O - fall_O / curvature_O, scheme, scale_dtype).to(torch.float32)
     return torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
 
 
 def _descend_integers(
-    levels_BO: Tensor, g_BO: Tensor, h_BB: Tensor, pull_B: Tensor, scheme: Scheme, scale_O: Tensor, zero_O: Tensor | None
+    levels_BO: Tensor,
+    g_BO: Tensor,
+    h_BB: Tensor,
+    pull_B: Tensor,
+    scheme: Scheme,
+    scale_O: Tensor,
+    zero_O: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """In units of the scales, where a column is five small operations."""
     g_BO, new_BO, steps_BO = g_BO / scale_O, torch.empty_like(levels_BO), torch.empty_like(levels_BO)
     lowest, highest = (
-        torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O) for code in (scheme.min_code, scheme.max_code)
+        torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O)
+        for code in (scheme.min_code, scheme.max_code)
     )
     for i, pull in enumerate(pull_B.tolist()):
         torch.sub(levels_BO[i], g_BO[i], alpha=pull, out=new_BO[i]).round_().clamp_(lowest, highest)

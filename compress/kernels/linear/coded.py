@@ -20,7 +20,9 @@ def coded(weights: Sequence[Tensor | QuantizedWeight]) -> list[QuantizedWeight]:
 
 def stacked_codes(weights: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
     """[O, I] in the dtype of the codes."""
-    return torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in weights]).view(weights[0].codes_OI.dtype)
+    return torch.cat([weight.codes_OI.to(device).view(torch.uint8) for weight in weights]).view(
+        weights[0].codes_OI.dtype
+    )
 
 
 def stacked_scales(weights: Sequence[QuantizedWeight], device: torch.device) -> Tensor:

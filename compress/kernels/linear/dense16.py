@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
-from compress.kernels.rows import RawRows
+from compress.kernels.operands.rows import RawRows
 from compress.kernels.select import DENSE_SCHEMES, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
 
-def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> Tensor:
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> Tensor:
     """Weights [O_j, I] stacked along O, dense; `gated` changes nothing, the kernel pairs rows by their addresses."""
     dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
     return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense])
@@ -30,7 +32,15 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     weight = Streamed("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
-    return stream(x, weight, bias_O, dtype=w_OI.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+    return stream(
+        x,
+        weight,
+        bias_O,
+        dtype=w_OI.dtype,
+        activation=activation,
+        residual_TO=residual_TO,
+        out_dtype=out_dtype,
+    )
 
 
 def _refusal(problem: Problem) -> str | None:

@@ -31,7 +31,9 @@ class PackedFp8:
         return Streamed("fp8", self.values, self.values.shape[0], self.values.shape[1], self.scale_O)
 
 
-def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedFp8:
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> PackedFp8:
     """Stacked along O; `gated` changes nothing, the kernel pairs rows by their addresses."""
     quantized = coded(weights)
     return PackedFp8(stacked_codes(quantized, device), stacked_scales(quantized, device).flatten(), dtype)
@@ -42,6 +44,8 @@ linear, hopper_linear = of_packed(stream), of_packed(multiply)
 SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
 for _kernel in (
     *kernels("stream.fp8", schemes=SCHEMES, fn=linear, repack=repack, refusal=partial_tile),
-    *kernels("hopper.fp8", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30),
+    *kernels(
+        "hopper.fp8", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
+    ),
 ):
     register(_kernel)

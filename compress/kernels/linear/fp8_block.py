@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
 from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, product, tile_refusal
-from compress.kernels.rows import QuantizedRows
+from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -36,7 +36,9 @@ class PackedBlocks:
     dtype: torch.dtype
 
 
-def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedBlocks:
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> PackedBlocks:
     """Stacked along O; each linear's blocks begin with its own first row."""
     assert not gated, "the reference applies no activation"
     quantized = coded(weights)
@@ -55,10 +57,14 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[T, O]; every matrix product has exactly `rows` rows."""
-    assert x.scale_T.shape == (len(x.values_TK), len(packed.scale_GO)), "rows have a scale for each group of columns"
+    assert x.scale_T.shape == (len(x.values_TK), len(packed.scale_GO)), (
+        "rows have a scale for each group of columns"
+    )
     x_GTN = x.values_TK.to(torch.float32).view(*x.scale_T.shape, -1).transpose(0, 1).contiguous()
     y_TO = x_GTN.new_zeros(len(x.values_TK), packed.scale_GO.shape[1])
-    for x_TN, w_NO, x_scale_T, w_scale_O in zip(x_GTN, packed.codes_GNO, x.scale_T.t(), packed.scale_GO, strict=True):
+    for x_TN, w_NO, x_scale_T, w_scale_O in zip(
+        x_GTN, packed.codes_GNO, x.scale_T.t(), packed.scale_GO, strict=True
+    ):
         y_TO += product(x_TN, w_NO, rows) * x_scale_T.unsqueeze(1) * w_scale_O
     return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 

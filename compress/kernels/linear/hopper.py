@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kernels.build.nvrtc import Function, Launch, Source, tile_map
 from compress.kernels.linear.plan import FORMATS, TILE_BYTES, Format, Gpu, Shape
 from compress.kernels.linear.stream import (
     ACTIVATIONS,
@@ -27,8 +28,7 @@ from compress.kernels.linear.stream import (
     source_text,
     x_map,
 )
-from compress.kernels.nvrtc import Function, Launch, Source, tile_map
-from compress.kernels.rows import QuantizedRows, RawRows
+from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.select import Problem
 
 TOKEN_TILES = (1, 2, 4, 8)
@@ -112,7 +112,9 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterat
     keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
     if keep is not None:
         yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)
-    enough = next((token_tiles for token_tiles in TOKEN_TILES if num_rows <= 8 * token_tiles), TOKEN_TILES[-1])
+    enough = next(
+        (token_tiles for token_tiles in TOKEN_TILES if num_rows <= 8 * token_tiles), TOKEN_TILES[-1]
+    )
     for token_tiles in reversed(TOKEN_TILES):
         if token_tiles <= enough:
             yield _filled(shape, num_rows, gpu, token_tiles)
@@ -142,8 +144,12 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
     places = deep * k_slots
     around = _ALIGNMENT + inbox_bytes + x_bytes + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes
-    stage_bytes = _aligned(places * (tiles * tile_bytes + (tokens * _CHUNK * row_bytes if keep is None else 0)))
-    blocks = min(num_items, gpu.num_sms) if parts == 1 else num_items * segments  # sums of parts lie where the ring was: one item a block
+    stage_bytes = _aligned(
+        places * (tiles * tile_bytes + (tokens * _CHUNK * row_bytes if keep is None else 0))
+    )
+    blocks = (
+        min(num_items, gpu.num_sms) if parts == 1 else num_items * segments
+    )  # sums of parts lie where the ring was: one item a block
     in_all = steps * -(-num_items * segments // blocks)
     stages = min(MAX_STAGES, (gpu.shared_bytes - _STATIC_BYTES - around) // stage_bytes, in_all)
     window = min(stages, (2 if num_chunks <= _SHORT * parts else 4) // deep)
@@ -155,7 +161,21 @@ def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: in
         cluster=segments,
         overlap=True,
     )
-    return Plan(token_tiles, tiles, k_slots, segments, places, stages, window, num_items, token_blocks, inbox_bytes, x_bytes, keep, launch)
+    return Plan(
+        token_tiles,
+        tiles,
+        k_slots,
+        segments,
+        places,
+        stages,
+        window,
+        num_items,
+        token_blocks,
+        inbox_bytes,
+        x_bytes,
+        keep,
+        launch,
+    )
 
 
 def _rounds(total: int, each: int) -> int:
@@ -199,7 +219,9 @@ class Variant:
             "KEEP": self.keep or 1,
             **{"WGMMA": 1, "RESIDENT": 1, "STAGES": 2},  # of pieces.cuh
         }
-        return Source(source_text("numbers.cuh", "pieces.cuh", "hopper.cu"), "hopper_linear", tuple(macros.items()))
+        return Source(
+            source_text("numbers.cuh", "pieces.cuh", "hopper.cu"), "hopper_linear", tuple(macros.items())
+        )
 
 
 _TileMap = ctypes.c_ubyte * 128
@@ -210,10 +232,24 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, _TileMap) for name in ("w_map", "x_map")),
-        *((name, ctypes.c_void_p) for name in ("w_scale", "x_scale", "bias", "residual", "y", "raw", "norm_weight", "static_scale")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("w_scale", "x_scale", "bias", "residual", "y", "raw", "norm_weight", "static_scale")
+        ),
         *(
             (name, ctypes.c_int)
-            for name in ("num_tokens", "n", "k", "tiles", "stages", "window", "num_items", "token_blocks", "inbox_bytes", "x_bytes")
+            for name in (
+                "num_tokens",
+                "n",
+                "k",
+                "tiles",
+                "stages",
+                "window",
+                "num_items",
+                "token_blocks",
+                "inbox_bytes",
+                "x_bytes",
+            )
         ),
         ("norm_eps", ctypes.c_float),
     ]
@@ -252,7 +288,10 @@ def multiply(
         x_TI = readable(x_TI)
         rows_map = x_map(x_TI, 8 * chosen.token_tiles, chosen.places * _CHUNK)
     norm_weight, static_scale, eps = raw_arguments(raw)
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight.scale_O, scale_T, bias_O, residual_TO, y_TO, raw_TI))
+    pointers = (
+        None if tensor is None else tensor.data_ptr()
+        for tensor in (weight.scale_O, scale_T, bias_O, residual_TO, y_TO, raw_TI)
+    )
     arguments = _Arguments(
         _TileMap(*_weight_map(weight, chosen, shape.gated)),
         _TileMap(*rows_map),
@@ -271,7 +310,9 @@ def multiply(
             eps,
         ),
     )
-    function(variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw), device)(chosen.launch, arguments, device=device)
+    function(variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw), device)(
+        chosen.launch, arguments, device=device
+    )
     return y_TO
 
 
@@ -280,7 +321,13 @@ def refusal(problem: Problem) -> str | None:
 
 
 def variant_of(
-    chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None, *, raw: RawRows | None = None
+    chosen: Plan,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    *,
+    raw: RawRows | None = None,
 ) -> Variant:
     return Variant(
         shape.format, dtype, activation, out_dtype == torch.float32, chosen.token_tiles, chosen.row_groups, chosen.k_slots, chosen.segments,
@@ -292,10 +339,15 @@ def _weight_map(weight: Streamed, chosen: Plan, gated: bool) -> bytes:
     """Of the row tiles of a unit, in the chunks of a stage; of e4m3 gated: each 8 gate rows over their 8 up rows."""
     tiles, places = chosen.tiles, chosen.places
     if weight.format != "fp8":
-        return tile_map(weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False)
+        return tile_map(
+            weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False
+        )
     if not gated:
         return tile_map(weight.data.unflatten(1, (-1, _CHUNK)).transpose(0, 1), (places, 16 * tiles, _CHUNK))
-    return tile_map(weight.data.view(2, -1, 8, weight.k // _CHUNK, _CHUNK).permute(3, 1, 0, 2, 4), (places, tiles, 2, 8, _CHUNK))
+    return tile_map(
+        weight.data.view(2, -1, 8, weight.k // _CHUNK, _CHUNK).permute(3, 1, 0, 2, 4),
+        (places, tiles, 2, 8, _CHUNK),
+    )
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
-from compress.kernels.rows import INT8, QuantizedRows
+from compress.kernels.operands.rows import INT8, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -35,12 +35,16 @@ class PackedInt8:
     dtype: torch.dtype
 
 
-def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedInt8:
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> PackedInt8:
     """Stacked along O."""
     assert not gated, "the reference applies no activation"
     quantized = coded(weights)
     codes_OI, scale_O = stacked_codes(quantized, device), stacked_scales(quantized, device).flatten()
-    return PackedInt8(F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype)
+    return PackedInt8(
+        F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype
+    )
 
 
 def linear(
@@ -62,7 +66,9 @@ def int_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:
     """int32 [T, O]; x int8 [T, K] of a weight that may be padded beyond K."""
     num_rows, k = x_TK.shape
     short = max(FEWEST_ROWS - num_rows, 0) if x_TK.is_cuda else 0
-    padded = F.pad(x_TK, (0, w_OI.shape[1] - k, 0, short)) if short or w_OI.shape[1] > k else x_TK.contiguous()
+    padded = (
+        F.pad(x_TK, (0, w_OI.shape[1] - k, 0, short)) if short or w_OI.shape[1] > k else x_TK.contiguous()
+    )
     return torch._int_mm(padded, w_OI.t())[:num_rows]
 
 
@@ -71,7 +77,11 @@ def refusal(problem: Problem) -> str | None:
         return f"for {', '.join(SCHEMES)}"
     if problem.activation is not None:
         return "applies no activation"
-    return f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow" if problem.k > MAX_K else None
+    return (
+        f"K = {problem.k} is above {MAX_K}, beyond which int32 sums could overflow"
+        if problem.k > MAX_K
+        else None
+    )
 
 
 register(Kernel("linear", "reference.int8", min_sm=0, rank=1, supports=refusal, fn=linear, repack=repack))

@@ -1,7 +1,7 @@
 // Numbers of the model's dtype (F16 0 = bfloat16, 1 = float16), the RMSNorm of a row (arXiv 1910.07467), and its rounding to e4m3:
 //
 //     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to the model's dtype
-//     scale = max(absmax(y) / 448, 2^-40),  q = e4m3(y / scale)   as kernels/rows.py defines it; a static scale is given
+//     scale = max(absmax(y) / 448, 2^-40),  q = e4m3(y / scale)   as kernels/operands/rows.py defines it; a static scale is given
 //
 // Squares are summed in one order whoever sums them: a segment is 32 chunks of 8 numbers, a chunk a lane, its lanes added by halves; then
 // lane l has segments l, l + 32, .. ascending, and lanes are added by halves again. So many warps can share a row.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.nvrtc import Launch
+from compress.kernels.build.nvrtc import Launch
 
 Format = Literal["dense16", "w4", "w4_asym", "fp8"]
 FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8")
@@ -111,7 +111,11 @@ def num_parts_of(shape: Shape, num_sms: int) -> int:
 def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -> Cover:
     """Clusters of more than two blocks lie within one group of multiprocessors and miss the rest of it: on an H200 30 of four or 15 of
     eight run at a time, on 120 of its 132."""
-    places = num_sms // split.segments if split.segments <= 2 else max(1, (num_sms - num_sms // 11) // split.segments)
+    places = (
+        num_sms // split.segments
+        if split.segments <= 2
+        else max(1, (num_sms - num_sms // 11) // split.segments)
+    )
     fewest = -(-num_tiles // (WARPS // split.parts))
     row_blocks = min(num_tiles, -(-fewest // places) * places)
     tiles = -(-num_tiles // row_blocks)
@@ -149,13 +153,25 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -
         may_stay = order if 8 * token_tiles <= RESIDENT_TOKENS and not by_wgmma else (False,)
         for choice in ((1, 2), (4, 8)):  # segments
             for resident in may_stay:
-                for split in (Split(num_parts // segments, segments) for segments in choice if num_parts % segments == 0):
-                    found = _fit(shape, num_rows, gpu, token_tiles=token_tiles, split=split, wgmma=by_wgmma, resident=resident)
+                for split in (
+                    Split(num_parts // segments, segments) for segments in choice if num_parts % segments == 0
+                ):
+                    found = _fit(
+                        shape,
+                        num_rows,
+                        gpu,
+                        token_tiles=token_tiles,
+                        split=split,
+                        wgmma=by_wgmma,
+                        resident=resident,
+                    )
                     if found is not None:
                         yield found
 
 
-def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, resident: bool) -> Plan | None:
+def _fit(
+    shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, resident: bool
+) -> Plan | None:
     """None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
     cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
     clustered = gpu.sm >= 90 and split.segments > 1
@@ -169,7 +185,9 @@ def _fit(shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Spli
     staged_fp8 = shape.format == "fp8" and not resident
     once = x_stage * iterations if resident else 2 * x_stage if staged_fp8 else 0
     each = warps * TILE_BYTES[shape.format] + (0 if resident or staged_fp8 else x_stage)
-    stages = min((gpu.shared_bytes - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1)
+    stages = min(
+        (gpu.shared_bytes - STATIC_BYTES - _ALIGNMENT - arriving - once) // each, MAX_STAGES, iterations + 1
+    )
     busy = stages > iterations or (stages - 1) * warps * TILE_BYTES[shape.format] >= _IN_FLIGHT_BYTES
     if warps > WARPS or stages < 2 or (staged_fp8 and cover.tiles * 16 < tokens) or (resident and not busy):
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.kernels.linear.fp8 import PackedFp8, repack
 from compress.kernels.linear.prefill_dense16 import library_refusal
-from compress.kernels.rows import QuantizedRows
+from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 
 MULTIPLE = 16

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
 from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack
@@ -56,15 +56,25 @@ def _dequantize(
     if BLOCK_WORDS > 264:
         zero = (tl.load(scale_at + 16, mask=mask[None, :], other=0.0).to(tl.float32) + ZERO)[:, :, None]
     # Join adds a last axis of two. Nibbles of a word, from low to high: row + 8, column + 8, column + 1.
-    even = tl.join(tl.join(_number(words, 0), _number(words, 16)), tl.join(_number(words, 8), _number(words, 24)))
-    odd = tl.join(tl.join(_number(words, 4), _number(words, 20)), tl.join(_number(words, 12), _number(words, 28)))
-    numbers = tl.reshape(tl.join(even, odd), [GROUPS, 2, 8, 4, 4, 2, 2, 2])  # group, half, row, t, step, column + 1, column + 8, row + 8
+    even = tl.join(
+        tl.join(_number(words, 0), _number(words, 16)), tl.join(_number(words, 8), _number(words, 24))
+    )
+    odd = tl.join(
+        tl.join(_number(words, 4), _number(words, 20)), tl.join(_number(words, 12), _number(words, 28))
+    )
+    numbers = tl.reshape(
+        tl.join(even, odd), [GROUPS, 2, 8, 4, 4, 2, 2, 2]
+    )  # group, half, row, t, step, column + 1, column + 8, row + 8
     numbers = tl.reshape(tl.permute(numbers, [7, 2, 0, 1, 4, 6, 3, 5]), [16, GROUPS, 128])
     value = (numbers.to(tl.bfloat16, bitcast=True).to(tl.float32) + zero) * scale.to(tl.float32)[:, :, None]
     wait(PDL)
     out_rows = (rows // 8 * half_rows + tile * 8 + rows % 8) if GATED else tile * 16 + rows
     at = (out_rows.to(tl.int64) * num_groups)[:, None] + groups[None, :]
-    tl.store(out_ptr + at[:, :, None] * 128 + tl.arange(0, 128)[None, None, :], value.to(scale.dtype), mask=mask[None, :, None])
+    tl.store(
+        out_ptr + at[:, :, None] * 128 + tl.arange(0, 128)[None, None, :],
+        value.to(scale.dtype),
+        mask=mask[None, :, None],
+    )
 
 
 @jit()
@@ -129,7 +139,9 @@ def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tenso
     halves = 2 if packed.gated else 1
     tile_rows, half_size = TILE // halves, packed.n // halves
     if scratch is None:
-        scratch = torch.empty(halves, num_tiles * tile_rows, packed.k, dtype=packed.dtype, device=packed.blocks.device)
+        scratch = torch.empty(
+            halves, num_tiles * tile_rows, packed.k, dtype=packed.dtype, device=packed.blocks.device
+        )
     num_groups, block_bytes = packed.blocks.shape[1:]
     _dequantize[num_tiles, -(-num_groups // GROUPS_PER_PROGRAM)](
         packed.blocks.view(torch.int32),

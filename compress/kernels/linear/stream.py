@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from compress.kernels.build.nvrtc import Function, Launch, Source, tile_map
 from compress.kernels.linear.plan import FORMATS, STATIC_BYTES, TILE_ROWS, Format, Gpu, Plan, Shape, plan
-from compress.kernels.nvrtc import Function, Launch, Source, tile_map
+from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows
-from compress.kernels.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.select import Kernel, Problem, Repack
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
@@ -68,7 +68,9 @@ class Variant:
             "NORM": int(self.normed),
             "QUANT": QUANTIZES.index(self.quantizes),
         }
-        return Source(source_text("numbers.cuh", "pieces.cuh", "stream.cu"), "stream_linear", tuple(macros.items()))
+        return Source(
+            source_text("numbers.cuh", "pieces.cuh", "stream.cu"), "stream_linear", tuple(macros.items())
+        )
 
 
 _TileMap = ctypes.c_ubyte * 128
@@ -79,8 +81,14 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         ("x_map", _TileMap),
-        *((name, ctypes.c_void_p) for name in ("w", "x", "w_scale", "x_scale", "bias", "residual", "y", "partials", "arrivals")),
-        *((name, ctypes.c_int) for name in ("num_tokens", "n", "k", "num_tiles", "tiles", "parts", "segments", "arriving_bytes")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("w", "x", "w_scale", "x_scale", "bias", "residual", "y", "partials", "arrivals")
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in ("num_tokens", "n", "k", "num_tiles", "tiles", "parts", "segments", "arriving_bytes")
+        ),
         *((name, ctypes.c_void_p) for name in ("norm_weight", "static_scale")),
         ("norm_eps", ctypes.c_float),
     ]
@@ -115,7 +123,9 @@ def stream(
     shape = Shape(weight.format, weight.n, weight.k, activation is not None)
     assert x.shape[1] == weight.k
     assert out_dtype in (None, dtype, torch.float32)
-    y_TO = torch.empty(num_rows, weight.n // 2 if shape.gated else weight.n, dtype=out_dtype or dtype, device=device)
+    y_TO = torch.empty(
+        num_rows, weight.n // 2 if shape.gated else weight.n, dtype=out_dtype or dtype, device=device
+    )
     if num_rows == 0:
         return y_TO
     gpu = gpu_of(device)
@@ -130,9 +140,20 @@ def stream(
     split = chosen.split
     copied = gpu.sm >= 90 and not chosen.resident and weight.format != "fp8"
     arguments = _Arguments(
-        _TileMap.from_buffer_copy(x_map(x_TI, 8 * chosen.token_tiles, shape.stage_k)) if copied else _TileMap(),
+        _TileMap.from_buffer_copy(x_map(x_TI, 8 * chosen.token_tiles, shape.stage_k))
+        if copied
+        else _TileMap(),
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(num_rows, weight.n, weight.k, shape.num_tiles, chosen.tiles, split.parts, split.segments, chosen.arriving_bytes),
+        *(
+            num_rows,
+            weight.n,
+            weight.k,
+            shape.num_tiles,
+            chosen.tiles,
+            split.parts,
+            split.segments,
+            chosen.arriving_bytes,
+        ),
         *raw_arguments(raw),
     )
     variant = variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw)
@@ -160,11 +181,15 @@ def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     y_TK = torch.empty(num_rows, k, dtype=x_TK.dtype if quantizes == "no" else FP8, device=device)
     scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
     weight, static_scale, eps = raw_arguments(raw)
-    arguments = _PrepareArguments(x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps)
+    arguments = _PrepareArguments(
+        x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
+    )
     threads = min(32 * -(-k // 256), 512)
     launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
     kept = -(-k // (8 * threads))
-    _prepare_function(x_TK.dtype, raw.weight_K is not None, quantizes, kept, device)(launch, arguments, device=device)
+    _prepare_function(x_TK.dtype, raw.weight_K is not None, quantizes, kept, device)(
+        launch, arguments, device=device
+    )
     return y_TK if quantizes == "no" else QuantizedRows(y_TK, scale_T)
 
 
@@ -183,7 +208,13 @@ def raw_arguments(raw: RawRows | None) -> tuple[int | None, int | None, float]:
 
 
 def variant_of(
-    chosen: Plan, shape: Shape, dtype: torch.dtype, activation: str | None, out_dtype: torch.dtype | None, *, raw: RawRows | None = None
+    chosen: Plan,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    *,
+    raw: RawRows | None = None,
 ) -> Variant:
     float32_output = out_dtype == torch.float32
     return Variant(
@@ -193,8 +224,15 @@ def variant_of(
 
 
 @functools.cache
-def _prepare_function(dtype: torch.dtype, normed: bool, quantizes: Quantizes, kept: int, device: torch.device) -> Function:
-    macros = (("F16", int(dtype == torch.float16)), ("NORM", int(normed)), ("QUANT", QUANTIZES.index(quantizes)), ("KEEP", kept))
+def _prepare_function(
+    dtype: torch.dtype, normed: bool, quantizes: Quantizes, kept: int, device: torch.device
+) -> Function:
+    macros = (
+        ("F16", int(dtype == torch.float16)),
+        ("NORM", int(normed)),
+        ("QUANT", QUANTIZES.index(quantizes)),
+        ("KEEP", kept),
+    )
     source = Source(source_text("numbers.cuh", "prepare_rows.cu"), "prepare_rows", macros)
     return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
 
@@ -257,7 +295,15 @@ def of_packed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         residual_TO: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return product(x, packed.streamed, bias_O, dtype=packed.dtype, activation=activation, residual_TO=residual_TO, out_dtype=out_dtype)
+        return product(
+            x,
+            packed.streamed,
+            bias_O,
+            dtype=packed.dtype,
+            activation=activation,
+            residual_TO=residual_TO,
+            out_dtype=out_dtype,
+        )
 
     return linear
 
@@ -298,4 +344,13 @@ def kernels(
 
         bound: Callable[..., Any] = functools.partial(fn, activation=activation)
         suffix = f".{activation}" if activation else ""
-        yield Kernel("linear", f"{name}{suffix}", min_sm=min_sm, rank=rank, supports=supports, fn=bound, repack=repack, prepares=True)
+        yield Kernel(
+            "linear",
+            f"{name}{suffix}",
+            min_sm=min_sm,
+            rank=rank,
+            supports=supports,
+            fn=bound,
+            repack=repack,
+            prepares=True,
+        )

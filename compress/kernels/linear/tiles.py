@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.kernels.rows import QuantizedRows
+from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -45,10 +45,16 @@ class DenseWeight:
     scale_O: Tensor | None = None
 
 
-def dequantized(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> DenseWeight:
+def dequantized(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> DenseWeight:
     """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every consumer does."""
     assert not gated, "the reference applies no activation"
-    scales = [each.scale_OG for each in weights if isinstance(each, QuantizedWeight) and each.scheme.activation is not None]
+    scales = [
+        each.scale_OG
+        for each in weights
+        if isinstance(each, QuantizedWeight) and each.scheme.activation is not None
+    ]
     held = torch.float32 if scales and dtype == torch.float16 else dtype
     dense = [_dense(weight).to(device=device, dtype=held) for weight in weights]
     scale_O = torch.cat(scales).flatten().to(device=device, dtype=torch.float32) if scales else None
@@ -118,13 +124,21 @@ def tile_refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str
     if device is not None and problem.device != device:
         return f"its tile height is for {device}"
     if few_rows != (problem.m_max <= MAX_DECODE_ROWS):
-        return f"for M up to {MAX_DECODE_ROWS}" if few_rows else f"for M above {MAX_DECODE_ROWS}, where few rows are padding"
+        return (
+            f"for M up to {MAX_DECODE_ROWS}"
+            if few_rows
+            else f"for M above {MAX_DECODE_ROWS}, where few rows are padding"
+        )
     return None
 
 
 def _register(prefix: str, rows: int, supports: Callable[[Problem], str | None]) -> None:
     fn = partial(linear_in_tiles, rows=rows)
-    register(Kernel("linear", f"{prefix}.tile{rows}", min_sm=0, rank=0, supports=supports, fn=fn, repack=dequantized))
+    register(
+        Kernel(
+            "linear", f"{prefix}.tile{rows}", min_sm=0, rank=0, supports=supports, fn=fn, repack=dequantized
+        )
+    )
 
 
 for _quantized, _prefix in ((False, "reference.dense"), (True, "reference.dequantized")):

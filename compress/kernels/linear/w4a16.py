@@ -57,7 +57,9 @@ def tile_rows(n: int, *, gated: bool) -> Tensor:
     return torch.cat((gate, torch.where(gate < n, gate + n // 2, n)), dim=1)
 
 
-def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool) -> PackedW4:
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> PackedW4:
     """Stack along O and bring to blocks; scales are rounded to the compute dtype, which is the stored one unless a model is converted."""
     quantized = coded(weights)
     symmetric = quantized[0].scheme.symmetric
@@ -69,7 +71,10 @@ def repack(weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, d
     rows = tile_rows(n, gated=gated).to(device)
     tiles, groups = rows.shape[0], k // GROUP
     real = rows.flatten().clamp(max=n - 1)
-    parts = [_code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)), _row_pairs(scale_OG[real].view(tiles, TILE, groups))]
+    parts = [
+        _code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)),
+        _row_pairs(scale_OG[real].view(tiles, TILE, groups)),
+    ]
     if zero_OG is not None:
         offsets = -(OFFSETS[dtype] + 8 + zero_OG[real].to(torch.float32)).to(dtype)
         parts.append(_row_pairs(offsets.view(tiles, TILE, groups)))
@@ -81,7 +86,9 @@ def _code_bytes(codes: Tensor) -> Tensor:
     tiles, _, groups, _ = codes.shape
     # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
     split = (codes.to(torch.int64) + 8).view(tiles, 2, 8, groups, 2, 4, 2, 4, 2)
-    ordered = split.permute(0, 3, 4, 2, 7, 5, 8, 6, 1)  # tile, group, half, g, t, step, odd, high_column, high_row
+    ordered = split.permute(
+        0, 3, 4, 2, 7, 5, 8, 6, 1
+    )  # tile, group, half, g, t, step, odd, high_column, high_row
     nibbles = ordered.reshape(tiles, groups, 2, 32, 4, 8)
     shifts = 4 * torch.arange(8, device=codes.device)  # nibble 4 odd + 2 high_column + high_row
     words = (nibbles << shifts).sum(dim=-1)
@@ -105,14 +112,21 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = (nibbles - 8).to(torch.int8).permute(0, 8, 3, 1, 2, 5, 7, 4, 6).reshape(tiles * TILE, packed.k)
 
     def vector(start: int) -> Tensor:
-        pairs = packed.blocks[..., start : start + VECTOR_BYTES].contiguous().view(packed.dtype).view(tiles, groups, 8, 2)
+        pairs = (
+            packed.blocks[..., start : start + VECTOR_BYTES]
+            .contiguous()
+            .view(packed.dtype)
+            .view(tiles, groups, 8, 2)
+        )
         return pairs.permute(0, 3, 2, 1).reshape(tiles * TILE, groups)
 
     rows = tile_rows(packed.n, gated=packed.gated).flatten().to(codes.device)
     order = torch.argsort(rows, stable=True)[: packed.n]
     zero = None
     if not packed.symmetric:
-        zero = (-vector(CODE_BYTES + VECTOR_BYTES).to(torch.float32) - OFFSETS[packed.dtype] - 8).to(torch.int8)[order]
+        zero = (-vector(CODE_BYTES + VECTOR_BYTES).to(torch.float32) - OFFSETS[packed.dtype] - 8).to(
+            torch.int8
+        )[order]
     return codes[order], vector(CODE_BYTES)[order], zero
 
 
@@ -121,6 +135,8 @@ linear, hopper_linear = of_packed(stream), of_packed(multiply)
 SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
 for _kernel in (
     *kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
-    *kernels("hopper.w4a16", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30),
+    *kernels(
+        "hopper.w4a16", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
+    ),
 ):
     register(_kernel)

@@ -1,6 +1,6 @@
 """Rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result is stored as it is, or quantized on its way.
 
-    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)        `kernels/rows.py`; both quotients rounded as in IEEE 754
+    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)        `operands/rows.py`; both quotients rounded as in IEEE 754
 
 One program holds one whole row in registers, and its shape follows from the size of a row alone: a row's bits depend on nothing but the
 row. Rounding to e4m3 (half to even) is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes. Rounding to int8
@@ -15,9 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.e4m3 import encode_e4m3
-from compress.kernels.launch import FP8_SM, compute_capability, interpreted, jit, launch_dependents, pdl_options, tl, triton_refusal, wait
-from compress.kernels.rows import INT8, ActivationQuant, QuantizedRows
+from compress.kernels.build.triton import (
+    FP8_SM,
+    compute_capability,
+    interpreted,
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.operands.e4m3 import encode_e4m3
+from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, Problem, register
 from compress.quant.scheme import SCHEMES
 
@@ -107,7 +117,9 @@ def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
         x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
         inverse = tl.div_rn(1.0, scale)
         quotient = x * inverse
-        quotient = tl.where(x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient))  # the sum would lose the sign of -0
+        quotient = tl.where(
+            x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        )  # the sum would lose the sign of -0
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))
 

@@ -1,6 +1,6 @@
-"""Reference quantization of rows to the grid of e4m3 or int8: the definition itself, in `kernels/rows.py`."""
+"""Reference quantization of rows to the grid of e4m3 or int8: the definition itself, in `kernels/operands/rows.py`."""
 
-from compress.kernels.rows import quantize
+from compress.kernels.operands.rows import quantize
 from compress.kernels.select import Kernel, anything, register
 
 register(Kernel("quantize_rows", "reference", min_sm=0, rank=0, supports=anything, fn=quantize))

@@ -7,9 +7,9 @@ The weight is constant, so it is read before the wait for the kernel ahead.
 
 from torch import Tensor
 
-from compress.kernels.launch import jit, launch_dependents, tl, wait
+from compress.kernels.build.triton import jit, launch_dependents, tl, wait
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
-from compress.kernels.rows import ActivationQuant, QuantizedRows
 from compress.kernels.select import Kernel, register
 
 ALIGNMENT = 16
@@ -33,7 +33,9 @@ def _rms_norm(
 ) -> None:
     launch_dependents(PDL)
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0).to(
+        tl.float32
+    )
     wait(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
     x_f32 = x.to(tl.float32)
@@ -42,17 +44,28 @@ def _rms_norm(
     store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
+) -> Tensor | QuantizedRows:
     """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [all other axes, last axis]."""
     size = x.shape[-1]
-    assert weight.shape == x.shape[x.dim() - weight.dim() :], f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
+    assert weight.shape == x.shape[x.dim() - weight.dim() :], (
+        f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
+    )
     assert weight.dtype == x.dtype, f"weight is {weight.dtype}, rows are {x.dtype}"
     num_rows = x.numel() // size
     out, output = row_output(num_rows, size, x.dtype, x.device, quant)
     weight_rows = weight.numel() // size
     x = x.contiguous()
     x = x.clone() if x.data_ptr() % ALIGNMENT else x
-    _rms_norm[(num_rows,)](x.contiguous(), weight.contiguous(), eps, WEIGHT_ROWS=weight_rows, **output, **row_options(size, x.device))
+    _rms_norm[(num_rows,)](
+        x.contiguous(),
+        weight.contiguous(),
+        eps,
+        WEIGHT_ROWS=weight_rows,
+        **output,
+        **row_options(size, x.device),
+    )
     return out.view(x.shape) if isinstance(out, Tensor) else out
 
 

@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
 
 
-def rms_norm_rows(x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None) -> Tensor | QuantizedRows:
+def rms_norm_rows(
+    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
+) -> Tensor | QuantizedRows:
     """The norm, quantized where the next linear wants it so."""
     normed = rms_norm(x, weight, eps)
     return normed if quant is None else quantize(normed, quant)

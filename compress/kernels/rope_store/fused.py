@@ -12,10 +12,18 @@ Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K
 import torch
 from torch import Tensor
 
-from compress.kernels.e4m3 import encode_e4m3
-from compress.kernels.launch import jit, launch_dependents, pdl_options, tl, triton, triton_refusal, wait
-from compress.kernels.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.rows import FP8_MAX, TINY_SCALE
+from compress.kernels.build.triton import (
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    triton_refusal,
+    wait,
+)
+from compress.kernels.operands.e4m3 import encode_e4m3
+from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
+from compress.kernels.operands.rows import FP8_MAX, TINY_SCALE
 from compress.kernels.select import Kernel, Problem, register
 
 TILE_SIZE = 1024
@@ -48,7 +56,11 @@ def _store(
         if FORMAT == 1:
             absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
             scale = tl.maximum(tl.div_rn(absmax, FP8_MAX + tl.zeros_like(absmax)), TINY_SCALE)
-            tl.store(scale_ptr + heads * scale_stride + slot, scale, mask=tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0)
+            tl.store(
+                scale_ptr + heads * scale_stride + slot,
+                scale,
+                mask=tl.max(mask.to(tl.int32), axis=1, keep_dims=True) > 0,
+            )
         else:
             scale = static_scale + tl.zeros_like(first)
         first = tl.minimum(tl.maximum(tl.div_rn(first, scale + tl.zeros_like(first)), -FP8_MAX), FP8_MAX)
@@ -62,12 +74,25 @@ def _store(
 
 @jit()
 def _angles(
-    cos_ptr: tl.tensor, sin_ptr: tl.tensor, position: tl.tensor, columns: tl.tensor, half: tl.tensor, C: tl.constexpr
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    position: tl.tensor,
+    columns: tl.tensor,
+    half: tl.tensor,
+    C: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Halves of a position's rows: cos and cos, sin and sin."""
     at = position * C + columns
-    cos_first, cos_second = tl.load(cos_ptr + at, mask=half, other=0.0), tl.load(cos_ptr + at + C // 2, mask=half, other=0.0)
-    return cos_first, cos_second, tl.load(sin_ptr + at, mask=half, other=0.0), tl.load(sin_ptr + at + C // 2, mask=half, other=0.0)
+    cos_first, cos_second = (
+        tl.load(cos_ptr + at, mask=half, other=0.0),
+        tl.load(cos_ptr + at + C // 2, mask=half, other=0.0),
+    )
+    return (
+        cos_first,
+        cos_second,
+        tl.load(sin_ptr + at, mask=half, other=0.0),
+        tl.load(sin_ptr + at + C // 2, mask=half, other=0.0),
+    )
 
 
 @jit(varying=("num_positions",), unaligned=("positions_ptr", "slots_ptr"))
@@ -108,10 +133,14 @@ def _rope_store(
     half = columns < C // 2
     # The tables are constant and the position nearly always stands by now: its row is fetched ahead, and again should it turn out another.
     # Both reads of it pass the first-level cache, which would remember the first.
-    guess = tl.minimum(tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64), 0), num_positions - 1)
+    guess = tl.minimum(
+        tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64), 0), num_positions - 1
+    )
     cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, guess, columns, half, C)
     wait(PDL)
-    launch_dependents(PDL)  # not before the wait: attention reads older pages before its own (`attention_decode/hopper.py`)
+    launch_dependents(
+        PDL
+    )  # not before the wait: attention reads older pages before its own (`attention_decode/hopper.py`)
     at = qkv_ptr + row * row_stride + heads * C + columns
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + C // 2, mask=mask, other=0.0)
@@ -131,9 +160,16 @@ def _rope_store(
         weight_second = tl.load(weight_at + C // 2, mask=rotated, other=0.0).to(tl.float32)
         x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
         y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
-    turned_first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (y * sin_first.to(tl.float32)).to(dtype).to(tl.float32)
-    turned_second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (x * sin_second.to(tl.float32)).to(dtype).to(tl.float32)
-    first, second = tl.where(rotated, turned_first.to(dtype), first), tl.where(rotated, turned_second.to(dtype), second)
+    turned_first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (
+        y * sin_first.to(tl.float32)
+    ).to(dtype).to(tl.float32)
+    turned_second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (
+        x * sin_second.to(tl.float32)
+    ).to(dtype).to(tl.float32)
+    first, second = (
+        tl.where(rotated, turned_first.to(dtype), first),
+        tl.where(rotated, turned_second.to(dtype), second),
+    )
 
     is_q = mask & (heads < H)
     q_at = q_ptr + (row * H + heads) * C + columns

@@ -7,7 +7,7 @@ dtype, as the canonical decoder does.
 import torch
 from torch import Tensor
 
-from compress.kernels.paged import PagedKV
+from compress.kernels.operands.paged import PagedKV
 from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.select import Kernel, anything, register
 from compress.models.rope import rotate
@@ -31,7 +31,9 @@ def rope_store(
     qk_THC, v_TKC = torch.split(qkv_THC, [num_heads + num_kv_heads, num_kv_heads], dim=1)
     if qk_norm is not None:
         qk_THC = rms_norm(qk_THC, qk_norm, eps)
-    q_THC, k_TKC = torch.split(rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T]), [num_heads, num_kv_heads], dim=1)
+    q_THC, k_TKC = torch.split(
+        rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T]), [num_heads, num_kv_heads], dim=1
+    )
     kv.write_(slots_T, k_TKC, v_TKC)
     return q_THC
 

@@ -11,7 +11,9 @@ FAMILIES.add(
         o_bias="attention_bias",
         qk_norm=True,
         windows=windows_by_layer_type,
-        known_fields=frozenset({"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
+        known_fields=frozenset(
+            {"attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+        ),
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,

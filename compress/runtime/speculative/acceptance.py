@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.kernels.verify_step import leading
+from compress.kernels.step.verify import leading
 from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, uniform
 
 Rule = Literal["coupled", "rejection"]
@@ -44,11 +44,15 @@ def stream(rows: SamplingRows, mask: int) -> SamplingRows:
     return replace(rows, seeds_R=rows.seeds_R ^ mask)
 
 
-def accept_forced(chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor, first_R: Tensor, seeds_R: Tensor, rate: float) -> Kept:
+def accept_forced(
+    chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor, first_R: Tensor, seeds_R: Tensor, rate: float
+) -> Kept:
     """Keep each proposal with probability `rate`; `chosen`: the model's own tokens; `counts` of the proposals are real."""
     positions_RK = first_R.unsqueeze(1) + torch.arange(drafts_RK.shape[1], device=first_R.device)
     num_accepted_R = leading(_uniform(seeds_R, positions_RK) < rate, counts_R)
-    return Kept(_followed(drafts_RK, num_accepted_R, chosen_RQ.gather(1, num_accepted_R.unsqueeze(1))), num_accepted_R)
+    return Kept(
+        _followed(drafts_RK, num_accepted_R, chosen_RQ.gather(1, num_accepted_R.unsqueeze(1))), num_accepted_R
+    )
 
 
 def accept_by_rejection(
@@ -66,10 +70,14 @@ def accept_by_rejection(
     A row that keeps all its proposals goes on with the model's own choice.
     """
     (num_rows, num_drafts), vocab_size = drafts_RK.shape, logits_RQV.shape[2]
-    p_RQV = distribution(logits_RQV.flatten(0, 1), rows.repeated(num_drafts + 1), plan).view(num_rows, -1, vocab_size)
+    p_RQV = distribution(logits_RQV.flatten(0, 1), rows.repeated(num_drafts + 1), plan).view(
+        num_rows, -1, vocab_size
+    )
     if probs_RKV is None:
         probs_RKV = torch.zeros_like(p_RQV[:, :-1]).scatter_(2, drafts_RK.unsqueeze(2), 1.0)
-    likely_RK, proposed_RK = (each.gather(2, drafts_RK.unsqueeze(2)).squeeze(2) for each in (p_RQV[:, :-1], probs_RKV))
+    likely_RK, proposed_RK = (
+        each.gather(2, drafts_RK.unsqueeze(2)).squeeze(2) for each in (p_RQV[:, :-1], probs_RKV)
+    )
     positions_RK = first_R.unsqueeze(1) + torch.arange(num_drafts, device=first_R.device)
     keep_RK = _uniform(rows.seeds_R, positions_RK) * proposed_RK < likely_RK
     drawn_R1 = rows.temperature_R.unsqueeze(1) > 0
@@ -81,9 +89,13 @@ def accept_by_rejection(
     p_RV, q_RV = (_at(each, place_R1) for each in (p_RQV, probs_RKV))
     noise_RV = gumbel(rows.seeds_R, first_R + num_accepted_R, vocab_size)
     more_RV = (p_RV - q_RV).clamp(min=0)
-    more_RV = torch.where(more_RV.amax(dim=1, keepdim=True) > 0, more_RV, p_RV)  # p is q within rounding: then as good as p itself
+    more_RV = torch.where(
+        more_RV.amax(dim=1, keepdim=True) > 0, more_RV, p_RV
+    )  # p is q within rounding: then as good as p itself
     instead_R1 = (more_RV.log() + noise_RV).argmax(dim=1, keepdim=True)
-    return Kept(_followed(drafts_RK, num_accepted_R, torch.where(rejected_R1, instead_R1, own_R1)), num_accepted_R)
+    return Kept(
+        _followed(drafts_RK, num_accepted_R, torch.where(rejected_R1, instead_R1, own_R1)), num_accepted_R
+    )
 
 
 def _followed(drafts_RK: Tensor, num_accepted_R: Tensor, last_R1: Tensor) -> Tensor:

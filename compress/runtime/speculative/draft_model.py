@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.paged import DENSE_FORMATS
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.weights import WeightSource
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
@@ -71,7 +71,13 @@ class DraftModelProposer:
                 f"set max_model_len to {self._arch.max_position} at most, or take a draft of longer context."
             )
         device = self._setting.target.device
-        cache = KVCache(self._arch, num_blocks=pages.num_blocks, block_size=pages.block_size, kv_format=self._kv_format, device=device)
+        cache = KVCache(
+            self._arch,
+            num_blocks=pages.num_blocks,
+            block_size=pages.block_size,
+            kv_format=self._kv_format,
+            device=device,
+        )
         self._runner = ModelRunner(self._weights, cache, max_model_len=pages.max_model_len)
         self._graphs: Graphs[Tensor] = Graphs(device, self._setting.target.max_batch_size)
         self._probs_SKV: Tensor | None = None
@@ -102,7 +108,9 @@ class DraftModelProposer:
         feed_RQ, tokens = state.last_SN[:num_rows, -2:], []
         for step in range(state.k):
             q_len = feed_RQ.shape[1]
-            logits_RV = state.logits(self._runner, feed_RQ, context_lens_R + step)[q_len - 1 :: q_len].contiguous()
+            logits_RV = state.logits(self._runner, feed_RQ, context_lens_R + step)[
+                q_len - 1 :: q_len
+            ].contiguous()
             feed_RQ = sample_rows(logits_RV, sampling, context_lens_R + step, plan).tokens_R.unsqueeze(1)
             if self._probs_SKV is not None and plan.draws:
                 self._probs_SKV[:num_rows, step] = distribution(logits_RV, sampling, plan)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.coverage import PROJECTIONS, Phase
-from compress.kernels.paged import DENSE_FORMATS
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
@@ -51,7 +51,10 @@ class Eagle3:
     def build(self, setting: Setting) -> "Eagle3Proposer":
         """Raises UsageError where the head is another model's."""
         facts, target = self.head.facts, setting.arch
-        found, wanted = (facts.arch.vocab_size, facts.arch.hidden_size), (target.vocab_size, target.hidden_size)
+        found, wanted = (
+            (facts.arch.vocab_size, facts.arch.hidden_size),
+            (target.vocab_size, target.hidden_size),
+        )
         if found != wanted or facts.layer_ids[-1] > target.num_layers:
             raise UsageError(
                 f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, and reads it after layer "
@@ -78,7 +81,9 @@ class Eagle3Weights:
 def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
     """Raises EnvironmentUnfit where no kernel supports a linear."""
     arch, prefix = head.facts.arch, "layers.0."
-    own = {name.removeprefix(prefix): weight for name, weight in head.weights.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): weight for name, weight in head.weights.items() if name.startswith(prefix)
+    }
 
     def vector(name: str) -> Tensor:
         return dense(head.weights[name]).to(device=target.device, dtype=target.dtype)
@@ -95,7 +100,9 @@ def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
         kv_scales=None,
     )
     outer = {name: place((name,), head.weights, target) for name in ("fc", "head")}
-    return Eagle3Weights(outer["fc"], vector(f"{prefix}hidden_norm.weight"), layer, vector("norm.weight"), outer["head"])
+    return Eagle3Weights(
+        outer["fc"], vector(f"{prefix}hidden_norm.weight"), layer, vector("norm.weight"), outer["head"]
+    )
 
 
 class Eagle3Proposer:
@@ -114,7 +121,9 @@ class Eagle3Proposer:
         """A step reads the last k + 1 positions, and up to k more were written behind them."""
         self.weight_bytes = self._weights.weight_bytes
         ring_bytes = self._ring * arch.hidden_size * target.dtype.itemsize
-        self.kv_bytes_per_token = kv_bytes_per_token(arch, self._kv_format) + -(-ring_bytes // setting.block_size)
+        self.kv_bytes_per_token = kv_bytes_per_token(arch, self._kv_format) + -(
+            -ring_bytes // setting.block_size
+        )
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Raises UsageError where the head has fewer positions than the engine serves."""
@@ -127,16 +136,30 @@ class Eagle3Proposer:
         device, dtype = target.device, target.dtype
         self._block_size = pages.block_size
         self._embed_VD = embed_VD if own is None else own.to(device=device, dtype=dtype)
-        cache = KVCache(arch, num_blocks=pages.num_blocks, block_size=pages.block_size, kv_format=self._kv_format, device=device)
+        cache = KVCache(
+            arch,
+            num_blocks=pages.num_blocks,
+            block_size=pages.block_size,
+            kv_format=self._kv_format,
+            device=device,
+        )
         self._kv = cache.layer(0)
         self._layers = LayerRunner(arch, target, self._kv_format, max_model_len=pages.max_model_len)
         self._max_rows = max(target.max_decode_rows, FEW_ROWS)
-        self._rings_ND = torch.zeros(pages.num_blocks * self._ring, arch.hidden_size, dtype=dtype, device=device)
+        self._rings_ND = torch.zeros(
+            pages.num_blocks * self._ring, arch.hidden_size, dtype=dtype, device=device
+        )
         self._graphs: Graphs[Tensor] = Graphs(device, target.max_batch_size)
         self._vocabulary_W = self._head.vocabulary_W.to(device)
         max_rows, k = self._graphs.max_rows, self._setting.k
-        self._logits_SV = torch.full((max_rows, arch.vocab_size), float("-inf"), dtype=torch.float32, device=device)
-        self._probs_SKV = torch.zeros(max_rows, k, arch.vocab_size, dtype=torch.float64, device=device) if self._setting.draws else None
+        self._logits_SV = torch.full(
+            (max_rows, arch.vocab_size), float("-inf"), dtype=torch.float32, device=device
+        )
+        self._probs_SKV = (
+            torch.zeros(max_rows, k, arch.vocab_size, dtype=torch.float64, device=device)
+            if self._setting.draws
+            else None
+        )
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """As of a model with one layer, and `fc`."""
@@ -148,7 +171,9 @@ class Eagle3Proposer:
         """Writes the head's keys and values of a chunk, and what the next chunk or the first step reads of it."""
         assert features is not None
         phase: Phase = "decode" if short else "prefill"
-        starts = [length - queries for queries, length in zip(batch.query_lens, batch.context_lens, strict=True)]
+        starts = [
+            length - queries for queries, length in zip(batch.query_lens, batch.context_lens, strict=True)
+        ]
         rows_T, sources_T, kept_L, owners_L = (
             each.to(features.rows_TE.device) for each in _chunk_rows(starts, batch.query_lens, self._ring)
         )
@@ -163,14 +188,20 @@ class Eagle3Proposer:
             slots_T = torch.cat((before_slots_R, batch.slots_T))[sources_T]
             qkv_TF, _ = self._qkv(batch.tokens_T[rows_T], hidden_TD, phase)
             self._layers.queries(self._weights.layer, qkv_TF, positions_T, slots_T, self._kv)
-        kept_slots_L1 = self._ring_slots(batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1))
+        kept_slots_L1 = self._ring_slots(
+            batch.block_table_RB[owners_L], batch.positions_T[kept_L].unsqueeze(1)
+        )
         self._rings_ND[kept_slots_L1.flatten()] = fused_TD[kept_L]
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
         """Keeps what the next step reads."""
-        fused_TD = torch.cat([self._weights.fc(part, "decode") for part in features.rows_TE.split(self._max_rows)])
+        fused_TD = torch.cat(
+            [self._weights.fc(part, "decode") for part in features.rows_TE.split(self._max_rows)]
+        )
         num_rows = len(fused_TD) // q_len
-        positions_RQ = state.context_lens_S[:num_rows].unsqueeze(1) + torch.arange(-1, q_len - 1, device=state.device)
+        positions_RQ = state.context_lens_S[:num_rows].unsqueeze(1) + torch.arange(
+            -1, q_len - 1, device=state.device
+        )
         self._rings_ND[self._ring_slots(state.table_SB[:num_rows], positions_RQ).flatten()] = fused_TD
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
@@ -207,7 +238,9 @@ class Eagle3Proposer:
         last_R = torch.arange(num_rows, device=state.device) * q_len + (lens_R - 2 - (fed_R - q_len))
         return hidden_TD[last_R]
 
-    def _hidden(self, state: SpeculativeState, tokens_RQ: Tensor, hidden_TD: Tensor, context_lens_R: Tensor) -> Tensor:
+    def _hidden(
+        self, state: SpeculativeState, tokens_RQ: Tensor, hidden_TD: Tensor, context_lens_R: Tensor
+    ) -> Tensor:
         """g [T, D] of rows at the end of contexts of this length, made of these tokens and hidden states."""
         q_len, outputs, layer = tokens_RQ.shape[1], [], self._weights.layer
         for fed in state.fed(tokens_RQ, context_lens_R, max_rows=self._max_rows):
@@ -221,8 +254,12 @@ class Eagle3Proposer:
         """(q, k and v side by side, what the layer adds to)."""
         weights, norm = self._weights, self._layers.norm
         normed_TD = norm(hidden_TD, weights.hidden_norm)
-        pair = torch.cat((norm(F.embedding(tokens_T, self._embed_VD), weights.layer.attn_norm), normed_TD), dim=1)
-        return weights.layer.qkv(pair, phase), normed_TD if self._head.facts.norm_before_residual else hidden_TD
+        pair = torch.cat(
+            (norm(F.embedding(tokens_T, self._embed_VD), weights.layer.attn_norm), normed_TD), dim=1
+        )
+        return weights.layer.qkv(
+            pair, phase
+        ), normed_TD if self._head.facts.norm_before_residual else hidden_TD
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         """Float32 [R, V]; overwritten by the next call."""
@@ -235,7 +272,9 @@ class Eagle3Proposer:
         return table_RB[:, :1] * self._ring + positions_RQ % self._ring
 
 
-def _chunk_rows(starts: Sequence[int], query_lens: Sequence[int], ring: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _chunk_rows(
+    starts: Sequence[int], query_lens: Sequence[int], ring: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Which tokens of ragged chunks give a row of the head: all but the first of a sequence; and which hidden state goes with each, counted
     from those before the chunks, [R], and on through those of the chunks. Then the last tokens of each chunk, and whose they are."""
     rows, sources, kept, owners, first = list[int](), list[int](), list[int](), list[int](), 0
@@ -246,5 +285,7 @@ def _chunk_rows(starts: Sequence[int], query_lens: Sequence[int], ring: int) -> 
         kept += chunk[-ring:]
         owners += [idx] * len(chunk[-ring:])
         first = chunk.stop
-    rows_T, sources_T, kept_L, owners_L = (torch.tensor(each, dtype=torch.int64) for each in (rows, sources, kept, owners))
+    rows_T, sources_T, kept_L, owners_L = (
+        torch.tensor(each, dtype=torch.int64) for each in (rows, sources, kept, owners)
+    )
     return rows_T, sources_T, kept_L, owners_L

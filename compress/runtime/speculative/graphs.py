@@ -31,7 +31,13 @@ class Graphs(Generic[T]):
         return next(size for size in self._sizes if size >= wanted) if self._device.type == "cuda" else wanted
 
     @torch.inference_mode()
-    def run(self, key: Hashable, function: Callable[[], T], *, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> T:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], T],
+        *,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> T:
         """`aside`: within it the function may be run without effect."""
         if self._device.type != "cuda":
             return function()
@@ -41,7 +47,9 @@ class Graphs(Generic[T]):
         graph.replay()
         return result
 
-    def _capture(self, function: Callable[[], T], aside: Callable[[], AbstractContextManager[None]]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _capture(
+        self, function: Callable[[], T], aside: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[torch.cuda.CUDAGraph, T]:
         stream = torch.cuda.Stream(self._device)
         with aside():
             stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -35,7 +35,9 @@ class NGram:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
-            raise UsageError(f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= max_ngram.")
+            raise UsageError(
+                f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= max_ngram."
+            )
 
     def build(self, setting: Setting) -> "NGramProposer":
         return NGramProposer(self, setting.k)

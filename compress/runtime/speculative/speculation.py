@@ -48,10 +48,14 @@ class Speculative:
         if self.rule not in ("coupled", "rejection"):
             raise UsageError(f"speculative: rule is '{self.rule}'; it must be 'coupled' or 'rejection'.")
         if self.forced_rate is not None and not 0 <= self.forced_rate <= 1:
-            raise UsageError(f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for benchmarks only.")
+            raise UsageError(
+                f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for benchmarks only."
+            )
 
     def build(self, arch: Arch, target: Target, *, block_size: int) -> Proposer:
-        return self.proposer.build(Setting(arch, target, self.k, draws=self.rule == "rejection", block_size=block_size))
+        return self.proposer.build(
+            Setting(arch, target, self.k, draws=self.rule == "rejection", block_size=block_size)
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class Acceptance:
     @property
     def rates(self) -> tuple[float, ...]:
         """Of each position, among the rows that had a token there."""
-        return tuple(kept / made if made else 0.0 for kept, made in zip(self.accepted, self.proposed, strict=True))
+        return tuple(
+            kept / made if made else 0.0 for kept, made in zip(self.accepted, self.proposed, strict=True)
+        )
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         proposed, accepted = (
@@ -110,15 +116,27 @@ class Speculation:
     """One engine's proposer, verification and counts."""
 
     def __init__(
-        self, config: Speculative, proposer: Proposer, runner: ModelRunner, pages: Pages, target: Target, scheduler: Scheduler
+        self,
+        config: Speculative,
+        proposer: Proposer,
+        runner: ModelRunner,
+        pages: Pages,
+        target: Target,
+        scheduler: Scheduler,
     ) -> None:
         self._proposer, self._runner, self._scheduler = proposer, runner, scheduler
         proposer.begin(pages, runner.embedding)
         graphs: Graphs[Tensor] = Graphs(target.device, target.max_batch_size)
         self._state = SpeculativeState(
-            max_rows=graphs.max_rows, max_model_len=pages.max_model_len, block_size=pages.block_size, k=config.k, device=target.device
+            max_rows=graphs.max_rows,
+            max_model_len=pages.max_model_len,
+            block_size=pages.block_size,
+            k=config.k,
+            device=target.device,
         )
-        self._steps = VerifySteps(runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate)
+        self._steps = VerifySteps(
+            runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate
+        )
         self._k, self._block_size = config.k, pages.block_size
         self._generations: Sequence[Generation] = ()
         self._rows: list[RunningRow] = []
@@ -143,7 +161,10 @@ class Speculation:
         """The last token that may be generated is never fed, so that one fewer may be proposed, and no more than blocks can be had for."""
         for each in generations:
             self._scheduler.extend(each, min(len(each.tokens) + self._k, each.end - 1))
-        self._rows = [RunningRow(each.tokens, each.end, each.blocks, each.request.params, self._limit(each)) for each in generations]
+        self._rows = [
+            RunningRow(each.tokens, each.end, each.blocks, each.request.params, self._limit(each))
+            for each in generations
+        ]
         self._generations, self._num_launched = generations, 0
         self._any_kept = any(row.limit for row in self._rows)
         self._state.load(self._rows)
@@ -160,10 +181,17 @@ class Speculation:
             return False
         for each, length in most:
             extend(each, min(length + self._k, each.end - 1))
-        grown = {row_idx: each.blocks for row_idx, each in enumerate(generations) if len(each.blocks) > held[row_idx]}
+        grown = {
+            row_idx: each.blocks
+            for row_idx, each in enumerate(generations)
+            if len(each.blocks) > held[row_idx]
+        }
         if grown:
             self._state.hold(grown)
-        self._any_kept = any(min(each.end - 1, len(each.blocks) * self._block_size) > len(each.tokens) + 1 for each in generations)
+        self._any_kept = any(
+            min(each.end - 1, len(each.blocks) * self._block_size) > len(each.tokens) + 1
+            for each in generations
+        )
         return True
 
     @torch.inference_mode()

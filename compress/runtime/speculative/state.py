@@ -1,6 +1,6 @@
 """What a speculative step reads and advances, on the device: for each row its last tokens, its context, how far it may go, and its blocks.
 
-A step ends by writing what the next one reads (`kernels/verify_step.py`), so steps follow one another without the host. The host writes
+A step ends by writing what the next one reads (`kernels/step/verify.py`), so steps follow one another without the host. The host writes
 everything when requests come or go (`load`), and the block table when sequences get new blocks (`hold`), in one transfer that waits for
 nothing: it lies in the host's memory in two places in turn, so that the last one may still be on its way.
 
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.decode_step import shared_memory
-from compress.kernels.paged import PADDING_BLOCK
-from compress.kernels.verify_step import CONTEXT, VerifyState, end_verify, place_rows
+from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.step.decode import shared_memory
+from compress.kernels.step.verify import CONTEXT, VerifyState, end_verify, place_rows
 from compress.runtime.model_runner import Features, ModelRunner
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows
@@ -59,7 +59,9 @@ class Fed:
 class SpeculativeState:
     """Tensors for at most `max_rows` requests of at most `max_model_len` tokens, with k proposed tokens."""
 
-    def __init__(self, *, max_rows: int, max_model_len: int, block_size: int, k: int, device: torch.device) -> None:
+    def __init__(
+        self, *, max_rows: int, max_model_len: int, block_size: int, k: int, device: torch.device
+    ) -> None:
         self.max_rows = max_rows
         self.k = k
         self.device = device
@@ -89,7 +91,9 @@ class SpeculativeState:
         self._held_in_turn = on_host(max_rows, num_columns), on_host(max_rows, num_columns)
         self._drafts, self._counts, self._counted = on_host(max_rows, k), on_host(max_rows) + k, False
         self.sampling = SamplingRows.of((), device, pad_to=max_rows)
-        self.sampling_of_all = SamplingRows.of((), device, pad_to=max_rows * (k + 1))  # tokens of a step that verifies k proposals
+        self.sampling_of_all = SamplingRows.of(
+            (), device, pad_to=max_rows * (k + 1)
+        )  # tokens of a step that verifies k proposals
         self._params: list[SamplingParams] = []
         self.plan = SamplingPlan.of(())
 
@@ -160,15 +164,30 @@ class SpeculativeState:
     def fed(self, tokens_RQ: Tensor, context_lens_R: Tensor, *, max_rows: int) -> Iterator[Fed]:
         """Rows that feed these tokens at the end of contexts of this length, in parts of at most `max_rows`."""
         (num_rows, q_len), tokens_T = tokens_RQ.shape, tokens_RQ.flatten()
-        table_RB, last = self.table_SB[:num_rows], self._last_position  # behind the last position is only what is never kept
-        positions_T, slots_T = place_rows(context_lens_R, table_RB, q_len, block_size=self._block_size, last_position=last)
+        table_RB, last = (
+            self.table_SB[:num_rows],
+            self._last_position,
+        )  # behind the last position is only what is never kept
+        positions_T, slots_T = place_rows(
+            context_lens_R, table_RB, q_len, block_size=self._block_size, last_position=last
+        )
         per_part = max_rows // q_len
         for start in range(0, num_rows, per_part):
             part = slice(start, min(start + per_part, num_rows))
             rows = slice(part.start * q_len, part.stop * q_len)
-            yield Fed(rows, part, tokens_T[rows], positions_T[rows], slots_T[rows], table_RB[part], context_lens_R[part])
+            yield Fed(
+                rows,
+                part,
+                tokens_T[rows],
+                positions_T[rows],
+                slots_T[rows],
+                table_RB[part],
+                context_lens_R[part],
+            )
 
-    def logits(self, runner: ModelRunner, tokens_RQ: Tensor, context_lens_R: Tensor, features: Features | None = None) -> Tensor:
+    def logits(
+        self, runner: ModelRunner, tokens_RQ: Tensor, context_lens_R: Tensor, features: Features | None = None
+    ) -> Tensor:
         """Float32 [R Q, V] of rows that feed these tokens at the end of contexts of this length; `features` are filled in.
 
         No more rows go through the model at once than its decode kernels were chosen for.

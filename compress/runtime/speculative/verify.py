@@ -7,7 +7,7 @@ So to roll back is not to advance.
 
 On CUDA the step is a graph, which ends with the state of the next one; the tokens arrive in the host's memory, in two places in turn.
 
-Shapes: R rows, S rows of the state, Q = k + 1, T = R Q, V vocabulary, N and Y as in `kernels/verify_step.py`.
+Shapes: R rows, S rows of the state, Q = k + 1, T = R Q, V vocabulary, N and Y as in `kernels/step/verify.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -82,7 +82,9 @@ class VerifySteps:
         k = state.k if any_kept else 0
         state.propose(drafts.tokens_RK, drafts.counts)
         size = self._graphs.num_rows(num_rows)
-        logits_TV = self._graphs.run((size, k, plan), lambda: self._run(size, k, plan, drafts.probs_SKV), aside=state.set_aside)
+        logits_TV = self._graphs.run(
+            (size, k, plan), lambda: self._run(size, k, plan, drafts.probs_SKV), aside=state.set_aside
+        )
         done = self._done[step % 2]
         if done is not None:
             done.record()
@@ -101,15 +103,24 @@ class VerifySteps:
             self._proposer.verified(features, state, q_len=1 + k)
         positions_T = (first_R.unsqueeze(1) + torch.arange(1 + k, device=state.device)).flatten()
         sampling = state.sampling_of_all.first(num_rows * (1 + k)) if k else rows
-        tokens_RQ = sample_rows(logits_TV, sampling, positions_T, replace(plan, logprobs=False)).tokens_R.view(num_rows, -1)
+        tokens_RQ = sample_rows(
+            logits_TV, sampling, positions_T, replace(plan, logprobs=False)
+        ).tokens_R.view(num_rows, -1)
         accepted_R: Tensor | None = None
         if k and self._forced_rate is not None:
-            kept = accept_forced(tokens_RQ, drafts_RK, state.step.counts(num_rows), first_R, rows.seeds_R, self._forced_rate)
+            kept = accept_forced(
+                tokens_RQ, drafts_RK, state.step.counts(num_rows), first_R, rows.seeds_R, self._forced_rate
+            )
             tokens_RQ, accepted_R = kept.tokens_RQ, kept.num_accepted_R
         elif k and self._rule == "rejection" and plan.draws:
-            probs_RKV, logits_RQV = None if probs_SKV is None else probs_SKV[:num_rows], logits_TV.view(num_rows, 1 + k, -1)
+            probs_RKV, logits_RQV = (
+                None if probs_SKV is None else probs_SKV[:num_rows],
+                logits_TV.view(num_rows, 1 + k, -1),
+            )
             counts_R = state.step.counts(num_rows)
-            kept = accept_by_rejection(logits_RQV, tokens_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV)
+            kept = accept_by_rejection(
+                logits_RQV, tokens_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV
+            )
             tokens_RQ, accepted_R = kept.tokens_RQ, kept.num_accepted_R
         state.end(tokens_RQ, accepted_R, _logprobs(logits_TV, tokens_RQ) if plan.logprobs else None)
         return logits_TV

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.dataset import save_token_set
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME, data_identity
+from compress.data.tokens import save_token_set
 from compress.distill.learn import Curve, Measurements, learn
 from compress.distill.lora import add_lora_, merge_lora_
 from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
@@ -23,7 +24,6 @@ from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME, data_identity
 from compress.stages.distill.estimate import estimate, reshape
 from compress.stages.distill.learning import batches, learning_facts
 from compress.stages.distill.models import NamedTeacher, build_student, check_pair, identity_of, teacher_of
@@ -48,7 +48,12 @@ def _depends(spec: Distill, device: str) -> Mapping[str, str]:
     checkpoint = None if spec.student is None else spec.student.checkpoint
     named = {"teacher": None if spec.teacher == SOURCE else spec.teacher, "student": checkpoint}
     models = {name: identity_of(ref) for name, ref in named.items() if ref is not None}
-    return {**data_identity(spec, device), **models, "device": place.type, "dtype": str(spec.computes_in(place))}
+    return {
+        **data_identity(spec, device),
+        **models,
+        "device": place.type,
+        "dtype": str(spec.computes_in(place)),
+    }
 
 
 def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
@@ -61,17 +66,25 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
     device = torch.device(ctx.device)
     dtype = spec.computes_in(device)
     named = teacher_of(spec, inputs, ctx)
-    student = build_student(spec, inputs, named, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device)
+    student = build_student(
+        spec, inputs, named, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
+    )
     check_pair(named, student.arch, inputs)
     lead = ctx.ranks.rank == 0
     place = torch.device(spec.teacher_device or device)
-    text = ctx.ranks.broadcast(prepared_text(spec, inputs.source, named.weights, ctx, device=place) if lead else None)
+    text = ctx.ranks.broadcast(
+        prepared_text(spec, inputs.source, named.weights, ctx, device=place) if lead else None
+    )
     assert text is not None
-    teacher = Teacher(build_decoder(named.weights, dtype=dtype, device=place), device=device, compile=spec.compile)
+    teacher = Teacher(
+        build_decoder(named.weights, dtype=dtype, device=place), device=device, compile=spec.compile
+    )
     if spec.lora is None:
         student.requires_grad_(True)
     else:
-        add_lora_(student, spec.lora.rank, alpha=spec.lora.alpha or 2.0 * spec.lora.rank, generator=ctx.rng("lora"))
+        add_lora_(
+            student, spec.lora.rank, alpha=spec.lora.alpha or 2.0 * spec.lora.rank, generator=ctx.rng("lora")
+        )
     if spec.recompute:
         checkpoint_layers_(student)
     config = spec.train_config(dtype)
@@ -83,7 +96,9 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
         return measure(student, teacher, text.held_out_NS, device, compute_dtype=dtype, ranks=ctx.ranks)
 
     teacher_bits = look().bits_per_byte(text.num_bytes)[1]
-    looks = Measurements(lambda: look().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop)
+    looks = Measurements(
+        lambda: look().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
+    )
     curve = learn(training, config, looks, ctx)
     if spec.lora is not None:
         merge_lora_(student)
@@ -126,7 +141,11 @@ def _carried(spec: Distill, inputs: Inputs) -> dict[str, Any]:
 def _facts(spec: Distill, learnt: Learnt, ctx: Context) -> dict[str, Any]:
     looks = [row for row in learnt.curve if "kl" in row]
     return {
-        "teacher": {"name": learnt.teacher.name, "digest": learnt.teacher.digest, "bits_per_byte": learnt.teacher_bits_per_byte},
+        "teacher": {
+            "name": learnt.teacher.name,
+            "digest": learnt.teacher.digest,
+            "bits_per_byte": learnt.teacher_bits_per_byte,
+        },
         "student": {"params": learnt.student.arch.num_params},
         "trained": "All weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}",
         "data": learnt.text.facts,

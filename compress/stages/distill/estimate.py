@@ -8,13 +8,13 @@ disk         the result, the training tokens, and while it runs the state: 12 by
 
 from dataclasses import replace
 
-from compress.calibrate.card import check_at_hand, load_card
+from compress.data.card import check_at_hand, load_card
+from compress.data.model_tokens import check_seq_len
 from compress.distill.head import SLICE_VALUES
 from compress.distill.student import student_arch
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.stages import Estimate, PlanFacts
-from compress.stages.calibrate import fits
 from compress.stages.distill.learning import Learning
 from compress.stages.distill.spec import SOURCE, Distill, check_dense
 
@@ -24,12 +24,19 @@ KEPT_BYTES = 6
 
 def reshape(spec: Distill, arch: Arch) -> Arch:
     """A checkpoint's shape is known when it is read; until then, the model as it was."""
-    return arch if spec.student is None or spec.student.checkpoint is not None else student_arch(arch, spec.student.shape())
+    return (
+        arch
+        if spec.student is None or spec.student.checkpoint is not None
+        else student_arch(arch, spec.student.shape())
+    )
 
 
 def forward_flops(arch: Arch, seq_len: int) -> float:
     """Of one token."""
-    attention = sum(2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len) for layer in arch.layers)
+    attention = sum(
+        2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len)
+        for layer in arch.layers
+    )
     return 2.0 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size) + attention
 
 
@@ -39,8 +46,8 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     check_text(spec, facts, "distill")
     check_dense(facts.arch)
     teacher, student = facts.source_arch or facts.arch, reshape(spec, facts.arch)
-    fits(spec.seq_len, "distill: seq_len", student)
-    fits(spec.seq_len, "distill: seq_len", teacher)
+    check_seq_len(spec.seq_len, "distill: seq_len", student)
+    check_seq_len(spec.seq_len, "distill: seq_len", teacher)
     num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
     width = 4 if facts.device == "cpu" else 2
     frozen = 0 if spec.lora is None else width * student.num_params
@@ -48,7 +55,9 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     return replace(found, notes=tuple(_notes(spec, student, teacher)))
 
 
-def training_estimate(spec: Learning, student: Arch, teacher: Arch, facts: PlanFacts, *, num_trained: int, frozen_bytes: int) -> Estimate:
+def training_estimate(
+    spec: Learning, student: Arch, teacher: Arch, facts: PlanFacts, *, num_trained: int, frozen_bytes: int
+) -> Estimate:
     """Of one rank, for any training: so many weights of the student learn, the others take so many bytes."""
     num_looks = 1 + spec.num_steps // spec.steps_between_measurements
     looked = num_looks * spec.eval_samples * spec.seq_len
@@ -61,7 +70,9 @@ def training_estimate(spec: Learning, student: Arch, teacher: Arch, facts: PlanF
     width = 4 if facts.device == "cpu" else 2
     peak = 16 * num_trained + frozen_bytes + width * teacher.num_params + _activations(spec, student, width)
     peak += 5 * 4 * SLICE_VALUES["cpu" if facts.device == "cpu" else "cuda"]
-    kept = 0 if spec.loss.top_k is None else spec.num_windows * spec.seq_len * (KEPT_BYTES * spec.loss.top_k + 4)
+    kept = (
+        0 if spec.loss.top_k is None else spec.num_windows * spec.seq_len * (KEPT_BYTES * spec.loss.top_k + 4)
+    )
     disk = 2 * student.num_params + 4 * spec.num_windows * (spec.seq_len + 1) + 12 * num_trained + kept
     return Estimate(peak, disk, flops / facts.num_ranks)
 
@@ -69,7 +80,11 @@ def training_estimate(spec: Learning, student: Arch, teacher: Arch, facts: PlanF
 def _notes(spec: Distill, student: Arch, teacher: Arch) -> list[str]:
     trained = spec.num_steps * spec.batch_size * spec.seq_len
     what = "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}"
-    of = f"{teacher.num_params / 1e6:,.1f} M" if spec.teacher == SOURCE else f"{spec.teacher}, taken to be of the source's size"
+    of = (
+        f"{teacher.num_params / 1e6:,.1f} M"
+        if spec.teacher == SOURCE
+        else f"{spec.teacher}, taken to be of the source's size"
+    )
     return [
         f"{student.num_params / 1e6:,.1f} M parameters learn from {of} ({what}, {spec.loss.kind}), {trained:,} tokens in "
         f"{spec.num_steps:,} steps",
@@ -93,11 +108,18 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
 def _activations(spec: Learning, arch: Arch, width: int) -> int:
     """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and layer, or one hidden vector."""
     tokens = spec.micro_batch * spec.seq_len
-    of_layers = [10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size for layer in arch.layers]
+    of_layers = [
+        10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size
+        for layer in arch.layers
+    ]
     if spec.recompute:
         return tokens * (4 * arch.hidden_size * arch.num_layers + width * max(of_layers))
     return tokens * width * sum(of_layers)
 
 
 def _lora_params(arch: Arch, rank: int) -> int:
-    return sum(rank * sum(layer.linear_shape(name, arch.hidden_size)) for layer in arch.layers for name in layer.linears)
+    return sum(
+        rank * sum(layer.linear_shape(name, arch.hidden_size))
+        for layer in arch.layers
+        for name in layer.linears
+    )

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from compress.artifact.context import Context
-from compress.calibrate.dataset import TokenSet
+from compress.context import Context
+from compress.data.tokens import TokenSet
 from compress.distill.kept import KeptLogits
 from compress.distill.learn import Curve
 from compress.distill.losses import Divergence, Kind
@@ -31,9 +31,16 @@ class Loss(Spec):
         "rejects of the student's proposals, lk its -log(1 - tv)",
     )
     temperature: float = Field(1.0, gt=0, description="logits of both are divided by it")
-    hard_frac: float = Field(0.0, ge=0, le=1, description="share of the loss that is the cross entropy of the text's own next token")
+    hard_frac: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the loss that is the cross entropy of the text's own next token",
+    )
     top_k: int | None = Field(
-        None, ge=1, description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs beside the student"
+        None,
+        ge=1,
+        description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs beside the student",
     )
 
     def divergence(self) -> Divergence:
@@ -51,32 +58,48 @@ class Learning(Spec):
     """Text, loss and steps."""
 
     data: str = Field("builtin://python", description="training text: a data card or builtin://python")
-    sample: Sample | None = Field(None, description="train on text that the teacher writes from beginnings of the data")
+    sample: Sample | None = Field(
+        None, description="train on text that the teacher writes from beginnings of the data"
+    )
     tokens: int = Field(1_000_000, ge=1, description="to train on, all passes together")
     passes: int = Field(1, ge=1, description="how often each window of text is seen")
     seq_len: int = Field(512, ge=8, description="documents are joined and cut into windows of so many tokens")
     batch_size: int = Field(16, ge=1, description="windows a step")
-    micro_batch_size: int | None = Field(None, ge=1, description="windows computed at once; left out, as many as fill 8,192 tokens")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="windows computed at once; left out, as many as fill 8,192 tokens"
+    )
     lr: float = Field(2e-4, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
     optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = Field(0.01, ge=0)
     warmup_frac: float = Field(0.05, ge=0, lt=1)
     max_grad_norm: float = Field(1.0, gt=0)
     loss: Loss = Loss()
-    eval_samples: int = Field(16, ge=1, description="windows of the data that are not trained on and measure what is learnt")
-    eval_every: int | None = Field(None, ge=1, description="steps between two measurements; left out, a twentieth of all steps")
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU and on a CPU with AMX (twice as fast there), else float32"
+    eval_samples: int = Field(
+        16, ge=1, description="windows of the data that are not trained on and measure what is learnt"
     )
-    recompute: bool = Field(False, description="keep only the input of each layer for the backward pass: less memory, a third more work")
+    eval_every: int | None = Field(
+        None, ge=1, description="steps between two measurements; left out, a twentieth of all steps"
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="auto: bfloat16 on a GPU and on a CPU with AMX (twice as fast there), else float32",
+    )
+    recompute: bool = Field(
+        False,
+        description="keep only the input of each layer for the backward pass: less memory, a third more work",
+    )
     compile: bool = Field(False, description="compile the models; worth its minute on a GPU")
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.sample is not None and self.sample.prompt_tokens >= self.seq_len:
-            raise ValueError(f"sample: prompt_tokens {self.sample.prompt_tokens} leaves nothing to write of seq_len {self.seq_len}.")
+            raise ValueError(
+                f"sample: prompt_tokens {self.sample.prompt_tokens} leaves nothing to write of seq_len {self.seq_len}."
+            )
         if self.batch_size % self.micro_batch:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch}.")
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch}."
+            )
         if self.num_windows < self.batch_size:
             raise ValueError(
                 f"{self.tokens} tokens in {self.passes} pass(es) are {self.num_windows} windows of {self.seq_len}, fewer than a batch of "
@@ -88,7 +111,11 @@ class Learning(Spec):
     def micro_batch(self) -> int:
         if self.micro_batch_size is not None:
             return self.micro_batch_size
-        fitting = [each for each in range(1, self.batch_size + 1) if self.batch_size % each == 0 and each * self.seq_len <= 8192]
+        fitting = [
+            each
+            for each in range(1, self.batch_size + 1)
+            if self.batch_size % each == 0 and each * self.seq_len <= 8192
+        ]
         return max(fitting, default=1)
 
     @property
@@ -123,7 +150,9 @@ class Learning(Spec):
             weight_decay=self.weight_decay,
             max_grad_norm=self.max_grad_norm,
             compute_dtype=dtype,
-            log_every=next(each for each in range(max(1, self.num_steps // LOG_ROWS), every + 1) if every % each == 0),
+            log_every=next(
+                each for each in range(max(1, self.num_steps // LOG_ROWS), every + 1) if every % each == 0
+            ),
         )
 
 
@@ -146,7 +175,9 @@ def batches(
     kept.fill(
         teacher,
         ctx.ranks,
-        lambda shards: ctx.boundary(shards, kept.num_shards, "asking the teacher, shards of its logits on disk"),
+        lambda shards: ctx.boundary(
+            shards, kept.num_shards, "asking the teacher, shards of its logits on disk"
+        ),
         device=device,
         at_once=spec.micro_batch,
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from compress.artifact.context import Context
-from compress.calibrate.dataset import load_tokenizer
+from compress.context import Context
+from compress.data.tokens import load_tokenizer
 from compress.distill.student import sliced_decoder, student_arch
 from compress.errors import UsageError
 from compress.export import open_weights
@@ -40,7 +40,9 @@ def identity_of(ref: str) -> str:
     if model.scheme != "hf":
         return resolve_model(model.scheme, model.name, model.revision).digest
     if model.revision is None:
-        raise UsageError(f"'{ref}' names a branch that moves. Name the commit, as in hf://{model.name}@<revision>.")
+        raise UsageError(
+            f"'{ref}' names a branch that moves. Name the commit, as in hf://{model.name}@<revision>."
+        )
     return ref
 
 
@@ -55,7 +57,13 @@ def teacher_of(spec: Distill, inputs: Inputs, ctx: Context) -> NamedTeacher:
 
 
 def build_student(
-    spec: Distill, inputs: Inputs, teacher: NamedTeacher, ctx: Context, *, dtype: torch.dtype, device: torch.device
+    spec: Distill,
+    inputs: Inputs,
+    teacher: NamedTeacher,
+    ctx: Context,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Decoder:
     """The model that is to learn, with the weights that it starts from.
 
@@ -65,16 +73,26 @@ def build_student(
     """
     asked, dense = spec.student, inputs[Port.DENSE]
     if asked is None or asked.checkpoint is not None:
-        path, digest = (dense.path, dense.digest) if asked is None or asked.checkpoint is None else _place(asked.checkpoint, ctx)
+        path, digest = (
+            (dense.path, dense.digest)
+            if asked is None or asked.checkpoint is None
+            else _place(asked.checkpoint, ctx)
+        )
         if digest == teacher.digest:
-            raise UsageError(f"distill: student and teacher are the same model, {teacher.name}. Prune before it, or name another teacher.")
+            raise UsageError(
+                f"distill: student and teacher are the same model, {teacher.name}. Prune before it, or name another teacher."
+            )
         weights = open_weights(path)
         check_dense(weights.arch)
         return build_decoder(weights, dtype=dtype, device=device)
     weights = open_weights(dense.path)
     check_dense(weights.arch)
     arch = student_arch(weights.arch, asked.shape())
-    student = fresh_decoder(arch, generator=ctx.rng("student")) if asked.init == "random" else sliced_decoder(weights, arch)
+    student = (
+        fresh_decoder(arch, generator=ctx.rng("student"))
+        if asked.init == "random"
+        else sliced_decoder(weights, arch)
+    )
     return student.to(device=device, dtype=dtype).requires_grad_(False)
 
 

@@ -26,7 +26,9 @@ class Lora(Spec):
     """Train low-rank terms beside frozen linears, and merge them at the end."""
 
     rank: int = Field(16, ge=1)
-    alpha: float | None = Field(None, gt=0, description="size of the terms, divided by the rank; twice the rank by default")
+    alpha: float | None = Field(
+        None, gt=0, description="size of the terms, divided by the rank; twice the rank by default"
+    )
 
 
 class Student(Spec):
@@ -40,7 +42,9 @@ class Student(Spec):
     init: Literal["teacher", "random"] = Field(
         "teacher", description="weights: evenly chosen layers and channels of the teacher, or random"
     )
-    checkpoint: Annotated[str | None, checked_by(_model)] = Field(None, description="a model reference; instead of all other keys")
+    checkpoint: Annotated[str | None, checked_by(_model)] = Field(
+        None, description="a model reference; instead of all other keys"
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -58,11 +62,20 @@ class Distill(Learning):
     """How the dense weights learn to say what the teacher says."""
 
     lora: Lora | None = Field(None, description="left out, all weights are trained, with float32 masters")
-    teacher: Annotated[str, checked_by(_model)] = Field(SOURCE, description="`source`, or a model reference; it may be quantized")
-    teacher_device: str | None = Field(None, description="where the teacher runs (`cuda:1`, `cpu`); left out, beside the student")
-    student: Student | None = Field(None, description="left out, the dense weights as the stages before leave them, such as a pruned model")
+    teacher: Annotated[str, checked_by(_model)] = Field(
+        SOURCE, description="`source`, or a model reference; it may be quantized"
+    )
+    teacher_device: str | None = Field(
+        None, description="where the teacher runs (`cuda:1`, `cpu`); left out, beside the student"
+    )
+    student: Student | None = Field(
+        None,
+        description="left out, the dense weights as the stages before leave them, such as a pruned model",
+    )
     early_stop: int | None = Field(
-        None, ge=1, description="end after so many measurements in which the held-out KL fell by less than 0.5 %"
+        None,
+        ge=1,
+        description="end after so many measurements in which the held-out KL fell by less than 0.5 %",
     )
 
     def refuse_nothing_to_learn(self, specs: Mapping[str, Any]) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.dataset import TokenSet
+from compress.context import Context
+from compress.data.model_tokens import read_tokens
+from compress.data.tokens import TokenSet
 from compress.models.weights import WeightSource
 from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
-from compress.stages.calibrate import read_tokens
 from compress.stages.distill.learning import Learning, Sample
 
 SAMPLES_NAME = "sampled-{:05d}.safetensors"
@@ -43,7 +43,14 @@ def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
     """Both from one draw: a larger sample begins with the smaller one, so the held-out windows are the first and keep their byte count."""
 
     def draw(num_samples: int) -> TokenSet:
-        tokens, _ = read_tokens(source, spec.data, num_samples=num_samples, seq_len=spec.seq_len + 1, seed=ctx.seed, offline=ctx.offline)
+        tokens, _ = read_tokens(
+            source,
+            spec.data,
+            num_samples=num_samples,
+            seq_len=spec.seq_len + 1,
+            seed=ctx.seed,
+            offline=ctx.offline,
+        )
         return tokens
 
     held_out, everything = draw(spec.eval_samples), draw(spec.eval_samples + spec.num_windows)
@@ -51,14 +58,22 @@ def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
     return Text(TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes)
 
 
-def prepared_text(spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device) -> Text:
+def prepared_text(
+    spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device
+) -> Text:
     """The windows that are trained on, written by the teacher if that is asked for, and those held out."""
     ctx.boundary(0, spec.num_steps, f"reading {spec.data}")
     text = read_text(spec, source, ctx)
-    return text if spec.sample is None else text.with_training(sampled(spec.sample, text.training.tokens_NS, teacher, ctx, device=device))
+    return (
+        text
+        if spec.sample is None
+        else text.with_training(sampled(spec.sample, text.training.tokens_NS, teacher, ctx, device=device))
+    )
 
 
-def sampled(sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device) -> Tensor:
+def sampled(
+    sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device
+) -> Tensor:
     """The windows with all but their first tokens written by the teacher, end-of-text tokens as they come; resumable."""
     length = prompts_NS.shape[1]
     engine: Engine | None = None
@@ -67,13 +82,21 @@ def sampled(sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Cont
         file = ctx.scratch / SAMPLES_NAME.format(idx)
         ctx.boundary(idx * SAMPLED_AT_ONCE, prompts_NS.shape[0], "text written by the teacher")
         if not file.exists():
-            engine = engine or Engine(teacher, device=device, config=EngineConfig(max_batch_size=SAMPLED_AT_ONCE, max_model_len=length))
+            engine = engine or Engine(
+                teacher,
+                device=device,
+                config=EngineConfig(max_batch_size=SAMPLED_AT_ONCE, max_model_len=length),
+            )
             params: dict[str, Any] = {"temperature": sample.temperature, "ignore_eos": True}
             requests = [
                 Request(
                     str(row),
                     tuple(prompt[: sample.prompt_tokens]),
-                    SamplingParams(length - sample.prompt_tokens, seed=ctx.seed * 1_000_003 + idx * SAMPLED_AT_ONCE + row, **params),
+                    SamplingParams(
+                        length - sample.prompt_tokens,
+                        seed=ctx.seed * 1_000_003 + idx * SAMPLED_AT_ONCE + row,
+                        **params,
+                    ),
                 )
                 for row, prompt in enumerate(part.tolist())
             ]

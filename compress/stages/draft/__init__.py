@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 import torch
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
-from compress.calibrate.dataset import save_token_set
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity
+from compress.data.tokens import save_token_set
 from compress.export import open_weights
 from compress.models.weights import build_decoder
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.calibrate import TOKENS_NAME, data_identity, fits
 from compress.stages.distill.estimate import check_text
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
@@ -41,7 +41,7 @@ def _depends(spec: Draft, device: str) -> Mapping[str, str]:
 def estimate(spec: Draft, facts: PlanFacts) -> Estimate:
     """Text and windows are checked here, for every kind of draft."""
     check_text(spec, facts, "draft")
-    fits(spec.seq_len, "draft: seq_len", facts.arch)
+    check_seq_len(spec.seq_len, "draft: seq_len", facts.arch)
     return spec.start.estimate(spec, facts)
 
 
@@ -55,7 +55,11 @@ def draft_together(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[Made, Tex
     device = torch.device(ctx.device)
     dtype, place = spec.computes_in(device), inputs.first(Port.QUANTIZED, Port.DENSE)[1]
     target = NamedTeacher("the compressed model", place.digest, place.path, open_weights(place.path))
-    text = ctx.ranks.broadcast(prepared_text(spec, inputs.source, target.weights, ctx, device=device) if ctx.ranks.rank == 0 else None)
+    text = ctx.ranks.broadcast(
+        prepared_text(spec, inputs.source, target.weights, ctx, device=device)
+        if ctx.ranks.rank == 0
+        else None
+    )
     assert text is not None
     decoder = build_decoder(target.weights, dtype=dtype, device=device)
     return spec.start.make(Setting(spec, inputs.source, target, decoder, text, dtype, device), ctx), text

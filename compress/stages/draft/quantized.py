@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
-from compress.calibrate.dataset import TokenSet, save_token_set
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import TokenSet, save_token_set
 from compress.registry.model_source import ModelSource
 from compress.stages import Input, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.quantize import quantize
 from compress.stages.quantize.layers import quantize_layers
 from compress.stages.quantize.spec import Quantize
@@ -17,7 +17,9 @@ from compress.stages.quantize.spec import Quantize
 KEY, CALIBRATION = "quantized", "calibration"
 
 
-def quantized(spec: Quantize, dense: Artifact, tokens: TokenSet, parts: Workspace, source: ModelSource, ctx: Context) -> Artifact:
+def quantized(
+    spec: Quantize, dense: Artifact, tokens: TokenSet, parts: Workspace, source: ModelSource, ctx: Context
+) -> Artifact:
     """The draft's weights in codes, as an artifact in `parts`, on all ranks together; resumable.
 
     Raises:
@@ -29,7 +31,9 @@ def quantized(spec: Quantize, dense: Artifact, tokens: TokenSet, parts: Workspac
         calibration.mkdir(exist_ok=True)
         save_token_set(tokens, calibration / TOKENS_NAME)
     inside = replace(ctx, scratch=parts.scratch(KEY))
-    inputs = Inputs(source, {Port.DENSE: Input(dense.path, dense.digest), Port.CALIB: Input(Path(calibration), "")})
+    inputs = Inputs(
+        source, {Port.DENSE: Input(dense.path, dense.digest), Port.CALIB: Input(Path(calibration), "")}
+    )
     there = ctx.ranks.broadcast(parts.get(KEY) is not None)
     if leads:
         parents = {Port.DENSE.value: dense.digest}

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.calibrate.stats import Stat, StatFactory
 from compress.distill.eagle3 import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
-from compress.methods import Refiner, Rounder
+from compress.methods.quantize import Refiner, Rounder
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
@@ -39,12 +39,18 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
     """
     for name in ("guide", "smooth", "target", "tune"):
         if getattr(spec, name) is not None:
-            raise UsageError(f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say `{name}: null`.")
+            raise UsageError(
+                f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say `{name}: null`."
+            )
     if not isinstance(spec.scheme, str) or spec.overrides:
-        raise UsageError("draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and overrides.")
+        raise UsageError(
+            "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and overrides."
+        )
     found = spec.possible_schemes(facts.arch)[0]
     if found is None or found.layers.activation == "tensor" or found.layers.block_rows > 1:
-        raise UsageError(f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have their own scales.")
+        raise UsageError(
+            f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have their own scales."
+        )
     for linear in INPUTS:
         columns = parameter_shapes(facts)[f"{linear}.weight"][1]
         if found.layers.group_size is not None and columns % found.layers.group_size:
@@ -55,18 +61,37 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
 
 
 def rounded_head(
-    spec: Quantize, head: Eagle3Head, target: Target, tokens_NS: Tensor, num_steps: int, *, device: torch.device
+    spec: Quantize,
+    head: Eagle3Head,
+    target: Target,
+    tokens_NS: Tensor,
+    num_steps: int,
+    *,
+    device: torch.device,
 ) -> Eagle3Head:
     """The head with codes; one window after the other."""
-    scheme, rounder, refiner = head_scheme(spec, head.facts), cast(Rounder, spec.round), cast(Refiner | None, spec.refine)
-    stats = _observed(head, target, tokens_NS, num_steps, {**rounder.stats(), **(refiner.stats() if refiner else {})}, device=device)
+    scheme, rounder, refiner = (
+        head_scheme(spec, head.facts),
+        cast(Rounder, spec.round),
+        cast(Refiner | None, spec.refine),
+    )
+    stats = _observed(
+        head,
+        target,
+        tokens_NS,
+        num_steps,
+        {**rounder.stats(), **(refiner.stats() if refiner else {})},
+        device=device,
+    )
     weights = dict(head.weights)
     for linear, tap in INPUTS.items():
         name = f"{linear}.weight"
         stored = dense(weights[name])
         weight_OI = stored.to(device, torch.float32)
         found = rounder.round(weight_OI, stats[tap], scheme.layers, scale_dtype=stored.dtype)
-        weights[name] = _on_cpu((refiner.refine(weight_OI, found.weight, stats[tap]) if refiner else found).weight)
+        weights[name] = _on_cpu(
+            (refiner.refine(weight_OI, found.weight, stats[tap]) if refiner else found).weight
+        )
     if scheme.head is not None:
         stored = dense(weights["head.weight"])
         weights["head.weight"] = _on_cpu(nearest_weight(stored.to(device), scheme.head, stored.dtype))
@@ -75,10 +100,18 @@ def rounded_head(
 
 @torch.no_grad()
 def _observed(
-    head: Eagle3Head, target: Target, tokens_NS: Tensor, num_steps: int, wanted: Mapping[str, StatFactory], *, device: torch.device
+    head: Eagle3Head,
+    target: Target,
+    tokens_NS: Tensor,
+    num_steps: int,
+    wanted: Mapping[str, StatFactory],
+    *,
+    device: torch.device,
 ) -> dict[str, dict[str, Stat]]:
     """Statistics of what the linears read: tap -> name -> statistic."""
-    stats = {tap: {name: factory() for name, factory in wanted.items()} for tap in dict.fromkeys(INPUTS.values())}
+    stats = {
+        tap: {name: factory() for name, factory in wanted.items()} for tap in dict.fromkeys(INPUTS.values())
+    }
     decoder: Eagle3Decoder = head.decoder(dtype=torch.float32, device=device)
 
     def observe(tap: str, x: Tensor) -> None:
@@ -86,7 +119,9 @@ def _observed(
             stat.update(x.flatten(0, -2))
 
     for tokens_1S in tokens_NS.split(1):
-        embedded, features, _ = (each.to(torch.float32) for each in target.asked(tokens_1S.to(device=device, dtype=torch.int64)))
+        embedded, features, _ = (
+            each.to(torch.float32) for each in target.asked(tokens_1S.to(device=device, dtype=torch.int64))
+        )
         observe("fc", features[:, :-1])
         for _ in unrolled(decoder, embedded, features, num_steps, tap=observe):
             pass

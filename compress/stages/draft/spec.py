@@ -19,14 +19,17 @@ def _inits() -> Mapping[str, type[Spec]]:
 class Draft(Learning):
     """A small model that proposes tokens to the compressed one, and how it learns to be believed."""
 
-    init: Annotated[Spec, ByKind(_inits)] = Field(Pruned(), description="what the draft is before it is trained")
+    init: Annotated[Spec, ByKind(_inits)] = Field(
+        Pruned(), description="what the draft is before it is trained"
+    )
     loss: Loss = Loss(kind="lk")
     tokens: int = Field(300_000, ge=1, description="to train on, all passes together")
     batch_size: int = Field(4, ge=1, description="windows a step")
     optimizer: Literal["adamw", "muon"] = "muon"
     lr: float = Field(3e-3, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
     quantize: Quantize | None = Field(
-        None, description="as the stage of that name, calibrated on the training text; left out, the draft stays dense"
+        None,
+        description="as the stage of that name, calibrated on the training text; left out, the draft stays dense",
     )
 
     @model_validator(mode="before")
@@ -40,7 +43,9 @@ class Draft(Learning):
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> Self:
         if self.quantize is not None and self.quantize.kv_cache is not None:
-            raise ValueError("quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave out `kv_cache`.")
+            raise ValueError(
+                "quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave out `kv_cache`."
+            )
         return self
 
     @property

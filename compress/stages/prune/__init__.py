@@ -13,18 +13,18 @@ from typing import Any, cast
 import torch
 
 from compress.artifact.atomic import place
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
-from compress.calibrate.dataset import load_token_set
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import load_token_set
 from compress.export import open_weights
-from compress.methods import Compensation, Scorer
+from compress.methods.prune import Compensation, Scorer
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name
 from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.prune.costs import depends
 from compress.stages.prune.estimate import estimate, reshape
 from compress.stages.prune.round import Round, forget, prune_round
@@ -46,7 +46,9 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     before = source.arch
     found: dict[str, Any] = {}
     scorer, compensation = cast(Scorer, spec.score), cast(Compensation, spec.compensate)
-    method = Round(scorer, compensation, spec.unit, "block_influence" if spec.depth is None else spec.depth.score)
+    method = Round(
+        scorer, compensation, spec.unit, "block_influence" if spec.depth is None else spec.depth.score
+    )
     if spec.target is None:
         goal = spec.by_hand(before)
     else:
@@ -97,5 +99,10 @@ def _source(spec: Prune, inputs: Inputs) -> WeightSource:
 
 def _size(arch: Arch) -> dict[str, int]:
     widths, dtype = Widths.of(arch), getattr(torch, arch.dtype)
-    named = {"heads": widths.num_heads, "kv_heads": widths.num_kv_heads, "ffn": widths.intermediate_size, "layers": widths.num_layers}
+    named = {
+        "heads": widths.num_heads,
+        "kv_heads": widths.num_kv_heads,
+        "ffn": widths.intermediate_size,
+        "layers": widths.num_layers,
+    }
     return {**named, "params": arch.num_params, "size_bytes": dtype.itemsize * arch.num_params}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
+from compress.context import Context
 from compress.digest import canonical_json, digest_json
 from compress.kernels.coverage import PROJECTIONS, linear_shape
 from compress.kernels.latency import latency_table
@@ -26,9 +26,15 @@ def depends(target: Target, device: str) -> dict[str, str]:
     if target.latency_frac is None:
         return {}
     if target.device is not None:
-        return {"table": digest_json(sorted((*what, us) for what, us in latency_table(target.device).us.items()))}
+        return {
+            "table": digest_json(sorted((*what, us) for what, us in latency_table(target.device).us.items()))
+        }
     facts = environment_facts(torch.device(device))
-    return {"machine": digest_json({name: facts.get(name) for name in ("device_key", "device", "threads", "driver")})}
+    return {
+        "machine": digest_json(
+            {name: facts.get(name) for name in ("device_key", "device", "threads", "driver")}
+        )
+    }
 
 
 def costs_of(combined: Sequence[Widths], target: Target, arch: Arch, ctx: Context) -> list[float]:
@@ -40,12 +46,17 @@ def costs_of(combined: Sequence[Widths], target: Target, arch: Arch, ctx: Contex
     return [_step_us(each, target, linear_us, bytes_per_us) for each in shaped]
 
 
-def _step_us(arch: Arch, target: Target, linear_us: Callable[[Arch, str], float], bytes_per_us: float) -> float:
+def _step_us(
+    arch: Arch, target: Target, linear_us: Callable[[Arch, str], float], bytes_per_us: float
+) -> float:
     """The linears of all layers, the head, and one reading of the keys and values."""
     shape = arch.layers[0]
     kv_bytes = 2 * 2 * shape.num_kv_heads * shape.head_dim * target.rows * target.context
     head_us = 2 * arch.vocab_size * arch.hidden_size / bytes_per_us
-    return arch.num_layers * (sum(linear_us(arch, name) for name in PROJECTIONS) + kv_bytes / bytes_per_us) + head_us
+    return (
+        arch.num_layers * (sum(linear_us(arch, name) for name in PROJECTIONS) + kv_bytes / bytes_per_us)
+        + head_us
+    )
 
 
 def _timer(target: Target, arch: Arch, ctx: Context) -> tuple[Callable[[Arch, str], float], float]:
@@ -61,7 +72,12 @@ def _timer(target: Target, arch: Arch, ctx: Context) -> tuple[Callable[[Arch, st
         return by_table, table.bytes_per_us
     file, device = ctx.scratch / SEARCH_NAME / TIMES_NAME, torch.device(ctx.device)
     known: dict[str, float] = json.loads(file.read_bytes()) if file.exists() else {}
-    place = Place(device, dtype if device.type == "cuda" else torch.float32, max_batch_size=target.rows, max_step_tokens=128)
+    place = Place(
+        device,
+        dtype if device.type == "cuda" else torch.float32,
+        max_batch_size=target.rows,
+        max_step_tokens=128,
+    )
 
     def kept(key: str, measure: Callable[[], float]) -> float:
         if key not in known:
@@ -71,6 +87,8 @@ def _timer(target: Target, arch: Arch, ctx: Context) -> tuple[Callable[[Arch, st
 
     def by_clock(shaped: Arch, name: str) -> float:
         n, k = linear_shape(shaped, name, layer_idx=0)
-        return kept(f"{name},{n},{k}", lambda: linear_time_us(shaped, 0, name, None, rows=target.rows, target=place))
+        return kept(
+            f"{name},{n},{k}", lambda: linear_time_us(shaped, 0, name, None, rows=target.rows, target=place)
+        )
 
     return by_clock, kept("bytes_per_us", lambda: measure_bandwidth(device) / 1e6)

@@ -4,8 +4,8 @@ from typing import cast
 
 from compress.calibrate.estimate import Work, flops, peak_bytes
 from compress.errors import UsageError
-from compress.methods import Scorer
-from compress.methods.obs import Obs
+from compress.methods.prune import Scorer
+from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
@@ -38,7 +38,13 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
-    backward = 3 * 2.0 * arch.num_linear_params * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples) * calib.seq_len
+    backward = (
+        3
+        * 2.0
+        * arch.num_linear_params
+        * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples)
+        * calib.seq_len
+    )
     one_by_one = isinstance(spec.score, Obs)
     notes = [*_moved(spec, arch, after), *_notes(spec, arch, after)]
     if spec.target is not None:
@@ -51,7 +57,9 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         peak_bytes(work) + 8 * 4 * width**2,
         2 * after.num_params,
         num_walks * (walk + backward),
-        num_launches=LAUNCHES * (arch.layers[0].intermediate_size - after.layers[0].intermediate_size) * arch.num_layers
+        num_launches=LAUNCHES
+        * (arch.layers[0].intermediate_size - after.layers[0].intermediate_size)
+        * arch.num_layers
         if one_by_one
         else 0,
         notes=tuple(notes),
@@ -64,8 +72,12 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
     quantize = facts.specs.get("quantize")
     if not isinstance(quantize, Quantize) or set(spec.axes) == {"depth"}:
         return
-    schemes = [each for model in quantize.possible_schemes(facts.arch) if model is not None for each in model.all]
-    odd = sorted({each.name for each in schemes if each.group_size is not None and spec.multiple % each.group_size})
+    schemes = [
+        each for model in quantize.possible_schemes(facts.arch) if model is not None for each in model.all
+    ]
+    odd = sorted(
+        {each.name for each in schemes if each.group_size is not None and spec.multiple % each.group_size}
+    )
     if odd:
         raise UsageError(
             f"prune: `multiple: {spec.multiple}` may leave widths that the groups of {', '.join(odd)} do not divide. Make it a multiple of "
@@ -76,11 +88,19 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
 def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
     """Where what stays is not what was asked for."""
     old, new = Widths.of(before), Widths.of(after)
-    asked = (("heads", spec.heads, old.num_heads, new.num_heads), ("ffn", spec.ffn, old.intermediate_size, new.intermediate_size))
+    asked = (
+        ("heads", spec.heads, old.num_heads, new.num_heads),
+        ("ffn", spec.ffn, old.intermediate_size, new.intermediate_size),
+    )
     notes = []
     for axis, cut, whole, found in asked:
-        if cut is not None and round(wanted := cut.keep if isinstance(cut.keep, int) else cut.keep * whole) != found:
-            notes.append(f"{axis}: keep {cut.keep:g} of {whole} is {wanted:g}; {found} is the nearest number that consumers take")
+        if (
+            cut is not None
+            and round(wanted := cut.keep if isinstance(cut.keep, int) else cut.keep * whole) != found
+        ):
+            notes.append(
+                f"{axis}: keep {cut.keep:g} of {whole} is {wanted:g}; {found} is the nearest number that consumers take"
+            )
     return notes
 
 
@@ -88,7 +108,12 @@ def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
     old, new = Widths.of(before), Widths.of(after)
     changed = [
         f"{name} {getattr(old, field)} -> {getattr(new, field)}"
-        for name, field in (("heads", "num_heads"), ("KV heads", "num_kv_heads"), ("FFN", "intermediate_size"), ("layers", "num_layers"))
+        for name, field in (
+            ("heads", "num_heads"),
+            ("KV heads", "num_kv_heads"),
+            ("FFN", "intermediate_size"),
+            ("layers", "num_layers"),
+        )
         if getattr(old, field) != getattr(new, field)
     ]
     method = f"score: {spec.score.model_dump()['kind']}, compensate: {spec.compensate.model_dump()['kind']}"
@@ -96,5 +121,7 @@ def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
         return [method]
     params = f"{before.num_params / 1e6:,.1f} M -> {after.num_params / 1e6:,.1f} M parameters"
     heads_go = old.num_heads != new.num_heads and before.family == "qwen2"
-    vllm = ["vLLM takes the head dimension of a Qwen2 from hidden size and heads, and will not load this; transformers does"]
+    vllm = [
+        "vLLM takes the head dimension of a Qwen2 from hidden size and heads, and will not load this; transformers does"
+    ]
     return [f"{', '.join(changed)}; {params}", method, *(vllm if heads_go else [])]

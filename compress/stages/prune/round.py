@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import walk
 from compress.calibrate.sequential import run_sequential
+from compress.context import Context
 from compress.digest import canonical_json
-from compress.methods import LAYER_SCORERS, Compensation, Scorer
-from compress.methods.prune_pass import Cut, PrunePass
-from compress.methods.taylor import UnitLosses
+from compress.methods.prune import LAYER_SCORERS, Compensation, Scorer
+from compress.methods.prune.prune_pass import Cut, PrunePass
+from compress.methods.prune.taylor import UnitLosses
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.pruning import HeadUnit, LayerSubset, StoredLayers, Widths, resized, with_biases
@@ -63,22 +63,30 @@ def prune_round(
     leads, done = ctx.ranks.rank == 0, directory / DONE_NAME
     if leads:
         directory.mkdir(parents=True, exist_ok=True)
-    kept, influence = ctx.ranks.broadcast(_kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx) if leads else ([], []))
+    kept, influence = ctx.ranks.broadcast(
+        _kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx) if leads else ([], [])
+    )
     subset = LayerSubset(source, kept)
     cuts = how.cuts(source.arch, widths)
     pruned = resized(subset.arch, widths)
     if how.compensation.needs_bias:
         pruned = with_biases(pruned, [cut.linear for cut in cuts])
     stored = StoredLayers(directory, pruned)
-    facts: dict[str, Any] | None = ctx.ranks.broadcast(json.loads(done.read_bytes()) if leads and done.exists() else None)
+    facts: dict[str, Any] | None = ctx.ranks.broadcast(
+        json.loads(done.read_bytes()) if leads and done.exists() else None
+    )
     if facts is not None:
         return stored, facts
     rows: list[dict[str, Any]] = []
     dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
     if cuts:
-        losses = ctx.ranks.broadcast(_losses(how, subset, cuts, tokens_NS, directory, ctx, dtype) if leads else {})
+        losses = ctx.ranks.broadcast(
+            _losses(how, subset, cuts, tokens_NS, directory, ctx, dtype) if leads else {}
+        )
         step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
-        rows = run_sequential(subset, tokens_NS, [step], directory, ctx, scheme=None, compute_dtype=dtype, pruned=pruned)
+        rows = run_sequential(
+            subset, tokens_NS, [step], directory, ctx, scheme=None, compute_dtype=dtype, pruned=pruned
+        )
     elif leads:
         _copy(subset, directory, ctx)
     facts = {"layers_kept": kept, "influence": influence, "layers": rows}
@@ -115,7 +123,13 @@ def _kept_layers(
 
 
 def _losses(
-    how: Round, source: WeightSource, cuts: Sequence[Cut], tokens_NS: Tensor, directory: Path, ctx: Context, dtype: torch.dtype
+    how: Round,
+    source: WeightSource,
+    cuts: Sequence[Cut],
+    tokens_NS: Tensor,
+    directory: Path,
+    ctx: Context,
+    dtype: torch.dtype,
 ) -> dict[tuple[int, str], Tensor]:
     """(layer, tap) -> predicted loss of every unit, for a scorer that asks for them."""
     if how.scorer.gradient_samples == 0:

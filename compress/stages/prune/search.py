@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.residual import kl_between, walk
+from compress.context import Context
 from compress.digest import canonical_json
 from compress.errors import UsageError
 from compress.models.arch import Arch
@@ -80,7 +80,12 @@ def search(
             "limit": target.limit,
             "chosen": _said(best),
             "measured": [
-                {"axis": axis, "keep": keep, "kl": kl, "cost": _rounded(cost[_alone(arch, axis, keep, target.unit)] / whole)}
+                {
+                    "axis": axis,
+                    "keep": keep,
+                    "kl": kl,
+                    "cost": _rounded(cost[_alone(arch, axis, keep, target.unit)] / whole),
+                }
                 for axis, curve in measured.items()
                 for keep, kl in curve.items()
             ],
@@ -120,31 +125,50 @@ def _combined(arch: Arch, choices: Mapping[Axis, Sequence[int]], unit: HeadUnit)
 
 
 def _measured(
-    target: Target, how: Round, source: WeightSource, tokens_NS: Tensor, ctx: Context, choices: Mapping[Axis, Sequence[int]]
+    target: Target,
+    how: Round,
+    source: WeightSource,
+    tokens_NS: Tensor,
+    ctx: Context,
+    choices: Mapping[Axis, Sequence[int]],
 ) -> dict[Axis, dict[int, float]]:
     """Axis -> number kept -> KL of the source pruned along that axis alone, on samples that it was not pruned on."""
     judged = max(1, target.num_samples // 4)
     if len(tokens_NS) < 2 * judged + 1:
-        raise UsageError(f"a target is searched on {target.num_samples + judged} calibration samples and there are {len(tokens_NS)}.")
+        raise UsageError(
+            f"a target is searched on {target.num_samples + judged} calibration samples and there are {len(tokens_NS)}."
+        )
     fitted_NS, judging_NS = tokens_NS[: min(target.num_samples, len(tokens_NS) - judged)], tokens_NS[-judged:]
     arch, leads, directory = source.arch, ctx.ranks.rank == 0, ctx.scratch / SEARCH_NAME
     dtype = compute_dtype(ctx.device, getattr(torch, arch.dtype))
     file = directory / LOSSES_NAME
-    known: dict[str, float] = ctx.ranks.broadcast(json.loads(file.read_bytes()) if leads and file.exists() else {})
+    known: dict[str, float] = ctx.ranks.broadcast(
+        json.loads(file.read_bytes()) if leads and file.exists() else {}
+    )
     of_source: list[Tensor] = []
     curves: dict[Axis, dict[int, float]] = {}
     for axis, legal in choices.items():
         curves[axis] = {legal[-1]: 0.0}
-        levels = {min(legal[:-1], key=lambda each: abs(each - level * legal[-1])) for level in LEVELS} if legal[:-1] else set[int]()
+        levels = (
+            {min(legal[:-1], key=lambda each: abs(each - level * legal[-1])) for level in LEVELS}
+            if legal[:-1]
+            else set[int]()
+        )
         for keep in sorted(levels, reverse=True):
             key = f"{axis},{keep}"
             if key not in known:
                 ctx.progress.say(f"target: the model with {axis} cut from {legal[-1]} to {keep}")
-                pruned, _ = prune_round(how, source, _alone(arch, axis, keep, target.unit), fitted_NS, directory / key, ctx)
+                pruned, _ = prune_round(
+                    how, source, _alone(arch, axis, keep, target.unit), fitted_NS, directory / key, ctx
+                )
                 if leads:
-                    of_source = of_source or [walk(source, judging_NS, ctx, compute_dtype=dtype, what="the source")]
+                    of_source = of_source or [
+                        walk(source, judging_NS, ctx, compute_dtype=dtype, what="the source")
+                    ]
                     ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, what=f"{axis} {keep}")
-                    known[key] = _rounded(kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device)))
+                    known[key] = _rounded(
+                        kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device))
+                    )
                     write_atomic(file, canonical_json(known))
                     forget(directory / key)
                 known[key] = ctx.ranks.broadcast(known.get(key, 0.0))
@@ -153,7 +177,11 @@ def _measured(
 
 
 def _predicted(widths: Widths, measured: Mapping[Axis, Mapping[int, float]]) -> float:
-    kept: dict[Axis, int] = {"heads": widths.num_heads, "ffn": widths.intermediate_size, "depth": widths.num_layers}
+    kept: dict[Axis, int] = {
+        "heads": widths.num_heads,
+        "ffn": widths.intermediate_size,
+        "depth": widths.num_layers,
+    }
     return sum(_interpolated(kept[axis], curve) for axis, curve in measured.items())
 
 
@@ -183,7 +211,12 @@ def _frontier(combinations: Sequence[Combination]) -> list[Combination]:
 
 def _said(each: Combination) -> dict[str, float]:
     widths = each.widths
-    named = {"heads": widths.num_heads, "kv_heads": widths.num_kv_heads, "ffn": widths.intermediate_size, "layers": widths.num_layers}
+    named = {
+        "heads": widths.num_heads,
+        "kv_heads": widths.num_kv_heads,
+        "ffn": widths.intermediate_size,
+        "layers": widths.num_layers,
+    }
     return {**named, "cost": _rounded(each.cost), "kl": _rounded(each.kl)}
 
 

@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UnsupportedFormat, UsageError
 from compress.kernels.latency import latency_table
-from compress.methods import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
-from compress.methods.least_squares import LeastSquares
-from compress.methods.obs import Obs
+from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
+from compress.methods.prune.least_squares import LeastSquares
+from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, is_uniform
 from compress.recipe import ByKind, Spec, checked_by
@@ -28,21 +28,30 @@ def _layer_score(name: str) -> None:
 class Heads(Spec):
     """Query heads that stay in every layer."""
 
-    keep: Keep = Field(description="a share of the query heads (0.75), or their number (24); the nearest legal number is taken")
-    unit: HeadUnit = Field("kv_group", description="what goes: KV heads with their query heads, or the same number of query heads of each")
+    keep: Keep = Field(
+        description="a share of the query heads (0.75), or their number (24); the nearest legal number is taken"
+    )
+    unit: HeadUnit = Field(
+        "kv_group",
+        description="what goes: KV heads with their query heads, or the same number of query heads of each",
+    )
 
 
 class Ffn(Spec):
     """FFN channels that stay in every layer."""
 
-    keep: Keep = Field(description="a share of the channels, or their number; the nearest legal number is taken")
+    keep: Keep = Field(
+        description="a share of the channels, or their number; the nearest legal number is taken"
+    )
 
 
 class Depth(Spec):
     """Layers that stay."""
 
     keep: Keep = Field(description="a share of the layers, or their number")
-    score: Annotated[str, checked_by(_layer_score)] = Field("block_influence", description="how much a layer does")
+    score: Annotated[str, checked_by(_layer_score)] = Field(
+        "block_influence", description="how much a layer does"
+    )
 
 
 def _known_device(device: str | None) -> None:
@@ -62,19 +71,29 @@ def _different(names: Sequence[str]) -> None:
 class Target(Spec):
     """One limit, and what may go to keep it."""
 
-    params_frac: float | None = Field(None, gt=0, lt=1, description="parameters of the whole model, as a share of the source's")
-    latency_frac: float | None = Field(None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's")
+    params_frac: float | None = Field(
+        None, gt=0, lt=1, description="parameters of the whole model, as a share of the source's"
+    )
+    latency_frac: float | None = Field(
+        None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's"
+    )
     prune: Annotated[tuple[Axis, ...], BeforeValidator(_as_tuple), checked_by(_different)] = Field(
         AXES, min_length=1, description="what may go"
     )
-    unit: HeadUnit = Field("kv_group", description="of heads: KV heads with their query heads, or the same number of query heads of each")
+    unit: HeadUnit = Field(
+        "kv_group",
+        description="of heads: KV heads with their query heads, or the same number of query heads of each",
+    )
     rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
     context: int = Field(1024, ge=0, description="positions in the cache of each sequence of that step")
     device: Annotated[str | None, checked_by(_known_device)] = Field(
-        None, description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured"
+        None,
+        description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured",
     )
     num_samples: int = Field(
-        16, ge=2, description="samples of the calibration set that candidates are pruned on; a quarter more judge them"
+        16,
+        ge=2,
+        description="samples of the calibration set that candidates are pruned on; a quarter more judge them",
     )
 
     @model_validator(mode="after")
@@ -82,7 +101,9 @@ class Target(Spec):
         if (self.params_frac is None) == (self.latency_frac is None):
             raise ValueError("a target is one of params_frac and latency_frac.")
         if self.params_frac is not None and (self.rows != 1 or self.device is not None):
-            raise ValueError("params_frac is a number of parameters, which depends on neither rows nor device. Leave them out.")
+            raise ValueError(
+                "params_frac is a number of parameters, which depends on neither rows nor device. Leave them out."
+            )
         return self
 
     @property
@@ -106,7 +127,10 @@ def kinds_by_name(raw: Any) -> Any:
     """`score: obs` is `score: {kind: obs}`."""
     if not isinstance(raw, Mapping):
         return raw
-    return {key: {"kind": value} if key in ("score", "compensate") and isinstance(value, str) else value for key, value in raw.items()}
+    return {
+        key: {"kind": value} if key in ("score", "compensate") and isinstance(value, str) else value
+        for key, value in raw.items()
+    }
 
 
 def scorers() -> Mapping[str, type[Spec]]:
@@ -123,9 +147,14 @@ class Prune(Spec):
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
     depth: Depth | None = Field(None, description="layers that stay; left out, all do")
-    target: Target | None = Field(None, description="instead of those three: how small or fast the model is to be, and what may go for it")
+    target: Target | None = Field(
+        None,
+        description="instead of those three: how small or fast the model is to be, and what may go for it",
+    )
     multiple: int = Field(
-        128, ge=1, description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple of this"
+        128,
+        ge=1,
+        description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple of this",
     )
     as_mistral: bool = Field(
         False,
@@ -134,7 +163,9 @@ class Prune(Spec):
     )
     score: Annotated[Spec, ByKind(scorers)] = Obs()
     compensate: Annotated[Spec, ByKind(compensations)] = LeastSquares()
-    rounds: int = Field(1, ge=1, le=32, description="in how many steps: after each, everything is observed anew")
+    rounds: int = Field(
+        1, ge=1, le=32, description="in how many steps: after each, everything is observed anew"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -147,13 +178,19 @@ class Prune(Spec):
         if self.target is not None and by_hand:
             raise ValueError(f"target decides what {', '.join(by_hand)} would say: give one or the other.")
         if self.target is None and not by_hand:
-            raise ValueError("nothing is to go: give heads, ffn or depth, such as `ffn: {keep: 0.75}`, or a target.")
+            raise ValueError(
+                "nothing is to go: give heads, ffn or depth, such as `ffn: {keep: 0.75}`, or a target."
+            )
         return self
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Along which something may go."""
-        return self.target.prune if self.target is not None else tuple(name for name in AXES if getattr(self, name) is not None)
+        return (
+            self.target.prune
+            if self.target is not None
+            else tuple(name for name in AXES if getattr(self, name) is not None)
+        )
 
     @property
     def unit(self) -> HeadUnit:
@@ -175,12 +212,21 @@ class Prune(Spec):
         """
         widths = Widths.of(arch)
         if self.heads is not None:
-            num_heads = nearest(legal_heads(arch, self.unit, self.multiple), self.heads.keep, "heads", self.multiple)
+            num_heads = nearest(
+                legal_heads(arch, self.unit, self.multiple), self.heads.keep, "heads", self.multiple
+            )
             widths = with_heads(arch, widths, num_heads, self.unit)
         if self.ffn is not None:
-            widths = replace(widths, intermediate_size=nearest(legal_channels(arch, self.multiple), self.ffn.keep, "ffn", self.multiple))
+            widths = replace(
+                widths,
+                intermediate_size=nearest(
+                    legal_channels(arch, self.multiple), self.ffn.keep, "ffn", self.multiple
+                ),
+            )
         if self.depth is not None:
-            widths = replace(widths, num_layers=nearest(range(1, arch.num_layers + 1), self.depth.keep, "depth", 1))
+            widths = replace(
+                widths, num_layers=nearest(range(1, arch.num_layers + 1), self.depth.keep, "depth", 1)
+            )
         return widths
 
     def check_model(self, arch: Arch) -> None:
@@ -197,7 +243,9 @@ class Prune(Spec):
             )
         compensation = cast(Compensation, self.compensate)
         of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
-        without = [name for axis, name in of_axis.items() if axis in self.axes and not can_have_bias(arch, name)]
+        without = [
+            name for axis, name in of_axis.items() if axis in self.axes and not can_have_bias(arch, name)
+        ]
         if compensation.needs_bias and without:
             raise UsageError(
                 f"compensate: bias needs a bias in {' and '.join(without)}, and the config of a {arch.family} model has no word for one. "

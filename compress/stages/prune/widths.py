@@ -17,7 +17,9 @@ def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
     shape = arch.layers[0]
     step = shape.num_heads // shape.num_kv_heads if unit == "kv_group" else shape.num_kv_heads
     fewer = range(step, shape.num_heads, step)
-    return [each for each in fewer if each * shape.head_dim % multiple == 0 and fits_consumers(arch, each)] + [shape.num_heads]
+    return [
+        each for each in fewer if each * shape.head_dim % multiple == 0 and fits_consumers(arch, each)
+    ] + [shape.num_heads]
 
 
 def legal_channels(arch: Arch, multiple: int) -> list[int]:
@@ -29,7 +31,9 @@ def legal_channels(arch: Arch, multiple: int) -> list[int]:
 def with_heads(arch: Arch, widths: Widths, num_heads: int, unit: HeadUnit) -> Widths:
     """KV heads go along where whole groups go."""
     shape = arch.layers[0]
-    num_kv_heads = num_heads * shape.num_kv_heads // shape.num_heads if unit == "kv_group" else shape.num_kv_heads
+    num_kv_heads = (
+        num_heads * shape.num_kv_heads // shape.num_heads if unit == "kv_group" else shape.num_kv_heads
+    )
     return replace(widths, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
@@ -41,15 +45,24 @@ def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: 
 
         def part(legal: Sequence[int], first: int, last: int, idx: int = idx) -> int:
             wanted = first - (first - last) * idx / rounds
-            return min((each for each in legal if last <= each <= first), key=lambda each: (abs(each - wanted), -each))
+            return min(
+                (each for each in legal if last <= each <= first),
+                key=lambda each: (abs(each - wanted), -each),
+            )
 
         widths = Widths(
             num_heads=start.num_heads,
             num_kv_heads=start.num_kv_heads,
-            intermediate_size=part(legal_channels(arch, multiple), start.intermediate_size, goal.intermediate_size),
+            intermediate_size=part(
+                legal_channels(arch, multiple), start.intermediate_size, goal.intermediate_size
+            ),
             num_layers=part(range(1, start.num_layers + 1), start.num_layers, goal.num_layers),
         )
-        steps.append(with_heads(arch, widths, part(legal_heads(arch, unit, multiple), start.num_heads, goal.num_heads), unit))
+        steps.append(
+            with_heads(
+                arch, widths, part(legal_heads(arch, unit, multiple), start.num_heads, goal.num_heads), unit
+            )
+        )
     return [each for before, each in zip([start, *steps], steps, strict=False) if each != before]
 
 
@@ -65,7 +78,11 @@ def nearest(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -
     wanted = keep if isinstance(keep, int) else keep * whole
     found = min(legal, key=lambda each: (abs(each - wanted), -each))
     if found == whole:
-        smaller = f"The next smaller legal number is {legal[-2]}" if len(legal) > 1 else "There is no smaller legal number"
+        smaller = (
+            f"The next smaller legal number is {legal[-2]}"
+            if len(legal) > 1
+            else "There is no smaller legal number"
+        )
         because = f" with `multiple: {multiple}`" if multiple > 1 else ""
         raise UsageError(f"{axis}: keep {keep:g} leaves all {whole}: nothing would go. {smaller}{because}.")
     return found

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import place
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
+from compress.context import Context
 from compress.digest import digest_json
 from compress.errors import UnsupportedFormat
 from compress.export import open_weights
@@ -61,7 +61,9 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     source = open_weights(inputs[Port.DENSE].path)
     spec.check_model(source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
-        raise UnsupportedFormat(f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in.")
+        raise UnsupportedFormat(
+            f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in."
+        )
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
     for name in map(layer_name, range(source.arch.num_layers)):
         place(place_of(ctx.scratch, explained) / name, out.path / name)
@@ -72,8 +74,20 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     arch, layers = described(source.arch, scheme)
     linears = [row for row in rows if "linear" in row]
     guided = {} if spec.guide is None else {"guided": True}
-    facts = {"method": spec.method(), "layers": linears, **guided, **explained, **_cache_facts(spec, rows, ctx)}
-    out.describe(role="quantized", arch=arch, layers=layers, scheme=None if scheme is None else scheme.to_json(), facts=facts)
+    facts = {
+        "method": spec.method(),
+        "layers": linears,
+        **guided,
+        **explained,
+        **_cache_facts(spec, rows, ctx),
+    }
+    out.describe(
+        role="quantized",
+        arch=arch,
+        layers=layers,
+        scheme=None if scheme is None else scheme.to_json(),
+        facts=facts,
+    )
 
 
 def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.device) -> None:
@@ -81,7 +95,10 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
     outer = load_weights(stored, None)
     rows = dense(outer["head.weight"]).split(HEAD_ROWS)
     blocks = [nearest_weight(each.to(device), scheme, each.dtype) for each in rows]
-    codes, scales = (torch.cat([part.cpu() for part in parts]) for parts in zip(*((b.codes_OI, b.scale_OG) for b in blocks), strict=True))
+    codes, scales = (
+        torch.cat([part.cpu() for part in parts])
+        for parts in zip(*((b.codes_OI, b.scale_OG) for b in blocks), strict=True)
+    )
     save_weights(place, outer | {"head.weight": QuantizedWeight(scheme, codes, scales)})
 
 

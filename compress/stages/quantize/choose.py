@@ -1,7 +1,7 @@
 """Mixed precision: which scheme each projection gets, by what it costs in accuracy and in bytes or time.
 
-Sensitivities come from one backward pass over part of the calibration set (`methods/sensitivity.py`), costs from `costs.py`;
-`methods/mixed.py` chooses. The choice is then what per-layer overrides are.
+Sensitivities come from one backward pass over part of the calibration set (`stages/budget/sensitivity.py`), costs from `costs.py`;
+`stages/budget/allocation.py` chooses. The choice is then what per-layer overrides are.
 
 What was measured lies in the scratch directory before anything is decided by it, so that a resumed run decides the same.
 """
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
 from compress.calibrate.gradients import visit_gradients
+from compress.context import Context
 from compress.digest import canonical_json, digest_json
 from compress.errors import UsageError
 from compress.kernels.coverage import PROJECTIONS
 from compress.kernels.latency import latency_table
-from compress.methods.mixed import Option, Point, allocate, frontier, point
-from compress.methods.sensitivity import Sensitivities
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
 from compress.runtime.linear_time import linear_time_us
 from compress.runtime.loader import Target
+from compress.stages.budget.allocation import Option, Point, allocate, frontier, point
+from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
 from compress.stages.quantize.mixed import Budget, Mixed
 from compress.validate.roofline import environment_facts
@@ -43,7 +43,11 @@ def depends(spec: Mixed, device: str) -> dict[str, str]:
         facts = environment_facts(torch.device(device))
         return {"machine": digest_json([facts.get(name) for name in ("device_key", "device", "driver")])}
     table = latency_table(spec.budget.device)
-    return {"latency_table": digest_json([table.launch_us, table.bytes_per_us, sorted([*what, us] for what, us in table.us.items())])}
+    return {
+        "latency_table": digest_json(
+            [table.launch_us, table.bytes_per_us, sorted([*what, us] for what, us in table.us.items())]
+        )
+    }
 
 
 def choose(
@@ -64,7 +68,11 @@ def choose(
     times = None
     if spec.budget.of_time:
         named = spec.budget.device
-        times = _measured(spec.budget, units, source.arch, ctx) if named is None else times_of(named, spec.budget.rows, units, source.arch)
+        times = (
+            _measured(spec.budget, units, source.arch, ctx)
+            if named is None
+            else times_of(named, spec.budget.rows, units, source.arch)
+        )
     costs = costs_of(spec.budget, units, source.arch, outer_bytes=outer_bytes, times=times)
     losses = _sensitivities(spec, units, source, tokens_NS, ctx, compute_dtype)
     options = [
@@ -72,7 +80,11 @@ def choose(
         for unit, of_unit in zip(units, costs.by_unit, strict=True)
     ]
     best = allocate(options, costs.limit)
-    chosen = {linear: unit.schemes[pick] for unit, pick in zip(units, best.picks, strict=True) for linear in unit.linears}
+    chosen = {
+        linear: unit.schemes[pick]
+        for unit, pick in zip(units, best.picks, strict=True)
+        for linear in unit.linears
+    }
     if not any(chosen.values()):
         raise UsageError(
             f"the budget {spec.budget.text} leaves every linear dense: there is nothing to quantize. Leave out the stage instead."
@@ -81,12 +93,19 @@ def choose(
 
 
 def _sensitivities(
-    spec: Mixed, units: Sequence[Unit], source: WeightSource, tokens_NS: Tensor, ctx: Context, compute_dtype: torch.dtype
+    spec: Mixed,
+    units: Sequence[Unit],
+    source: WeightSource,
+    tokens_NS: Tensor,
+    ctx: Context,
+    compute_dtype: torch.dtype,
 ) -> dict[tuple[int, str], dict[str, float]]:
     """(layer, projection) -> scheme -> predicted KL; measured once and kept."""
     kept = ctx.scratch / SENSITIVITIES_NAME
     if not kept.exists():
-        schemes = list(dict.fromkeys(scheme for unit in units for scheme in unit.schemes if scheme is not None))
+        schemes = list(
+            dict.fromkeys(scheme for unit in units for scheme in unit.schemes if scheme is not None)
+        )
         visitor = Sensitivities(schemes, getattr(torch, source.arch.dtype))
         sampled_NS = tokens_NS[: spec.num_samples]
         draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("sensitivities", "labels"))
@@ -94,7 +113,10 @@ def _sensitivities(
         write_atomic(kept, canonical_json([[*key, losses] for key, losses in visitor.loss.items()]))
     measured = {(layer, tap): losses for layer, tap, losses in json.loads(kept.read_bytes())}
     tap_of = {name: source.arch.layers[0].linears[linears[0]] for name, linears in PROJECTIONS.items()}
-    return {(unit.layer_idx, unit.name): {**measured[unit.layer_idx, tap_of[unit.name]], DENSE: 0.0} for unit in units}
+    return {
+        (unit.layer_idx, unit.name): {**measured[unit.layer_idx, tap_of[unit.name]], DENSE: 0.0}
+        for unit in units
+    }
 
 
 def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -> Times:
@@ -110,11 +132,18 @@ def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -
             us = linear_time_us(arch, layer_of[name, n, k], name, scheme, rows=budget.rows, target=target)
             rows.append([name, n, k, name_of(scheme), round(us, 2)])
         write_atomic(kept, canonical_json(rows))
-    return {(name, n, k, scheme): (us, "measured") for name, n, k, scheme, us in json.loads(kept.read_bytes())}
+    return {
+        (name, n, k, scheme): (us, "measured") for name, n, k, scheme, us in json.loads(kept.read_bytes())
+    }
 
 
 def _facts(
-    spec: Mixed, units: Sequence[Unit], options: Sequence[Sequence[Option]], best: Point, costs: Costs, arch: Arch
+    spec: Mixed,
+    units: Sequence[Unit],
+    options: Sequence[Sequence[Option]],
+    best: Point,
+    costs: Costs,
+    arch: Arch,
 ) -> dict[str, Any]:
     """What the report shows. Costs are shares of the dense model's, KL in nats a token, as the sensitivities predict it."""
     times, corners = costs.times, frontier(options)
@@ -122,7 +151,13 @@ def _facts(
         step = (len(corners) - 1) / (MAX_FRONTIER_POINTS - 1)
         corners = [corners[round(idx * step)] for idx in range(MAX_FRONTIER_POINTS)]
     everywhere = {
-        name: point(options, [next((idx for idx, each in enumerate(of_unit) if each.scheme == name), 0) for of_unit in options])
+        name: point(
+            options,
+            [
+                next((idx for idx, each in enumerate(of_unit) if each.scheme == name), 0)
+                for of_unit in options
+            ],
+        )
         for name in spec.schemes
     }
 
@@ -131,11 +166,17 @@ def _facts(
 
     rows = []
     for unit, of_unit, pick in zip(units, options, best.picks, strict=True):
-        row: dict[str, Any] = {"layer": unit.layer_idx, "projection": unit.name, "scheme": of_unit[pick].scheme}
+        row: dict[str, Any] = {
+            "layer": unit.layer_idx,
+            "projection": unit.name,
+            "scheme": of_unit[pick].scheme,
+        }
         row["kl"] = {each.scheme: _rounded(each.loss) for each in of_unit}
         row["bytes"] = {name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes}
         if times is not None:
-            row["us"] = {each.scheme: round(times[unit.name, unit.n, unit.k, each.scheme][0], 2) for each in of_unit}
+            row["us"] = {
+                each.scheme: round(times[unit.name, unit.n, unit.k, each.scheme][0], 2) for each in of_unit
+            }
         rows.append(row)
     return {
         "budget": spec.budget.text,

@@ -12,9 +12,9 @@ import torch
 from compress.errors import UsageError
 from compress.kernels.coverage import PROJECTIONS, linear_shape
 from compress.kernels.latency import latency_table
-from compress.methods.mixed import Option, allocate
 from compress.models.arch import Arch
 from compress.quant.scheme import Scheme, name_of
+from compress.stages.budget.allocation import Option, allocate
 from compress.stages.quantize.mixed import Budget, Mixed, scheme_or_dense
 
 TICKS_PER_US = 100
@@ -38,7 +38,10 @@ class Unit:
         return [f"layers.{self.layer_idx}.{linear}" for linear in PROJECTIONS[self.name]]
 
     def num_bytes(self, arch: Arch, scheme: Scheme | None) -> int:
-        shapes = [arch.layers[self.layer_idx].linear_shape(linear, arch.hidden_size) for linear in PROJECTIONS[self.name]]
+        shapes = [
+            arch.layers[self.layer_idx].linear_shape(linear, arch.hidden_size)
+            for linear in PROJECTIONS[self.name]
+        ]
         return sum(2 * n * k if scheme is None else scheme.weight_bytes(n, k) for n, k in shapes)
 
 
@@ -74,7 +77,9 @@ class Costs:
     times: Times | None
 
 
-def costs_of(budget: Budget, units: Sequence[Unit], arch: Arch, *, outer_bytes: int, times: Times | None) -> Costs:
+def costs_of(
+    budget: Budget, units: Sequence[Unit], arch: Arch, *, outer_bytes: int, times: Times | None
+) -> Costs:
     """Raises UsageError: even the cheapest schemes do not keep the budget."""
 
     def cost(unit: Unit, scheme: Scheme | None) -> int:
@@ -94,7 +99,9 @@ def costs_of(budget: Budget, units: Sequence[Unit], arch: Arch, *, outer_bytes: 
         limit = int(ratio * dense)
     least = sum(min(each.values()) for each in by_unit)
     if least > limit:
-        outer = f" ({outer_bytes / 1e9:.3f} GB go to embedding and head)" if budget.size_gb is not None else ""
+        outer = (
+            f" ({outer_bytes / 1e9:.3f} GB go to embedding and head)" if budget.size_gb is not None else ""
+        )
         raise UsageError(
             f"the budget {budget.text} cannot be kept: in the cheapest of the schemes named, the linears of the layers cost "
             f"{least / dense:.3f} of what they do in 16 bits, and {max(limit, 0) / dense:.3f} is allowed{outer}. Allow more, or name a "
@@ -109,13 +116,18 @@ def largest_bytes(spec: Mixed, arch: Arch, units: Sequence[Unit], outer_bytes: i
     Raises:
         UsageError: as `costs_of`.
     """
-    budget, sizes = spec.budget, [{name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes} for unit in units]
+    budget, sizes = (
+        spec.budget,
+        [{name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes} for unit in units],
+    )
     most = sum(max(each.values()) for each in sizes)
     if not budget.of_time:
         return min(most, costs_of(budget, units, arch, outer_bytes=outer_bytes, times=None).limit)
     if budget.device is None:
         return most
-    costs = costs_of(budget, units, arch, outer_bytes=outer_bytes, times=times_of(budget.device, budget.rows, units, arch))
+    costs = costs_of(
+        budget, units, arch, outer_bytes=outer_bytes, times=times_of(budget.device, budget.rows, units, arch)
+    )
     by_bytes = [
         [Option(name, -float(of_unit[name]), cost) for name, cost in times.items()]
         for of_unit, times in zip(sizes, costs.by_unit, strict=True)
@@ -125,11 +137,16 @@ def largest_bytes(spec: Mixed, arch: Arch, units: Sequence[Unit], outer_bytes: i
 
 def asked(units: Sequence[Unit]) -> list[tuple[str, int, int, Scheme | None]]:
     """Every projection's shape in every scheme that it may have, and dense."""
-    return list(dict.fromkeys((unit.name, unit.n, unit.k, scheme) for unit in units for scheme in (*unit.schemes, None)))
+    return list(
+        dict.fromkeys(
+            (unit.name, unit.n, unit.k, scheme) for unit in units for scheme in (*unit.schemes, None)
+        )
+    )
 
 
 def times_of(device: str, rows: int, units: Sequence[Unit], arch: Arch) -> Times:
     table, dtype = latency_table(device), getattr(torch, arch.dtype)
     return {
-        (name, n, k, name_of(scheme)): table.linear_us(name, n, k, scheme, rows=rows, dtype=dtype) for name, n, k, scheme in asked(units)
+        (name, n, k, name_of(scheme)): table.linear_us(name, n, k, scheme, rows=rows, dtype=dtype)
+        for name, n, k, scheme in asked(units)
     }

@@ -1,9 +1,9 @@
 """What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
-from compress.methods.awq import Awq
-from compress.methods.descent import PHASES, Descent
-from compress.methods.gptq import Gptq
+from compress.methods.quantize.awq import Awq
+from compress.methods.quantize.descent import PHASES, Descent
+from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE, ModelScheme
@@ -40,17 +40,31 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         in_turn=spec.true_sequential,
     )
     kv_format = spec.kv_format()
-    kv_note = [] if kv_format is None else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
+    kv_note = (
+        []
+        if kv_format is None
+        else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
+    )
     peak, total = peak_bytes(work), sum(flops(work, products=_products(spec, facts.device)))
     if isinstance(spec.scheme, Mixed):
-        before, more = _effort(spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width)
+        before, more = _effort(
+            spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width
+        )
         peak, total = max(peak, before), total + more
     host = host_bytes(work)
-    on_host = [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"] if host else []
+    on_host = (
+        [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"]
+        if host
+        else []
+    )
     if spec.guide is not None:
         held, more = guide_effort(work, spec.guide)
         peak, total = peak if host else max(peak, held), total + more
-        on_host += [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"] if host else []
+        on_host += (
+            [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"]
+            if host
+            else []
+        )
     if spec.tune is not None and scheme is not None:
         held, more = _tuning_effort(spec.tune, arch, work, linear_bytes(arch, scheme))
         peak, total = max(peak, held), total + more
@@ -59,7 +73,12 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
         total,
         num_launches=_launches(spec, facts.device, num_columns(work)),
-        notes=(_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *kv_note, *on_host),
+        notes=(
+            _scheme_note(spec, scheme, arch),
+            f"{spec.preset or 'method'}: {spec.method()}",
+            *kv_note,
+            *on_host,
+        ),
         in_tiles=work.in_tiles,
     )
 
@@ -75,7 +94,11 @@ def _products(spec: Quantize, device: str) -> float:
     if spec.only_cache:
         return 0.0
     losses = 4 + (2 * spec.smooth.num_ratios + 1 if isinstance(spec.smooth, Awq) else 0)
-    exact = (2 if isinstance(spec.round, Gptq) else 0) + 2 * sum(_sweeps(spec)) + (6 if spec.target is not None else 0)
+    exact = (
+        (2 if isinstance(spec.round, Gptq) else 0)
+        + 2 * sum(_sweeps(spec))
+        + (6 if spec.target is not None else 0)
+    )
     return LOSS[device] * losses + EXACT[device] * exact
 
 
@@ -99,9 +122,15 @@ def _tuning_effort(tune: Tune, arch: Arch, work: Work, num_code_bytes: int) -> t
     moments, and the inputs of the layers of a batch, or all that a layer keeps where it does not run again."""
     batch = tune.batch_size * work.seq_len
     kept = 1 if batch > RECOMPUTED_TOKENS else 12
-    passes = 8 if kept > 1 else 10  # twice a forward for the teacher, the student and its recomputation; backward twice that
+    passes = (
+        8 if kept > 1 else 10
+    )  # twice a forward for the teacher, the student and its recomputation; backward twice that
     params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
-    held = work.width * arch.num_params + 2 * num_code_bytes + kept * batch * arch.hidden_size * arch.num_layers * work.width
+    held = (
+        work.width * arch.num_params
+        + 2 * num_code_bytes
+        + kept * batch * arch.hidden_size * arch.num_layers * work.width
+    )
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
 
 
@@ -122,10 +151,24 @@ def _effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: i
     layer = max(arch.layers, key=lambda each: each.intermediate_size)
     shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
     params, largest = sum(n * k for n, k in shapes), max(n * k for n, k in shapes)
-    hessians = 4 * sum({layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears}.values())
+    hessians = 4 * sum(
+        {
+            layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears
+        }.values()
+    )
     peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * width
-    peak += params * width * (1 + len(schemes)) + 2 * hessians + 8 * 4 * largest + 6 * 4 * seq_len * arch.vocab_size
-    products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)  # two forwards, one with statistics, one backward
+    peak += (
+        params * width * (1 + len(schemes))
+        + 2 * hessians
+        + 8 * 4 * largest
+        + 6 * 4 * seq_len * arch.vocab_size
+    )
+    products = 4 + sum(
+        1 if scheme.activation is None else 2 for scheme in schemes
+    )  # two forwards, one with statistics, one backward
     walks = products * 2.0 * arch.num_linear_params * num_tokens
-    searches = sum(2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes) * arch.num_layers
+    searches = (
+        sum(2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes)
+        * arch.num_layers
+    )
     return peak, walks + searches

@@ -6,21 +6,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.artifact.context import Context
 from compress.calibrate.arithmetic import compute_dtype
-from compress.calibrate.dataset import load_token_set
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
 from compress.calibrate.sequential import run_sequential
+from compress.context import Context
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import load_token_set
 from compress.export import open_weights
-from compress.methods import Refiner, Rounder, Smoother, Target
-from compress.methods.passes import BaselinePass, RoundPass, SmoothPass
+from compress.methods.quantize import Refiner, Rounder, Smoother, Target
+from compress.methods.quantize.passes import BaselinePass, RoundPass, SmoothPass
 from compress.models.overrides import decide
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.scheme import ModelScheme, Schemes
 from compress.stages import Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.stages.quantize.choose import choose
 from compress.stages.quantize.costs import units_of
 from compress.stages.quantize.mixed import Mixed
@@ -29,7 +29,9 @@ from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import tune_scales
 
 
-def quantization_passes(spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype) -> list[LayerPass]:
+def quantization_passes(
+    spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype
+) -> list[LayerPass]:
     """The passes of a spec, in order; none where all weights stay dense."""
     if schemes is None:
         return []
@@ -41,11 +43,16 @@ def quantization_passes(spec: Quantize, schemes: Schemes | None, stored_dtype: t
     return passes
 
 
-def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
+def quantize_layers(
+    spec: Quantize, inputs: Inputs, ctx: Context
+) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
     """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
     layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
     source = open_weights(inputs[Port.DENSE].path)
-    stored_dtype, tokens = getattr(torch, source.arch.dtype), load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
+    stored_dtype, tokens = (
+        getattr(torch, source.arch.dtype),
+        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME),
+    )
     tokens_NS = tokens.tokens_NS
     chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
     assert chosen is not None
@@ -69,11 +76,16 @@ def quantize_layers(spec: Quantize, inputs: Inputs, ctx: Context) -> tuple[Model
     )
     if spec.tune is not None and scheme is not None:
         ctx.ranks.broadcast(None)  # nobody reads layers before they are written
-        explained = {**explained, "tuning": tune_scales(spec.tune, source, scheme, tokens, ctx, compute_dtype=in_dtype)}
+        explained = {
+            **explained,
+            "tuning": tune_scales(spec.tune, source, scheme, tokens, ctx, compute_dtype=in_dtype),
+        }
     return scheme, explained, rows
 
 
-def _schemes(spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context) -> tuple[ModelScheme | None, dict[str, Any]]:
+def _schemes(
+    spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context
+) -> tuple[ModelScheme | None, dict[str, Any]]:
     """The scheme of every linear, None where all stay dense, and facts of how it was chosen where it was."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):

@@ -44,22 +44,33 @@ def _known_device(device: str | None) -> None:
 class Budget(Spec):
     """One limit: of bytes, or of the time of one decode step in the linears of all layers."""
 
-    size_ratio: float | None = Field(None, gt=0, description="bytes of the layers' linears, as a share of theirs in 16 bits")
-    size_gb: float | None = Field(None, gt=0, description="of the whole checkpoint, embedding and head included, in 10^9 bytes")
-    latency_ratio: float | None = Field(None, gt=0, description="time of the layers' linears in a step, as a share of theirs in 16 bits")
+    size_ratio: float | None = Field(
+        None, gt=0, description="bytes of the layers' linears, as a share of theirs in 16 bits"
+    )
+    size_gb: float | None = Field(
+        None, gt=0, description="of the whole checkpoint, embedding and head included, in 10^9 bytes"
+    )
+    latency_ratio: float | None = Field(
+        None, gt=0, description="time of the layers' linears in a step, as a share of theirs in 16 bits"
+    )
     latency_us: float | None = Field(None, gt=0, description="the same in microseconds")
     rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
     device: Annotated[str | None, checked_by(_known_device)] = Field(
-        None, description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured"
+        None,
+        description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured",
     )
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         given = [name for name in (*_SIZES, *_LATENCIES) if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"a budget is one of {', '.join((*_SIZES, *_LATENCIES))}; {' and '.join(given) or 'none'} is given.")
+            raise ValueError(
+                f"a budget is one of {', '.join((*_SIZES, *_LATENCIES))}; {' and '.join(given) or 'none'} is given."
+            )
         if given[0] in _SIZES and (self.rows != 1 or self.device is not None):
-            raise ValueError(f"{given[0]} is a budget of bytes, which depend on neither rows nor device. Leave them out.")
+            raise ValueError(
+                f"{given[0]} is a budget of bytes, which depend on neither rows nor device. Leave them out."
+            )
         return self
 
     @property
@@ -69,7 +80,11 @@ class Budget(Spec):
     @property
     def text(self) -> str:
         name = next(each for each in (*_SIZES, *_LATENCIES) if getattr(self, each) is not None)
-        where = f" for {self.rows} row{'s' if self.rows > 1 else ''} on {self.device or 'this device'}" if self.of_time else ""
+        where = (
+            f" for {self.rows} row{'s' if self.rows > 1 else ''} on {self.device or 'this device'}"
+            if self.of_time
+            else ""
+        )
         return f"{name} {getattr(self, name):g}{where}"
 
 
@@ -82,4 +97,6 @@ class Mixed(Spec):
         json_schema_extra={"items": {"enum": [*SCHEMES, DENSE]}},
     )
     budget: Budget
-    num_samples: int = Field(32, ge=1, description="samples of the calibration set that sensitivities are measured on")
+    num_samples: int = Field(
+        32, ge=1, description="samples of the calibration set that sensitivities are measured on"
+    )

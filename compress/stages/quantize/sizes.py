@@ -36,4 +36,6 @@ def outer_bytes(arch: Arch, head: Scheme | None) -> int:
     dense_bytes = 2 * arch.vocab_size * arch.hidden_size
     if arch.tied_head:
         return dense_bytes
-    return dense_bytes + (dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size))
+    return dense_bytes + (
+        dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size)
+    )

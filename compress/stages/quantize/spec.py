@@ -8,9 +8,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from compress.calibrate.guide import Guide
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
-from compress.methods import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
-from compress.methods.descent import Descent
-from compress.methods.gptq import Gptq
+from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
+from compress.methods.quantize.descent import Descent
+from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
 from compress.models.overrides import decide, overridden
 from compress.quant.kv import KV_CACHES, kv_cache_named
@@ -20,7 +20,9 @@ from compress.stages.quantize.costs import units_of
 from compress.stages.quantize.mixed import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
 
-HEAD_SCHEMES = tuple(each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor")
+HEAD_SCHEMES = tuple(
+    each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor"
+)
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
     "balanced": {
@@ -57,7 +59,9 @@ def _preset_named(name: str | None) -> None:
 
 def _scheme_of_a_head(name: str | None) -> None:
     if name is not None and scheme_named(name).name not in HEAD_SCHEMES:
-        raise UsageError(f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}.")
+        raise UsageError(
+            f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}."
+        )
 
 
 def _kv_cache(name: str | None) -> None:
@@ -78,7 +82,12 @@ class Quantize(Spec):
     """Which codes weights get, and how scales and roundings are found."""
 
     scheme: Annotated[
-        Annotated[str, checked_by(scheme_or_dense), Field(json_schema_extra={"enum": [*SCHEMES, DENSE]}), Tag("name")]
+        Annotated[
+            str,
+            checked_by(scheme_or_dense),
+            Field(json_schema_extra={"enum": [*SCHEMES, DENSE]}),
+            Tag("name"),
+        ]
         | Annotated[Mixed, Tag("mixed")],
         Discriminator(_kind_of_scheme),
     ] = Field(
@@ -126,7 +135,9 @@ class Quantize(Spec):
     )
     kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
         None,
-        exclude_if=lambda name: name is None,  # so that what was made before there was this key keeps its cache key
+        exclude_if=lambda name: (
+            name is None
+        ),  # so that what was made before there was this key keeps its cache key
         description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
         "scale for each position and head as they go; left out, keys and values stay in 16 bits",
         json_schema_extra={"enum": [*KV_CACHES, None]},
@@ -136,11 +147,17 @@ class Quantize(Spec):
     @classmethod
     def _expand_preset(cls, raw: Any) -> Any:
         """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
-        if not isinstance(raw, Mapping) or not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
+        if (
+            not isinstance(raw, Mapping)
+            or not isinstance(raw.get("preset"), str)
+            or raw["preset"] not in PRESETS
+        ):
             return raw  # None, or a value that its field refuses
         filled = {**PRESETS[raw["preset"]], **raw}
         if filled.get("smooth") is not None and "true_sequential" not in raw:
-            filled.pop("true_sequential", None)  # the two exclude one another, and the recipe asks for the first
+            filled.pop(
+                "true_sequential", None
+            )  # the two exclude one another, and the recipe asks for the first
         return filled
 
     @model_validator(mode="after")
@@ -154,13 +171,21 @@ class Quantize(Spec):
     @model_validator(mode="after")
     def _refuse_what_does_nothing(self) -> Self:
         if self.only_cache:
-            said = [name for name in ("preset", "guide", "smooth", "target", "refine", "tune", "head") if getattr(self, name) is not None]
+            said = [
+                name
+                for name in ("preset", "guide", "smooth", "target", "refine", "tune", "head")
+                if getattr(self, name) is not None
+            ]
             said += ["true_sequential"] if self.true_sequential else []
             said += ["round"] if self.round != Gptq() else []
             if said:
-                raise ValueError(f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}.")
+                raise ValueError(
+                    f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}."
+                )
             if self.kv_cache is None:
-                raise ValueError(f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead.")
+                raise ValueError(
+                    f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead."
+                )
         if self.smooth is None:
             return self
         if self.true_sequential:
@@ -168,12 +193,17 @@ class Quantize(Spec):
                 "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one of the two, or say "
                 "`true_sequential: false`."
             )
-        names = [*(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)), *self.overrides.values()]
+        names = [
+            *(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)),
+            *self.overrides.values(),
+        ]
         schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
         reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
         if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
-            raise ValueError(f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}")
+            raise ValueError(
+                f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}"
+            )
         return self
 
     @property
@@ -185,7 +215,9 @@ class Quantize(Spec):
         """Everything that finds scales and codes in one line, every setting said: what a preset stands for can be read here."""
         if self.only_cache:
             return "none: weights stay dense"
-        parts = {name: getattr(self, name) for name in ("guide", "smooth", "target", "round", "refine", "tune")}
+        parts = {
+            name: getattr(self, name) for name in ("guide", "smooth", "target", "round", "refine", "tune")
+        }
         said = [f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None]
         return "; ".join([*said, *(["true_sequential"] if self.true_sequential else [])])
 
@@ -196,7 +228,11 @@ class Quantize(Spec):
             UsageError: an override decides nothing, or linears over one input would differ.
         """
         assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
-        return None if self.only_cache else overridden(scheme_or_dense(self.scheme), self.patterns, arch, head=self.head_scheme)
+        return (
+            None
+            if self.only_cache
+            else overridden(scheme_or_dense(self.scheme), self.patterns, arch, head=self.head_scheme)
+        )
 
     def possible_schemes(self, arch: Arch) -> list[ModelScheme | None]:
         """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
@@ -207,9 +243,15 @@ class Quantize(Spec):
         if not isinstance(self.scheme, Mixed):
             return [self.model_scheme(arch)]
         units = units_of(self.scheme, decide(self.patterns, arch), arch)
-        picks = [[unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units] for idx in range(len(self.scheme.schemes))]
+        picks = [
+            [unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units]
+            for idx in range(len(self.scheme.schemes))
+        ]
         picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
-        possible = [{linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears} for each in picks]
+        possible = [
+            {linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears}
+            for each in picks
+        ]
         return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
 
     @property

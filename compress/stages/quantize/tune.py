@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from compress.artifact.context import Context
-from compress.calibrate.dataset import TokenSet
+from compress.context import Context
+from compress.data.tokens import TokenSet
 from compress.distill.learn import Measurements, learn
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, checkpoint_layers_, measure
@@ -36,11 +36,19 @@ class Tune(Spec):
     kind: Literal["scales"] = "scales"
     epochs: int = Field(4, ge=1, description="passes over the calibration samples")
     batch_size: int = Field(4, ge=1, description="samples a step")
-    lr: float = Field(1e-3, gt=0, le=0.1, description="largest learning rate, of scales relative to what they were")
+    lr: float = Field(
+        1e-3, gt=0, le=0.1, description="largest learning rate, of scales relative to what they were"
+    )
 
 
 def tune_scales(
-    spec: Tune, source: WeightSource, schemes: Schemes, tokens: TokenSet, ctx: Context, *, compute_dtype: torch.dtype
+    spec: Tune,
+    source: WeightSource,
+    schemes: Schemes,
+    tokens: TokenSet,
+    ctx: Context,
+    *,
+    compute_dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Train the scales of the layers in the scratch directory, on all ranks together, and write the layers that became better into
     `DIRECTORY` there; facts for the report.
@@ -52,13 +60,18 @@ def tune_scales(
     device, directory = torch.device(ctx.device), ctx.scratch / DIRECTORY
     held_out_NS, training_NS = tokens.tokens_NS[::HELD_OUT], _without(tokens.tokens_NS, HELD_OUT)
     if len(training_NS) < spec.batch_size:
-        raise UsageError(f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples.")
+        raise UsageError(
+            f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples."
+        )
 
     def layer(idx: int) -> Weights:
         return load_weights(ctx.scratch / layer_name(idx), schemes, prefix=f"layers.{idx}.")
 
     decoder = build_decoder(source, dtype=compute_dtype, device=device)
-    student, teacher = in_tuning(decoder, layer, dtype=compute_dtype, device=device), Teacher(decoder, device=device)
+    student, teacher = (
+        in_tuning(decoder, layer, dtype=compute_dtype, device=device),
+        Teacher(decoder, device=device),
+    )
     if spec.batch_size * training_NS.shape[1] > RECOMPUTED_TOKENS:
         checkpoint_layers_(student)
     steps_of_epoch = len(training_NS) // spec.batch_size
@@ -79,7 +92,9 @@ def tune_scales(
     num_bytes = max(1, tokens.num_bytes * len(held_out_NS) // len(tokens.tokens_NS))
 
     def look() -> dict[str, float]:
-        return measure(student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks).recovery(num_bytes)
+        return measure(
+            student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks
+        ).recovery(num_bytes)
 
     curve = learn(training, config, Measurements(look, steps_of_epoch), ctx)
     kl = [row["kl"] for row in curve if "kl" in row]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.context import Context
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.card import identity, load_card
+from compress.context import Context
+from compress.data.card import identity, load_card
+from compress.data.model_tokens import data_identity
 from compress.digest import digest_json
 from compress.export import serve_command
 from compress.quant.scheme import ModelScheme
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.calibrate import data_identity
 from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
@@ -81,7 +81,9 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     )
     write_atomic(out.path / MODEL_CARD, card.encode())
     facts = {"verdict": report["verdict"], "gates": report.get("gates", [])}
-    out.describe(role="evidence", facts=facts | ({"warnings": report["warnings"]} if "warnings" in report else {}))
+    out.describe(
+        role="evidence", facts=facts | ({"warnings": report["warnings"]} if "warnings" in report else {})
+    )
 
 
 def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
@@ -124,7 +126,9 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         latency_candidate=measured.latency.get("candidate", ()),
         kernels=measured.candidate.kernel_report(),
         roofline=measured.roofs,
-        speculation=None if speculation is None else {**measured.conditions, **speculation.as_json(), "draft": draft_facts(inputs)},
+        speculation=None
+        if speculation is None
+        else {**measured.conditions, **speculation.as_json(), "draft": draft_facts(inputs)},
         gates=_gates(spec, measured, sizes, device, quantized=Port.QUANTIZED in inputs.ports),
         calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
         environment=environment_facts(device),
@@ -132,7 +136,9 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     )
 
 
-def _journey(measured: Measured, made: Mapping[str, Any], draft_bytes: int | None, *, quantized: bool) -> Journey:
+def _journey(
+    measured: Measured, made: Mapping[str, Any], draft_bytes: int | None, *, quantized: bool
+) -> Journey:
     return Journey(
         made=made,
         quantized=quantized,
@@ -144,7 +150,9 @@ def _journey(measured: Measured, made: Mapping[str, Any], draft_bytes: int | Non
     )
 
 
-def _gates(spec: Validate, measured: Measured, sizes: list[dict[str, Any]], device: torch.device, *, quantized: bool) -> list[GateResult]:
+def _gates(
+    spec: Validate, measured: Measured, sizes: list[dict[str, Any]], device: torch.device, *, quantized: bool
+) -> list[GateResult]:
     """Latency gates look at the first batch size, those of the size at the model without its draft. `quantized`: the recipe has quantized,
     and what it quantized is the source unless it was measured too."""
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}

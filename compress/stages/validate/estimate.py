@@ -1,9 +1,9 @@
 """What validation will need, from shapes alone, for `compress plan`."""
 
-from compress.calibrate.card import check_at_hand, load_card
+from compress.data.card import check_at_hand, load_card
+from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
 from compress.stages import Estimate, PlanFacts
-from compress.stages.calibrate import fits
 from compress.stages.validate.spec import Validate
 from compress.validate.roofline import READ_BYTES
 
@@ -19,12 +19,18 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     arch, source_arch = facts.arch, facts.source_arch or facts.arch
     own = spec.speculative
     speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram")
-    fits(spec.seq_len, "validate: seq_len", arch)
+    check_seq_len(spec.seq_len, "validate: seq_len", arch)
     check_at_hand(load_card(spec.data))
     if spec.latency is not None:
-        fits(spec.latency.prompt_tokens + spec.latency.output_tokens, "validate: latency prompt and output together", arch)
+        check_seq_len(
+            spec.latency.prompt_tokens + spec.latency.output_tokens,
+            "validate: latency prompt and output together",
+            arch,
+        )
     if speculates and own is not None:
-        fits(own.prompt_tokens + own.output_tokens, "validate: speculative prompt and output together", arch)
+        check_seq_len(
+            own.prompt_tokens + own.output_tokens, "validate: speculative prompt and output together", arch
+        )
         for card in spec.prompt_data.values():
             check_at_hand(load_card(card))
     elif named := [name for name in spec.gates if name in SPECULATIVE]:
@@ -38,7 +44,9 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     width = 4 if facts.device == "cpu" else 2
     num_tokens = spec.num_samples * spec.seq_len
     logits = 2 * num_models * 4 * spec.windows_at_once(arch) * spec.seq_len * arch.vocab_size
-    reading = READ_BYTES[facts.device] if spec.latency is not None else 0  # the buffer that measures the bandwidth
+    reading = (
+        READ_BYTES[facts.device] if spec.latency is not None else 0
+    )  # the buffer that measures the bandwidth
     config = spec.engine_config(speculates=speculates)
     assert config.max_model_len is not None
     kv_bytes_per_token = sum(2 * layer.num_kv_heads * layer.head_dim for layer in arch.layers) * width

@@ -6,13 +6,13 @@ from typing import Any
 
 from compress.artifact.header import read_header
 from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
-from compress.calibrate.corpus import Document
-from compress.calibrate.dataset import TokenSet, load_token_set, load_tokenizer, overlap
-from compress.kernels.paged import DENSE_FORMATS
+from compress.data.corpus import Document
+from compress.data.model_tokens import TOKENS_NAME
+from compress.data.tokens import TokenSet, load_token_set, load_tokenizer, overlap
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.stages.calibrate import TOKENS_NAME
 from compress.validate.report import ranges
 
 MODEL_CARD = "README.md"
@@ -55,7 +55,10 @@ def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:
     for linear, other in scheme.exceptions if scheme is not None else ():
         _, layer_idx, name = linear.split(".", 2)
         layers_of.setdefault(name_of(other), {}).setdefault(name, []).append(int(layer_idx))
-    texts = {other: "; ".join(f"{name} of {ranges(idxs)}" for name, idxs in linears.items()) for other, linears in layers_of.items()}
+    texts = {
+        other: "; ".join(f"{name} of {ranges(idxs)}" for name, idxs in linears.items())
+        for other, linears in layers_of.items()
+    }
     return texts or None
 
 
@@ -63,7 +66,10 @@ def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
     """Bytes on disk of both sides by kind of tensor."""
     before, after = (_bytes_by_kind(path) for path in (source, candidate))
     kinds = sorted(before.keys() | after.keys())
-    return [{"kind": kind, "source_bytes": before.get(kind, 0), "candidate_bytes": after.get(kind, 0)} for kind in kinds]
+    return [
+        {"kind": kind, "source_bytes": before.get(kind, 0), "candidate_bytes": after.get(kind, 0)}
+        for kind in kinds
+    ]
 
 
 def size_of(path: Path) -> int:
@@ -88,9 +94,14 @@ def _kind(name: str) -> str:
     return "attention" if "attn" in name else "ffn"
 
 
-def calibration_facts(inputs: Inputs, evaluation: TokenSet, evaluation_facts: Mapping[str, Any]) -> dict[str, Any]:
+def calibration_facts(
+    inputs: Inputs, evaluation: TokenSet, evaluation_facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Calibration, training and evaluation data, and whether they share text: the windows that were really used, compared word by word."""
-    facts: dict[str, Any] = {"evaluation_data": evaluation_facts["title"], "evaluation_digest": evaluation.digest()}
+    facts: dict[str, Any] = {
+        "evaluation_data": evaluation_facts["title"],
+        "evaluation_digest": evaluation.digest(),
+    }
     if Port.CALIB in inputs.ports:
         calib = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
         num_samples, seq_len = calib.tokens_NS.shape
@@ -125,7 +136,9 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
     tokenizer, _ = load_tokenizer(inputs.source.path)
 
     def texts(tokens: TokenSet) -> Iterator[Document]:
-        return (Document(str(idx), tokenizer.decode(row.tolist())) for idx, row in enumerate(tokens.tokens_NS))
+        return (
+            Document(str(idx), tokenizer.decode(row.tolist())) for idx, row in enumerate(tokens.tokens_NS)
+        )
 
     shared = overlap(texts(seen), texts(evaluation))
     return f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text occur in the {name} text"

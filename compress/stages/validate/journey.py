@@ -40,7 +40,9 @@ class Journey:
             rows[-1] |= {"kl_source": self.made["distillation"]["before"]["kl"], "note": PRUNED}
         if self.quantized and "dense" in self.sizes:
             rows.append(self._row(self._dense_name, "dense", compared=True))
-        rows.append(self._row("quantized" if self.quantized else self._dense_name, "candidate", compared=True))
+        rows.append(
+            self._row("quantized" if self.quantized else self._dense_name, "candidate", compared=True)
+        )
         if self.draft_bytes is not None:
             rows.append(self._with_draft(rows[-1]))
         return rows if len(rows) > 2 else []
@@ -67,7 +69,12 @@ class Journey:
     def _with_draft(self, served: Json) -> Json:
         """The same model, so the same accuracy."""
         assert self.draft_bytes is not None
-        row = {**served, "stage": "with draft", "size_bytes": served["size_bytes"] + self.draft_bytes, "kl_before": 0.0}
+        row = {
+            **served,
+            "stage": "with draft",
+            "size_bytes": served["size_bytes"] + self.draft_bytes,
+            "kl_before": 0.0,
+        }
         row |= {"tpot_ms": None, "note": ""}
         if self.speculation is not None:
             speed = self.speculation.speed[0]

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from compress.artifact.context import Context
-from compress.calibrate.dataset import TokenSet
+from compress.context import Context
+from compress.data.model_tokens import read_tokens
+from compress.data.tokens import TokenSet
 from compress.errors import UsageError
 from compress.export import open_weights
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.stages.calibrate import read_tokens
 from compress.stages.validate.spec import Validate
 from compress.stages.validate.speculation import proposers_of, speculate
 from compress.stages.validate.speed import roofs_of, time_engine
@@ -56,7 +56,12 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
     candidate = engines["candidate"]
     tokens, data_facts = read_tokens(
-        inputs.source, spec.data, num_samples=spec.num_samples, seq_len=spec.seq_len, seed=None, offline=ctx.offline
+        inputs.source,
+        spec.data,
+        num_samples=spec.num_samples,
+        seq_len=spec.seq_len,
+        seed=None,
+        offline=ctx.offline,
     )
     ctx.boundary(next(steps), num_steps, f"accuracy on {spec.num_samples} x {spec.seq_len} tokens")
     accuracy = _accuracy(engines, tokens, spec.windows_at_once(engines["source"].arch), device)
@@ -67,12 +72,16 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
         for side, engine in engines.items():
             ctx.boundary(next(steps), num_steps, f"latency of the {side}")
             latency[side] = time_engine(engine, spec.latency.of(side), ctx.seed, bandwidth)
-        roofs = roofs_of(candidate, latency["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype))
+        roofs = roofs_of(
+            candidate, latency["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype)
+        )
     del engines  # room for engines that speculate
     speculation, conditions = None, dict[str, Any]()
     if proposers:
         step = next(steps), num_steps
-        speculation, conditions = speculate(spec, inputs, open_weights(candidate_path), candidate, proposers, ctx, step=step)
+        speculation, conditions = speculate(
+            spec, inputs, open_weights(candidate_path), candidate, proposers, ctx, step=step
+        )
     ctx.progress.update(num_steps, num_steps, "done")
     return Measured(paths, candidate, tokens, data_facts, accuracy, latency, roofs, speculation, conditions)
 
@@ -85,10 +94,16 @@ def _dense_path(inputs: Inputs) -> dict[str, Path]:
     return {"dense": dense.path}
 
 
-def _engines(spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: torch.device, *, speculates: bool) -> dict[str, Engine]:
+def _engines(
+    spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: torch.device, *, speculates: bool
+) -> dict[str, Engine]:
     config = spec.engine_config(speculates=speculates)
     engines = {
-        side: Engine(open_weights(path), device=device, config=replace(config, kv_format=spec.kv_format if side == "candidate" else None))
+        side: Engine(
+            open_weights(path),
+            device=device,
+            config=replace(config, kv_format=spec.kv_format if side == "candidate" else None),
+        )
         for side, path in paths.items()
     }
     source, candidate = engines["source"].arch, engines["candidate"].arch
@@ -100,11 +115,16 @@ def _engines(spec: Validate, inputs: Inputs, paths: Mapping[str, Path], device: 
     return engines
 
 
-def _accuracy(engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device) -> dict[tuple[str, str], Accuracy]:
+def _accuracy(
+    engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device
+) -> dict[tuple[str, str], Accuracy]:
     """Of the candidate against the source; and, where there is one between them, of that against the source and of the candidate against
     that."""
     sides = list(engines)
-    pairs = [("source", "candidate"), *([("source", "dense"), ("dense", "candidate")] if "dense" in engines else [])]
+    pairs = [
+        ("source", "candidate"),
+        *([("source", "dense"), ("dense", "candidate")] if "dense" in engines else []),
+    ]
     with torch.inference_mode():
         measured = measure_pairs(
             [engine.runner.score for engine in engines.values()],

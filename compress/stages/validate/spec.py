@@ -31,7 +31,9 @@ def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
     for gate in gates:
         stage, _, metric = gate.name.rpartition(".")
         if stage and metric not in ACCURACY_METRICS:
-            raise UsageError(f"gate '{gate.name}': of {stage} alone accuracy is measured: {', '.join(ACCURACY_METRICS)}.")
+            raise UsageError(
+                f"gate '{gate.name}': of {stage} alone accuracy is measured: {', '.join(ACCURACY_METRICS)}."
+            )
     return gates
 
 
@@ -55,13 +57,18 @@ EMBEDDED = "builtin://python-eval"
 class Speculation(Spec):
     """How the artifact is served with the draft that lies in it, or by prompt lookup."""
 
-    kind: Literal["draft", "ngram"] = Field("draft", description="who proposes; lookup is measured beside a draft in any case")
+    kind: Literal["draft", "ngram"] = Field(
+        "draft", description="who proposes; lookup is measured beside a draft in any case"
+    )
     k: int = Field(PROPOSED, ge=1, le=MAX_K, description="tokens proposed a step")
     rule: Rule = Field(
-        "rejection", description="how drawn tokens are kept: rejection, as other engines do, or coupled: those of plain decoding"
+        "rejection",
+        description="how drawn tokens are kept: rejection, as other engines do, or coupled: those of plain decoding",
     )
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field((1.0, 0.0), min_length=1, description="0 is greedy")
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (1.0, 0.0), min_length=1, description="0 is greedy"
+    )
     data: dict[str, str] = Field(
         default_factory=dict,
         description="category -> data card of prompts; by default the evaluation text, the embedded one as code and prose",
@@ -79,10 +86,13 @@ class Validate(Spec):
     num_samples: int = Field(32, ge=2)
     seq_len: int = Field(512, ge=8)
     kv_format: KVFormat | None = Field(
-        None, description="of the candidate's KV cache; by default what the artifact states, the model's dtype where it states nothing"
+        None,
+        description="of the candidate's KV cache; by default what the artifact states, the model's dtype where it states nothing",
     )
     latency: Latency | None = Latency()
-    speculative: Speculation | None = Field(Speculation(), description="measured where the artifact has a draft; null: not at all")
+    speculative: Speculation | None = Field(
+        Speculation(), description="measured where the artifact has a draft; null: not at all"
+    )
     gates: Annotated[dict[str, float | dict[str, float]], checked_by(read_gates)] = Field(
         default_factory=dict, description="metric -> limit, latency per device"
     )
@@ -92,7 +102,9 @@ class Validate(Spec):
         """Category -> data card, of the prompts that are continued by speculation."""
         stated = {} if self.speculative is None else self.speculative.data
         return stated or (
-            {each: f"{EMBEDDED}/{each}" for each in ("code", "prose")} if self.data == EMBEDDED else {"evaluation": self.data}
+            {each: f"{EMBEDDED}/{each}" for each in ("code", "prose")}
+            if self.data == EMBEDDED
+            else {"evaluation": self.data}
         )
 
     @property
@@ -104,7 +116,10 @@ class Validate(Spec):
         """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""
         latency, own = self.latency, self.speculative if speculates else None
         batch_sizes = (1, *(latency.batch_sizes if latency else ()), *(own.batch_sizes if own else ()))
-        lengths = [self.seq_len, *(each.prompt_tokens + each.output_tokens for each in (latency, own) if each is not None)]
+        lengths = [
+            self.seq_len,
+            *(each.prompt_tokens + each.output_tokens for each in (latency, own) if each is not None),
+        ]
         return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))
 
     def windows_at_once(self, arch: Arch) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from compress.artifact.context import Context
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+from compress.context import Context
+from compress.data.model_tokens import read_tokens
 from compress.export import DRAFT_FOLDER, open_weights
 from compress.export.speculators import is_eagle3, open_eagle3
 from compress.models.eagle3 import draft_head
@@ -21,7 +22,6 @@ from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.stages import Inputs, Port
-from compress.stages.calibrate import read_tokens
 from compress.stages.validate.spec import Speculation, Validate
 from compress.validate.speculation import Conditions, SpeculationEvidence, measure_speculation
 
@@ -39,7 +39,11 @@ def draft_path(inputs: Inputs) -> Path | None:
 def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
     """How the draft was made, with its curve where the recipe made it."""
     port = inputs.ports.get(Port.DRAFT, inputs.ports.get(Port.CHECKPOINT))
-    facts = open_artifact(port.path).manifest.facts if port is not None and (port.path / MANIFEST_NAME).exists() else {}
+    facts = (
+        open_artifact(port.path).manifest.facts
+        if port is not None and (port.path / MANIFEST_NAME).exists()
+        else {}
+    )
     return facts.get("draft")
 
 
@@ -93,7 +97,10 @@ def speculate(
     for category, card in spec.prompt_data.items():
         sizes = {"num_samples": own.num_prompts, "seq_len": own.prompt_tokens}
         tokens, facts = read_tokens(inputs.source, card, **sizes, seed=ctx.seed, offline=ctx.offline)
-        prompts[category], titles[category] = [tuple(row) for row in tokens.tokens_NS.tolist()], facts["title"]
+        prompts[category], titles[category] = (
+            [tuple(row) for row in tokens.tokens_NS.tolist()],
+            facts["title"],
+        )
     conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
 
     def engine_for(speculative: Speculative) -> Engine:
@@ -102,6 +109,10 @@ def speculate(
             torch.cuda.empty_cache()  # what is cached is not free for a KV cache
         return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
 
-    evidence = measure_speculation(plain, engine_for, proposers, conditions, lambda note: ctx.boundary(*step, note))
-    shown = {name: getattr(own, name) for name in ("k", "rule", "num_prompts", "prompt_tokens", "output_tokens")}
+    evidence = measure_speculation(
+        plain, engine_for, proposers, conditions, lambda note: ctx.boundary(*step, note)
+    )
+    shown = {
+        name: getattr(own, name) for name in ("k", "rule", "num_prompts", "prompt_tokens", "output_tokens")
+    }
     return evidence, {**shown, "data": titles}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
+from compress.context import Context
 from compress.distill.learn import Curve
 from compress.models.decoder import Decoder
 from compress.plugins import PluginSet

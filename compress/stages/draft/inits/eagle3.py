@@ -9,14 +9,22 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from compress.artifact.context import Context
 from compress.artifact.workspace import ArtifactWriter
+from compress.context import Context
 from compress.distill.eagle3 import Eagle3Objective, Target, frequent_tokens, measure_eagle3
 from compress.distill.learn import Measurements, learn
 from compress.distill.train import Training, Windows
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.eagle3 import Eagle3Facts, Eagle3Head, eagle3_facts, fresh_eagle3, head_of, parameter_shapes, save_eagle3
+from compress.models.eagle3 import (
+    Eagle3Facts,
+    Eagle3Head,
+    eagle3_facts,
+    fresh_eagle3,
+    head_of,
+    parameter_shapes,
+    save_eagle3,
+)
 from compress.models.weights import Dense, without_codes
 from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec
@@ -39,10 +47,20 @@ class Eagle3(Spec):
 
     kind: Literal["eagle3"] = "eagle3"
     layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = Field(
-        None, description="after how many of the target's layers hidden states are read, rising; left out, [2, half, all but 3]"
+        None,
+        description="after how many of the target's layers hidden states are read, rising; left out, [2, half, all but 3]",
     )
-    vocab: int = Field(8192, ge=1, description="tokens that it may propose, the most frequent ones of the training text; at most all")
-    steps: int = Field(4, ge=1, le=7, description="steps ahead that it is trained for, on its own hidden states but in the first")
+    vocab: int = Field(
+        8192,
+        ge=1,
+        description="tokens that it may propose, the most frequent ones of the training text; at most all",
+    )
+    steps: int = Field(
+        4,
+        ge=1,
+        le=7,
+        description="steps ahead that it is trained for, on its own hidden states but in the first",
+    )
 
     def facts(self, target: Arch) -> Eagle3Facts:
         """Raises UsageError: the target has no such layers."""
@@ -58,7 +76,9 @@ class Eagle3(Spec):
         head = self.facts(facts.arch)
         if spec.quantize is not None:
             head_scheme(spec.quantize, head)
-        steps = head.arch.replace(layers=head.arch.layers * self.steps, vocab_size=head.draft_vocab_size * self.steps)
+        steps = head.arch.replace(
+            layers=head.arch.layers * self.steps, vocab_size=head.draft_vocab_size * self.steps
+        )
         num_params = _num_params(head)
         found = training_estimate(spec, steps, facts.arch, facts, num_trained=num_params, frozen_bytes=0)
         return replace(
@@ -78,19 +98,33 @@ class Eagle3(Spec):
         words_W = frequent_tokens(tokens_NS, facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
         head = fresh_eagle3(facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
         target = Target(setting.decoder, facts.layer_ids, words_W, device=device, compile=spec.compile)
-        objective = Eagle3Objective(spec.loss.divergence(), target, self.steps, compute_dtype=setting.dtype, compile=spec.compile)
+        objective = Eagle3Objective(
+            spec.loss.divergence(), target, self.steps, compute_dtype=setting.dtype, compile=spec.compile
+        )
         config = spec.train_config(setting.dtype)
         batch_of = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed).batch
         training = Training(head, objective, batch_of, config, device=device, ranks=ctx.ranks)
         look = partial(
-            measure_eagle3, target=target, tokens_NS=text.held_out_NS, device=device, compute_dtype=setting.dtype, ranks=ctx.ranks
+            measure_eagle3,
+            target=target,
+            tokens_NS=text.held_out_NS,
+            device=device,
+            compute_dtype=setting.dtype,
+            ranks=ctx.ranks,
         )
-        curve = learn(training, config, Measurements(lambda: look(head).drafting(), spec.steps_between_measurements), ctx)
+        curve = learn(
+            training,
+            config,
+            Measurements(lambda: look(head).drafting(), spec.steps_between_measurements),
+            ctx,
+        )
         stored = head_of(head, words_W, dtype=getattr(torch, weights.arch.dtype))
         scheme = None
         if spec.quantize is not None:
             scheme = head_scheme(spec.quantize, facts)
-            stored = rounded_head(spec.quantize, stored, target, tokens_NS[:CALIBRATION_WINDOWS, :-1], self.steps, device=device)
+            stored = rounded_head(
+                spec.quantize, stored, target, tokens_NS[:CALIBRATION_WINDOWS, :-1], self.steps, device=device
+            )
         final = look(stored.decoder(dtype=torch.float32, device=device))
         said = {
             "kind": "eagle3",

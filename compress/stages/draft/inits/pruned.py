@@ -14,19 +14,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from compress.artifact.atomic import place
-from compress.artifact.context import Context
 from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
-from compress.calibrate.dataset import TokenSet
+from compress.context import Context
+from compress.data.tokens import TokenSet
 from compress.distill.learn import Measurements, learn
 from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_layers_, measure
 from compress.distill.student import evenly
 from compress.distill.train import Training
 from compress.errors import UsageError
 from compress.export import open_weights
-from compress.methods import Compensation, Scorer
-from compress.methods.activation import Activation
-from compress.methods.least_squares import LeastSquares
+from compress.methods.prune import Compensation, Scorer
+from compress.methods.prune.activation import Activation
+from compress.methods.prune.least_squares import LeastSquares
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
@@ -55,16 +55,28 @@ class Pruned(Spec):
     """Layers, heads and FFN channels of the target."""
 
     kind: Literal["pruned"] = "pruned"
-    keep_layers: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = Field(
-        2, description="how many layers, evenly spaced with the first and the last among them; or their indices, `[0, 15, 31]`"
+    keep_layers: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+    ) = Field(
+        2,
+        description="how many layers, evenly spaced with the first and the last among them; or their indices, `[0, 15, 31]`",
     )
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
     multiple: int = Field(128, ge=1, description="widths that linears read stay a multiple of this")
-    score: Annotated[Spec, ByKind(scorers)] = Field(Activation(), description="which heads and channels stay, as of `prune`")
-    compensate: Annotated[Spec, ByKind(compensations)] = Field(LeastSquares(), description="how what stays makes up for what goes")
-    num_samples: int = Field(64, ge=1, description="windows of the training text that choose and make up for what goes")
-    train_embeddings: bool = Field(False, description="train embedding and head too; left out, they stay the target's")
+    score: Annotated[Spec, ByKind(scorers)] = Field(
+        Activation(), description="which heads and channels stay, as of `prune`"
+    )
+    compensate: Annotated[Spec, ByKind(compensations)] = Field(
+        LeastSquares(), description="how what stays makes up for what goes"
+    )
+    num_samples: int = Field(
+        64, ge=1, description="windows of the training text that choose and make up for what goes"
+    )
+    train_embeddings: bool = Field(
+        False, description="train embedding and head too; left out, they stay the target's"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +91,9 @@ class Pruned(Spec):
         """
         if isinstance(self.keep_layers, int):
             if self.keep_layers > arch.num_layers:
-                raise UsageError(f"draft: {self.keep_layers} layers are to stay and the model has {arch.num_layers}.")
+                raise UsageError(
+                    f"draft: {self.keep_layers} layers are to stay and the model has {arch.num_layers}."
+                )
             return evenly(self.keep_layers, arch.num_layers)
         chosen = sorted(set(self.keep_layers))
         if len(chosen) < len(self.keep_layers) or not 0 <= chosen[0] <= chosen[-1] < arch.num_layers:
@@ -107,13 +121,21 @@ class Pruned(Spec):
     def _pruning(self) -> Prune | None:
         if self.heads is None and self.ffn is None:
             return None
-        return Prune(heads=self.heads, ffn=self.ffn, multiple=self.multiple, score=self.score, compensate=self.compensate)
+        return Prune(
+            heads=self.heads,
+            ffn=self.ffn,
+            multiple=self.multiple,
+            score=self.score,
+            compensate=self.compensate,
+        )
 
     def estimate(self, spec: Any, facts: PlanFacts) -> Estimate:
         arch = self.shape(facts.arch)
         outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
         frozen = 0 if self.train_embeddings else outer
-        found = training_estimate(spec, arch, facts.arch, facts, num_trained=arch.num_params - frozen, frozen_bytes=4 * frozen)
+        found = training_estimate(
+            spec, arch, facts.arch, facts, num_trained=arch.num_params - frozen, frozen_bytes=4 * frozen
+        )
         notes = [
             f"{arch.num_layers} of {facts.arch.num_layers} layers ({', '.join(map(str, self.kept(facts.arch)))}): "
             f"{(arch.num_params - outer) / 1e6:,.1f} M parameters between the model's embedding and head, {outer / 1e6:,.1f} M",
@@ -121,7 +143,9 @@ class Pruned(Spec):
         ]
         if spec.quantize is None:
             return replace(found, notes=tuple(notes))
-        calib = Calibrate(data=spec.data, num_samples=min(self.num_samples, spec.num_windows), seq_len=spec.seq_len)
+        calib = Calibrate(
+            data=spec.data, num_samples=min(self.num_samples, spec.num_windows), seq_len=spec.seq_len
+        )
         codes = quantize_estimate(spec.quantize, replace(facts, arch=arch, specs={"calibrate": calib}))
         return Estimate(
             max(found.peak_bytes, codes.peak_bytes),
@@ -133,7 +157,9 @@ class Pruned(Spec):
 
     def make(self, setting: Setting, ctx: Context) -> Made:
         spec, text, device = setting.spec, setting.text, setting.device
-        calibration = replace(text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous())
+        calibration = replace(
+            text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous()
+        )
         start, pruned = self._start(setting, calibration.tokens_NS, ctx)
         student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
         for outer in (student.embed, student.head):
@@ -142,17 +168,27 @@ class Pruned(Spec):
             checkpoint_layers_(student)
         teacher = Teacher(setting.decoder, device=device, compile=spec.compile)
         config = spec.train_config(setting.dtype)
-        objective = Objective(spec.loss.divergence(), teacher, compute_dtype=setting.dtype, compile=spec.compile)
+        objective = Objective(
+            spec.loss.divergence(), teacher, compute_dtype=setting.dtype, compile=spec.compile
+        )
         batch_of = batches(spec, text.training, teacher, ctx, digest=setting.target.digest, device=device)
         training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
         look = partial(_look, teacher, setting, ctx)
-        curve = learn(training, config, Measurements(lambda: look(student).drafting(), spec.steps_between_measurements), ctx)
+        curve = learn(
+            training,
+            config,
+            Measurements(lambda: look(student).drafting(), spec.steps_between_measurements),
+            ctx,
+        )
         stored = self._stored(student, calibration, setting, ctx)
         final = look(build_decoder(open_weights(stored.path), dtype=torch.float32, device=device)).drafting()
         facts = {
             "kind": "model",
             "params": student.arch.num_params,
-            "start": {**self.model_dump(mode="json", serialize_as_any=True), "layers": self.kept(setting.target.weights.arch)},
+            "start": {
+                **self.model_dump(mode="json", serialize_as_any=True),
+                "layers": self.kept(setting.target.weights.arch),
+            },
             "pruned": pruned,
             "quantized": None if spec.quantize is None else spec.quantize.method(),
             "before": {key: curve[0][key] for key in final},
@@ -160,14 +196,18 @@ class Pruned(Spec):
         }
         return Made(curve, facts, partial(_write, stored))
 
-    def _start(self, setting: Setting, tokens_NS: Tensor, ctx: Context) -> tuple[WeightSource, list[dict[str, Any]]]:
+    def _start(
+        self, setting: Setting, tokens_NS: Tensor, ctx: Context
+    ) -> tuple[WeightSource, list[dict[str, Any]]]:
         """The draft before it is trained, and a row for each linear of it that was pruned."""
         weights = Dense(setting.target.weights)
         subset, pruning = LayerSubset(weights, self.kept(weights.arch)), self._pruning()
         if pruning is None:
             return subset, []
         how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
-        start, facts = prune_round(how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx)
+        start, facts = prune_round(
+            how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx
+        )
         ctx.ranks.broadcast(None)  # nobody reads its last layer before rank 0 has written it
         return start, facts["layers"]
 
@@ -185,7 +225,14 @@ class Pruned(Spec):
 
 
 def _look(teacher: Teacher, setting: Setting, ctx: Context, student: Decoder) -> HeldOut:
-    return measure(student, teacher, setting.text.held_out_NS, setting.device, compute_dtype=setting.dtype, ranks=ctx.ranks)
+    return measure(
+        student,
+        teacher,
+        setting.text.held_out_NS,
+        setting.device,
+        compute_dtype=setting.dtype,
+        ranks=ctx.ranks,
+    )
 
 
 def _write_dense(student: Decoder, out: ArtifactWriter) -> None:

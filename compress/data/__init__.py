@@ -1,0 +1,1 @@
+"""Calibration and evaluation text: corpora, data cards and the token sets cut from them."""

@@ -1,0 +1,80 @@
+"""Token sets of one model: the text of a data card through the model's own tokenizer, checked against its embedding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compress.data.card import check_at_hand, documents, identity, load_card, pin
+from compress.data.tokens import TokenSet, load_tokenizer, tokenize
+from compress.errors import UsageError
+from compress.models.arch import Arch
+from compress.models.checkpoint import read_config
+from compress.models.family import family_of
+from compress.registry.model_source import ModelSource
+
+TOKENS_NAME = "tokens.safetensors"
+
+
+def read_tokens(
+    source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None, offline: bool
+) -> tuple[TokenSet, dict[str, Any]]:
+    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text with BOS gets it here too.
+
+    Raises:
+        UsageError: too little text, or a tokenizer that is not this model's.
+        StorageError: the text cannot be read, or lies on the hub and `offline` is set.
+    """
+    card = load_card(data)
+    check_at_hand(card, offline=offline)
+    card = pin(card)
+    tokenizer, digest = load_tokenizer(source.path)
+    bos = _prepended_bos(source)
+    facts = {**card.facts, "tokenizer_digest": digest}
+    tokens = tokenize(
+        documents(card),
+        tokenizer,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        seed=seed,
+        bos=bos,
+        packing=card.spec.packing,
+        separator=card.spec.separator,
+        facts=facts,
+    )
+    _check_ids(tokens, source)
+    return tokens, tokens.source
+
+
+def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
+    """Raises UsageError when the tokenizer gives ids that the embedding does not have."""
+    config = read_config(source.path)
+    vocab_size, largest = family_of(config).read_config(config).vocab_size, int(tokens.tokens_NS.max())
+    if largest >= vocab_size:
+        raise UsageError(
+            f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} embeddings: they do not belong together."
+        )
+
+
+def _prepended_bos(source: ModelSource) -> int | None:
+    """The id that the tokenizer puts before every text, found by asking it; None if it puts none."""
+    tokenizer, _ = load_tokenizer(source.path)
+    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    if (
+        with_special == without
+        or not with_special
+        or with_special[0] != read_config(source.path).get("bos_token_id")
+    ):
+        return None
+    return with_special[0]
+
+
+def check_seq_len(seq_len: int, what: str, arch: Arch) -> None:
+    """Raises UsageError when a sequence is longer than the model's positions."""
+    if seq_len > arch.max_position:
+        raise UsageError(
+            f"{what} is {seq_len} tokens and the model has {arch.max_position} positions. Give a smaller number."
+        )
+
+
+def data_identity(spec: Any, device: str) -> Mapping[str, str]:
+    """The text that a spec's `data` stands for, as a cache key part."""
+    return {"data": identity(load_card(spec.data))}

@@ -1,0 +1,402 @@
+"""Token sets: the fixed windows of tokens that a model is calibrated or evaluated on, and the check that the two do not share text.
+
+Evaluation (`seed=None`) is convention A: all documents joined by the separator, tokenized as one text, cut into non-overlapping windows
+in corpus order, the tail dropped. `num_samples` takes the first windows.
+
+Calibration (a seed) draws text from the whole corpus in one pass and bounded memory. Every document is cut into excerpts of about one
+window (8 characters a token, at a line end where there is one) and every excerpt gets the key (round, sha256(seed, id, excerpt)): in
+round 0 each document offers one excerpt, drawn by hash, in round 1 a second, and so on. The excerpts with the smallest keys are kept,
+joined in key order and cut into windows. So a sample is spread over as many documents as there are (short prose counts beside long
+sources), the order of the documents does not matter, a larger sample begins with the smaller one, and only the text that is used is
+tokenized.
+
+Bytes. `num_bytes` counts the UTF-8 bytes that the text tokens stand for, token by token from the vocabulary, so a character that a window
+cuts in two is counted right; bits per byte divides by `num_scored_bytes`, which leaves out a window's first token where no BOS stands
+before it, because nothing predicts it.
+
+Shapes: N samples, S sequence.
+"""
+
+import heapq
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compress.data.corpus import Document, Packing, TextHasher
+from compress.digest import canonical_json, digest_bytes, digest_file
+from compress.errors import StorageError, UnsupportedFormat, UsageError
+
+if TYPE_CHECKING:  # a token set can be read where `tokenizers` is not installed
+    from tokenizers import Tokenizer
+
+_EXCERPT_CHARS_PER_TOKEN = 8
+_KEPT_EXCERPTS_PER_SAMPLE: Mapping[Packing, int] = {
+    "concatenate": 3,
+    "first_tokens": 16,
+}  # spare, for long tokens and for short documents
+_BATCH = 32
+_CUT_MARGIN = 64  # tokens before a cut through the text whose ids might change if the text went on
+_FACTS_KEY = "token_set"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSet:
+    """Windows of token ids, int32 [N, S]; `source` has the card's facts and what was read."""
+
+    tokens_NS: Tensor
+    num_bytes: int
+    num_scored_bytes: int
+    source: dict[str, Any]
+
+    def digest(self) -> str:
+        """Of the shape and the ids: what a stage's cache key and a report refer to."""
+        shape = canonical_json(list(self.tokens_NS.shape))
+        return digest_bytes(shape + self.tokens_NS.contiguous().numpy().astype("<i4").tobytes())
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How many word n-grams of the evaluation text also stand in the calibration text; `example` is the first."""
+
+    num_shared: int
+    num_ngrams: int
+    example: str | None
+
+    @property
+    def shared_frac(self) -> float:
+        return self.num_shared / self.num_ngrams if self.num_ngrams else 0.0
+
+
+def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
+    """The tokenizer of a model directory, without the truncation and padding its file may ask for, and the digest of the file.
+
+    Raises:
+        UnsupportedFormat: there is no readable `tokenizer.json`.
+    """
+    from tokenizers import Tokenizer
+
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise UnsupportedFormat(
+            f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
+            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or vocab.json."
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises nothing more specific
+        raise UnsupportedFormat(f"'{path}' is not a tokenizer that `tokenizers` can read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, digest_file(path)
+
+
+def tokenize(
+    documents: Iterable[Document],
+    tokenizer: "Tokenizer",
+    *,
+    num_samples: int | None,
+    seq_len: int,
+    seed: int | None,
+    bos: int | None,
+    packing: Packing = "concatenate",
+    separator: str = "\n\n",
+    facts: Mapping[str, Any] | None = None,
+) -> TokenSet:
+    """`num_samples` windows of `seq_len` tokens: with a seed drawn over the whole corpus, without one the first in order (`None`: all).
+
+    With `bos`, every window starts with that id and has seq_len - 1 tokens of text. With packing `first_tokens` a window is the beginning
+    of one document and shorter documents are passed over. `documents` is read to its end in every case, so that `source["text_digest"]`
+    says which text this was.
+
+    Raises:
+        UsageError: too little text.
+        UnsupportedFormat: a tokenizer whose tokens do not spell out their bytes.
+    """
+    body_len = seq_len - (bos is not None)
+    if body_len < 1 or (num_samples is not None and num_samples < 1):
+        raise UsageError(
+            f"num_samples {num_samples} and seq_len {seq_len} leave no room for a token of text: give larger numbers."
+        )
+    if num_samples is None and seed is not None:
+        raise UsageError("a seeded sample needs num_samples; without a seed all windows are taken in order.")
+    reading = _Reading(documents)
+    chosen: Iterable[str] = (document.text for document in reading)
+    if seed is not None and num_samples is not None:
+        chosen = _sampled(reading, seed=seed, num_samples=num_samples, body_len=body_len, packing=packing)
+    if packing == "first_tokens":
+        ids = _heads(chosen, tokenizer, num_samples=num_samples, body_len=body_len)
+    elif seed is not None:
+        ids = _joined_by_excerpt(chosen, tokenizer, separator, num_tokens=(num_samples or 0) * body_len)
+    else:
+        ids = _joined(
+            chosen, tokenizer, separator, num_tokens=None if num_samples is None else num_samples * body_len
+        )
+    reading.drain()
+    num_windows = len(ids) // body_len
+    if num_windows < (num_samples or 1):
+        hint = "packing `concatenate`, " if packing == "first_tokens" else ""
+        raise UsageError(
+            f"the data gives {num_windows} windows of {body_len} text tokens ({packing}) and {num_samples or 1} are needed; "
+            f"it has {reading.num_documents:,} documents with {reading.num_chars:,} characters. "
+            f"Take {hint}fewer samples, a smaller seq_len, or more text."
+        )
+    body_NS = torch.tensor(ids[: (num_samples or num_windows) * body_len], dtype=torch.int32).view(
+        -1, body_len
+    )
+    source = {**(facts or {}), **reading.facts(), "packing": packing, "seed": seed}
+    return _token_set(body_NS, tokenizer, bos, source)
+
+
+def save_token_set(token_set: TokenSet, path: Path) -> None:
+    """One safetensors file with the ids and, in its header, the facts. The same token set gives the same bytes."""
+    facts = {
+        "num_bytes": token_set.num_bytes,
+        "num_scored_bytes": token_set.num_scored_bytes,
+        "source": token_set.source,
+    }
+    save_file(
+        {"tokens": token_set.tokens_NS.contiguous()},
+        path,
+        metadata={_FACTS_KEY: canonical_json(facts).decode()},
+    )
+
+
+def load_token_set(path: Path) -> TokenSet:
+    """Read what `save_token_set` wrote.
+
+    Raises:
+        StorageError: the file is missing or broken.
+        UnsupportedFormat: it is a safetensors file of another kind.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {}).get(_FACTS_KEY, "null"))
+            tokens_NS = file.get_tensor("tokens") if facts is not None else None
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"the token set '{path}' cannot be read: {error}") from error
+    if tokens_NS is None:
+        raise UnsupportedFormat(
+            f"'{path}' is a safetensors file, but no token set: its header has no '{_FACTS_KEY}'."
+        )
+    return TokenSet(tokens_NS, facts["num_bytes"], facts["num_scored_bytes"], facts["source"])
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+class _Reading:
+    """A stream of documents that is counted and hashed as it goes by."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents = iter(documents)
+        self._hasher = TextHasher()
+        self.num_documents = 0
+        self.num_chars = 0
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in self._documents:
+            self._hasher.update(document)
+            self.num_documents += 1
+            self.num_chars += len(document.text)
+            yield document
+
+    def drain(self) -> None:
+        for _ in self:
+            pass
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "text_digest": self._hasher.digest(),
+            "num_documents": self.num_documents,
+            "num_chars": self.num_chars,
+        }
+
+
+def _sampled(
+    documents: Iterable[Document], *, seed: int, num_samples: int, body_len: int, packing: Packing
+) -> list[str]:
+    """The excerpts with the smallest keys, in key order: enough of them for the windows, no more in memory at any time."""
+    size = _EXCERPT_CHARS_PER_TOKEN * body_len
+    budget = num_samples * _KEPT_EXCERPTS_PER_SAMPLE[packing] * size
+    kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top, hence the minus signs
+    num_chars = 0
+    for document in documents:
+        excerpts = _excerpts(document.text, size)
+        if packing == "first_tokens":
+            excerpts = excerpts[:1] if len(document.text.encode("utf-8", "surrogatepass")) >= body_len else []
+        for round_idx, (key, excerpt) in enumerate(
+            sorted((_key(seed, document.id, idx), text) for idx, text in enumerate(excerpts))
+        ):
+            if num_chars >= budget and (-round_idx, -key) <= kept[0][:2]:
+                break  # later rounds have larger keys still
+            heapq.heappush(kept, (-round_idx, -key, excerpt))
+            num_chars += len(excerpt)
+            while num_chars - len(kept[0][2]) >= budget:
+                num_chars -= len(heapq.heappop(kept)[2])
+    return [excerpt for _, _, excerpt in sorted(kept, reverse=True)]
+
+
+def _key(seed: int, doc_id: str, excerpt_idx: int) -> int:
+    return int.from_bytes(
+        sha256(f"{seed}/{excerpt_idx}/{doc_id}".encode("utf-8", "surrogatepass")).digest()[:8], "big"
+    )
+
+
+def _excerpts(text: str, size: int) -> list[str]:
+    """`text` in consecutive pieces of at most `size` characters, each ending with a line where its second half has a line end."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start + size // 2, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return [piece for piece in pieces if not piece.isspace()]
+
+
+# ----------------------------------------------------------------------------------------------------------------- encoding
+
+
+def _joined(
+    texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int | None
+) -> list[int]:
+    """Ids of the joined text, or of as much of it as settles the first `num_tokens`."""
+    source, taken, num_chars = iter(texts), list[str](), 0
+    target = None if num_tokens is None else _EXCERPT_CHARS_PER_TOKEN * num_tokens
+    while True:
+        num_before = len(taken)
+        for text in source:
+            taken.append(text)
+            num_chars += len(text)
+            if target is not None and num_chars >= target:
+                break
+        exhausted = len(taken) == num_before or target is None or num_chars < target
+        ids = _encode(tokenizer, [separator.join(taken)])[0]
+        if exhausted or len(ids) >= (num_tokens or 0) + _CUT_MARGIN:
+            return ids
+        target = 2 * num_chars
+
+
+def _joined_by_excerpt(
+    texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int
+) -> list[int]:
+    source, ids = iter(texts), list[int]()
+    while len(ids) < num_tokens and (batch := [text + separator for text in islice(source, _BATCH)]):
+        for encoded in _encode(tokenizer, batch):
+            ids += encoded
+    return ids
+
+
+def _heads(
+    texts: Iterable[str], tokenizer: "Tokenizer", *, num_samples: int | None, body_len: int
+) -> list[int]:
+    """The first `body_len` ids of every text that has so many, until there are `num_samples`."""
+    source, ids = iter(texts), list[int]()
+    while (num_samples is None or len(ids) < num_samples * body_len) and (
+        batch := list(islice(source, _BATCH))
+    ):
+        for encoded in _encode(tokenizer, batch):
+            ids += encoded[:body_len] if len(encoded) >= body_len else []
+    return ids
+
+
+def _encode(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[list[int]]:
+    clean = [
+        text.encode("utf-8", "replace").decode() for text in texts
+    ]  # half a surrogate pair is not text to the tokenizer
+    return [encoding.ids for encoding in tokenizer.encode_batch(clean, add_special_tokens=False)]
+
+
+def _token_set(body_NS: Tensor, tokenizer: "Tokenizer", bos: int | None, source: dict[str, Any]) -> TokenSet:
+    unique, inverse = torch.unique(body_NS, return_inverse=True)
+    bytes_NS = torch.tensor(_token_bytes(tokenizer, unique.tolist()), dtype=torch.int64)[inverse]
+    num_bytes = int(bytes_NS.sum())
+    if bos is None:
+        return TokenSet(body_NS, num_bytes, num_bytes - int(bytes_NS[:, 0].sum()), source)
+    bos_N1 = torch.full((len(body_NS), 1), bos, dtype=torch.int32)
+    return TokenSet(torch.cat((bos_N1, body_NS), dim=1), num_bytes, num_bytes, source)
+
+
+def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
+    """UTF-8 bytes of each id: a byte-level vocabulary writes one character a byte, SentencePiece a space as U+2581 and a byte as <0xNN>."""
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    added = {idx: len(token.content.encode()) for idx, token in tokenizer.get_added_tokens_decoder().items()}
+    tokens = [tokenizer.id_to_token(idx) or "" for idx in ids]
+    if "ByteLevel" in kinds:
+        return [added.get(idx) or len(token) for idx, token in zip(ids, tokens, strict=True)]
+    if kinds & {"Metaspace", "ByteFallback"}:
+        is_byte = re.compile(r"<0x[0-9A-F]{2}>").fullmatch
+        return [
+            added.get(idx) or (1 if is_byte(token) else len(token.replace("▁", " ").encode()))
+            for idx, token in zip(ids, tokens, strict=True)
+        ]
+    raise UnsupportedFormat(
+        f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) does not say how many bytes a token stands for; "
+        "byte-level and SentencePiece tokenizers are supported."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------ overlap
+
+
+def overlap(calibration: Iterable[Document], evaluation: Iterable[Document], *, ngram: int = 13) -> Overlap:
+    """Count the evaluation text's n-grams of words (lower case, punctuation ignored, within a document) that the calibration text has too.
+
+    n-grams are compared by 64-bit hashes: for 10^7 against 10^5 the chance of one false match is below 10^-6. 13 words is the length that
+    GPT-3's contamination study settled on (arXiv 2005.14165, appendix C).
+    """
+    vocabulary: dict[str, int] = {}
+    docs = [
+        [vocabulary.setdefault(word, len(vocabulary) + 1) for word in _words(document)]
+        for document in evaluation
+    ]
+    starts = [(doc_idx, start) for doc_idx, doc in enumerate(docs) for start in range(len(doc) - ngram + 1)]
+    if not starts:
+        return Overlap(0, 0, None)
+    known, position_of = np.unique(
+        np.concatenate([_ngram_hashes(doc, ngram) for doc in docs]), return_inverse=True
+    )
+    seen = np.zeros(len(known), dtype=np.bool_)
+    for document in calibration:
+        hashes = _ngram_hashes(
+            [vocabulary.get(word, 0) for word in _words(document)], ngram
+        )  # 0: a word that evaluation never has
+        place = np.searchsorted(known, hashes).clip(max=len(known) - 1)
+        seen[place[known[place] == hashes]] = True
+    shared = np.flatnonzero(seen[position_of])
+    if not len(shared):
+        return Overlap(0, len(starts), None)
+    doc_idx, start = starts[shared[0]]
+    names = list(vocabulary)
+    return Overlap(
+        len(shared), len(starts), " ".join(names[idx - 1] for idx in docs[doc_idx][start : start + ngram])
+    )
+
+
+def _words(document: Document) -> list[str]:
+    return re.findall(r"\w+", document.text.lower())
+
+
+def _ngram_hashes(word_ids: Sequence[int], ngram: int) -> NDArray[np.uint64]:
+    """One hash per start: a polynomial in mixed word ids modulo 2^64 (the mixing is the finaliser of splitmix64)."""
+    num = max(len(word_ids) - ngram + 1, 0)
+    mixed = np.asarray(word_ids, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashes = np.zeros(num, dtype=np.uint64)
+    for offset in range(ngram):
+        hashes = hashes * np.uint64(0xD1342543DE82EF95) + mixed[offset : offset + num]
+    return hashes

@@ -1,0 +1,137 @@
+"""Keys and values of one layer as kernels see them: pages of a fixed number of positions, in one of several formats.
+
+    BF16, F16, F32    k and v as they are
+    FP8_TOKEN_HEAD    e4m3 codes and one float32 scale for each position and head, found when the position is written
+    FP8_STATIC        e4m3 codes and one float32 scale for all keys of the layer, and one for all values, given
+    INT8_TOKEN_HEAD   codes -127..127 and scales as FP8_TOKEN_HEAD
+    INT4_TOKEN_HEAD   codes -7..7, two to a byte (the even dimension in the low half, stored + 8), and scales alike
+
+Slot = block id * block_size + offset. Block 0 pads block tables and belongs to no sequence.
+Shapes: K kv heads, N blocks, S positions of a block, C head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.rows import FP8, FP8_MAX, dynamic_scale
+from compress.quant.kv import FP8_STATIC as FP8_STATIC
+from compress.quant.kv import FP8_TOKEN_HEAD as FP8_TOKEN_HEAD
+from compress.quant.kv import INT4_TOKEN_HEAD as INT4_TOKEN_HEAD
+from compress.quant.kv import INT8_TOKEN_HEAD as INT8_TOKEN_HEAD
+
+PADDING_BLOCK = 0
+DENSE_FORMATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
+TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
+LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
+_OFFSET = 8
+"""What INT4 codes are stored with on top."""
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """One layer's pages: k and v [K, N, S, C], or [K, N, S, C / 2] bytes of INT4; scales float32 [K, N, S] (per token and head), scalars
+    (static), or None."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3] * (2 if self.k.dtype == torch.uint8 else 1)
+
+    @property
+    def format(self) -> str:
+        if self.k_scale is None:
+            return DENSE_FORMATS[self.k.dtype]
+        if self.k.dtype in INT_FORMATS:
+            return INT_FORMATS[self.k.dtype]
+        return FP8_TOKEN_HEAD if self.k_scale.dim() else FP8_STATIC
+
+    def empty_like(self, num_blocks: int, block_size: int) -> "PagedKV":
+        """Zeroed pages of the same width and format; static scales are shared."""
+        shape = (self.k.shape[0], num_blocks, block_size)
+        k, v = (
+            torch.zeros(*shape, pages.shape[3], dtype=pages.dtype, device=pages.device)
+            for pages in (self.k, self.v)
+        )
+        if self.format in TOKEN_HEAD_FORMATS:
+            return PagedKV(
+                k, v, *(torch.zeros(shape, dtype=torch.float32, device=k.device) for _ in range(2))
+            )
+        return PagedKV(k, v, self.k_scale, self.v_scale)
+
+    def write_(self, slots_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
+        """Store positions, rounded to the format: the definition that kernels are held to."""
+        for pages, scale, new_TKC in ((self.k, self.k_scale, k_TKC), (self.v, self.v_scale, v_TKC)):
+            new_KTC = new_TKC.transpose(0, 1)
+            if scale is not None:
+                new_f32 = new_KTC.to(torch.float32)
+                if scale.dim():
+                    scale_KT = dynamic_scale(new_f32, LARGEST_CODE[pages.dtype])
+                    scale.view(scale.shape[0], -1).index_copy_(1, slots_T, scale_KT)
+                else:
+                    scale_KT = scale
+                new_KTC = _codes(new_f32 / scale_KT.unsqueeze(-1), pages.dtype)
+            flat = pages.view(pages.shape[0], -1, pages.shape[3])
+            if flat.dtype == FP8:  # index_copy_ knows no 8-bit floats; their bytes it does
+                flat, new_KTC = flat.view(torch.uint8), new_KTC.view(torch.uint8)
+            flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
+
+    def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The first `length` positions of the sequence that holds `blocks_B`: keys and values, each [K, length, C] in `dtype`."""
+        blocks_B = blocks_B[: -(-length // self.block_size)]
+        k, v = (
+            dequantized(_select(pages, blocks_B), _scales_of(scale, blocks_B), dtype).flatten(1, 2)[
+                :, :length
+            ]
+            for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
+        )
+        return k, v
+
+
+def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Pages in `dtype`; the product with the scale is taken in float32."""
+    if scale is None:
+        return pages_KNSC.to(dtype)
+    if pages_KNSC.dtype == torch.uint8:
+        pages_KNSC = (
+            torch.stack((pages_KNSC & 15, pages_KNSC >> 4), dim=-1).flatten(-2).to(torch.int8) - _OFFSET
+        )
+    return (pages_KNSC.to(torch.float32) * (scale.unsqueeze(-1) if scale.dim() else scale)).to(dtype)
+
+
+def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest codes, ties to even, as pages hold them."""
+    largest = LARGEST_CODE[dtype]
+    clamped = scaled.clamp(-largest, largest)
+    if dtype == FP8:
+        return clamped.to(FP8)
+    codes = clamped.round().to(torch.int8)
+    if dtype == torch.int8:
+        return codes
+    even, odd = (codes + _OFFSET).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return even | odd << 4
+
+
+def integers_refused(kv_format: str | None) -> str | None:
+    """Refusal of kernels that read no integer pages."""
+    return f"reads no {kv_format} pages" if kv_format in INT_FORMATS.values() else None
+
+
+def _select(pages_KNSC: Tensor, blocks_B: Tensor) -> Tensor:
+    if pages_KNSC.dtype == FP8:
+        return pages_KNSC.view(torch.uint8).index_select(1, blocks_B).view(FP8)
+    return pages_KNSC.index_select(1, blocks_B)
+
+
+def _scales_of(scale: Tensor | None, blocks_B: Tensor) -> Tensor | None:
+    return scale.index_select(1, blocks_B) if scale is not None and scale.dim() else scale

@@ -1,0 +1,1 @@
+"""The sampling kernel: the next token of each row from its logits."""

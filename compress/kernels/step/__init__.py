@@ -1,0 +1,1 @@
+"""The kernels that advance the state of a decode step, plain and speculative."""

@@ -1,0 +1,26 @@
+"""Block influence (ShortGPT, arXiv 2403.03853): a layer matters as much as it turns the residual stream.
+
+    BI(l) = 1 - E[ cos(x_l, x_l+1) ]
+
+over tokens, x_l what goes into layer l and x_l+1 what comes out.
+
+Shapes: T tokens of one sample, D hidden.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.methods.prune import LAYER_SCORERS
+from compress.recipe import Spec
+
+
+@LAYER_SCORERS.register("block_influence")
+class BlockInfluence(Spec):
+    kind: Literal["block_influence"] = "block_influence"
+
+    def influence(self, before_TD: Tensor, after_TD: Tensor) -> Tensor:
+        cosine_T = F.cosine_similarity(before_TD.to(torch.float32), after_TD.to(torch.float32), dim=1)
+        return (1 - cosine_T).sum(dtype=torch.float64)

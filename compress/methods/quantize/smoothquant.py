@@ -1,0 +1,88 @@
+"""SmoothQuant (arXiv 2211.10438): activations have outlier channels and weights have none, so move a part of the range over.
+
+    s_j = max|x_j|^a / max|w_j|^(1 - a),   x' = x / s,   W' = W s
+
+At a = 1/2 input j and column j of the weight get the same range, up to one factor for all j; at a = 1 all inputs get one range and the
+weights bear all of it. Neither the steps of a token nor those of an output channel feel a factor that is the same for all j, so s is
+brought to a geometric mean of 1, which keeps weights at their size. A channel that never fired in calibration, or that no weight reads,
+says nothing about its range and keeps s = 1.
+
+This pays where inputs are rounded to integers too (INT8_DYNAMIC). What the paper does to other operands (attention's products) is not done.
+
+Shapes: O out, I in, K kv heads, R repeats, C head dimension.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from compress.calibrate.stats import AbsMax, Stat, StatFactory
+from compress.methods.quantize import SMOOTHERS
+from compress.quant.scheme import Scheme
+from compress.recipe import Spec
+
+
+class ChannelMax(AbsMax):
+    """`AbsMax`, read feature by feature."""
+
+    def per_channel(self) -> Tensor:
+        """float32 [I]."""
+        assert self._max_D is not None
+        return self._max_D
+
+
+@SMOOTHERS.register("smoothquant")
+class SmoothQuant(Spec):
+    kind: Literal["smoothquant"] = "smoothquant"
+    alpha: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="how much of the inputs' range moves into the weights: 0 none of it, 1 all",
+    )
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return {"channel_max": ChannelMax}
+
+    def idle(self, scheme: Scheme) -> str | None:
+        if scheme.activation is not None:
+            return None
+        return "it moves outliers out of the inputs, which this scheme leaves in 16 bits. Use `awq`, or leave out `smooth`."
+
+    def scale(
+        self,
+        w_OI: Tensor,
+        stats: Mapping[str, Stat],
+        scheme: Scheme,
+        *,
+        scale_dtype: torch.dtype,
+        head_repeat: tuple[int, int],
+    ) -> Tensor:
+        largest = stats["channel_max"]
+        assert isinstance(largest, ChannelMax)
+        return balanced(
+            _tied(largest.per_channel(), head_repeat),
+            _tied(w_OI.abs().amax(dim=0), head_repeat),
+            alpha=self.alpha,
+        )
+
+
+def balanced(x_I: Tensor, w_I: Tensor, *, alpha: float) -> Tensor:
+    """s [I] of the largest inputs and weights of each channel."""
+    alive_I = (x_I > 0) & (w_I > 0)
+    one = torch.ones_like(x_I)
+    log_I = alpha * torch.where(alive_I, x_I, one).log() - (1 - alpha) * torch.where(alive_I, w_I, one).log()
+    mean = log_I.sum() / alive_I.sum().clamp(min=1)
+    return torch.where(alive_I, torch.exp(log_I - mean), one)
+
+
+def _tied(largest_I: Tensor, head_repeat: tuple[int, int]) -> Tensor:
+    """The largest of the columns that must share a scale, laid out over I again."""
+    repeat, head_dim = head_repeat
+    if repeat == 1:
+        return largest_I
+    heads_KRC = largest_I.view(-1, repeat, head_dim)
+    return heads_KRC.amax(dim=1, keepdim=True).expand_as(heads_KRC).reshape(-1)

@@ -1,0 +1,99 @@
+"""How much KL each scheme would cost each group of linears, from one backward pass over the source model (arXiv 2306.07629 weighs by the
+same Fisher matrix; HAWQ, arXiv 1905.03696, allocates bits by second order).
+
+Rounding the linears over one input x moves their outputs by d_t = Q(W) q(x_t) - W x_t at each position t. To second order
+
+    KL a token  ~  1/2 E[(sum_t g_t . d_t)^2] / T  ~  1/2 E[sum_t (g_t . d_t)^2] / T
+
+with g_t the gradient of the loss at that output for labels drawn from the model itself (`calibrate/gradients.py`). The second form, the
+one computed here, takes errors at different positions as uncorrelated; the first is noisy, one number a sample. All linears of a group
+move together. Q is rounding to nearest with searched scales, q what the scheme does to inputs, both exact.
+
+Against the KL that was measured of the bundled model with one group rounded at a time (32 groups x 4 schemes, 32 samples of 512 tokens for
+the estimate): rank correlation 0.994, sums of a scheme within 12 %. The first form has 0.984; with the diagonal of the Fisher matrix over
+outputs 0.993; with that and E[x x^T] instead of the tokens themselves, which sees no rounding of inputs, 0.988 and FP8 2.4 times too low.
+
+Shapes: T tokens of one sample, I in, O out.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
+from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
+from compress.quant.scheme import Scheme
+
+
+class Sensitivities:
+    """A `GradientVisitor`. `loss` is (layer, tap) -> scheme name -> nats of KL a token."""
+
+    def __init__(self, schemes: Sequence[Scheme], stored_dtype: torch.dtype) -> None:
+        self._schemes, self._stored_dtype = schemes, stored_dtype
+        self._moved: dict[tuple[str, str], Tensor] = {}
+        self._input: dict[tuple[str, str], ActivationQuant | None] = {}
+        self._sums: dict[tuple[int, str], dict[str, float]] = {}
+        self._tokens: dict[tuple[int, str], int] = {}
+
+    @property
+    def loss(self) -> dict[tuple[int, str], dict[str, float]]:
+        return {
+            key: {scheme: total / 2 / self._tokens[key] for scheme, total in sums.items()}
+            for key, sums in sorted(self._sums.items())
+        }
+
+    def stats(self) -> Mapping[str, StatFactory]:
+        return {"second_moment": SecondMoment, "abs_max": AbsMax}
+
+    @torch.no_grad()
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+        self._moved.clear()
+        for group in layer.groups():
+            moment, largest = stats[group.tap]["second_moment"], stats[group.tap]["abs_max"]
+            assert isinstance(moment, SecondMoment)
+            assert isinstance(largest, AbsMax)
+            h_II = moment.mean()
+            for scheme in self._schemes:
+                self._input[group.tap, scheme.name] = _input_quant(scheme, largest.max(), self._stored_dtype)
+                for linear in group.linears:
+                    w_OI = layer.linear(linear).weight.to(torch.float32)
+                    padded_OI = whole_blocks(w_OI, scheme)
+                    scales = choose_scale(padded_OI, scheme, self._stored_dtype, choice="hessian", h_II=h_II)
+                    rounded_OI = round_to_nearest(padded_OI, scheme, *scales).dequantize(torch.float32)[
+                        : len(w_OI)
+                    ]
+                    self._moved[linear, scheme.name] = (rounded_OI - w_OI).to(
+                        layer.linear(linear).weight.dtype
+                    )
+
+    def see(
+        self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
+    ) -> None:
+        key = (layer.layer_idx, group.tap)
+        self._tokens[key] = self._tokens.get(key, 0) + x_TI.shape[0]
+        for scheme in self._schemes:
+            quant = self._input[group.tap, scheme.name]
+            read_TI = x_TI if quant is None else quantize(x_TI, quant).dequantize(torch.float32)
+            moved_T = torch.zeros(x_TI.shape[0], dtype=torch.float32, device=x_TI.device)
+            for linear, g_TO in gradients.items():
+                weight = layer.linear(linear).weight
+                d_TO = read_TI.to(weight.dtype) @ self._moved[linear, scheme.name].t()
+                if quant is not None:
+                    d_TO = d_TO + (read_TI - x_TI.to(torch.float32)).to(weight.dtype) @ weight.t()
+                moved_T += (g_TO.to(torch.float32) * d_TO.to(torch.float32)).sum(dim=-1)
+            sums = self._sums.setdefault(key, {})
+            sums[scheme.name] = sums.get(scheme.name, 0.0) + float(moved_T.square().sum())
+
+
+def _input_quant(scheme: Scheme, largest: Tensor, stored_dtype: torch.dtype) -> ActivationQuant | None:
+    if scheme.activation is None:
+        return None
+    static_scale = (
+        static_input_scale(largest, scheme, stored_dtype) if scheme.activation == "tensor" else None
+    )
+    return ActivationQuant(
+        static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks and checks that a person runs: `python -m scripts.NAME --help`."""

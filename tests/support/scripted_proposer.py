@@ -1,0 +1,62 @@
+"""A proposer for tests that knows how sequences go on, and errs where it is told to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.runtime.engine import Engine
+from compress.runtime.model_runner import Features, PrefillBatch
+from compress.runtime.speculative.proposer import Drafts, Pages, Setting
+from compress.runtime.speculative.speculation import Acceptance
+from compress.runtime.speculative.state import RunningRow, SpeculativeState
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """`scripts`: whole sequences by the seed of their request. The tokens at positions that `wrong_every` divides are wrong."""
+
+    scripts: Mapping[int, Sequence[int]]
+    wrong_every: int = 0
+
+    def build(self, setting: Setting) -> "ScriptedProposer":
+        return ScriptedProposer(self, setting.k, setting.arch.vocab_size)
+
+
+class ScriptedProposer:
+    weight_bytes = kv_bytes_per_token = 0
+    feature_layers = ()
+    on_device = False
+
+    def __init__(self, options: Scripted, k: int, vocab_size: int) -> None:
+        self._options = options
+        self._k = k
+        self._vocab_size = vocab_size
+
+    def kernel_report(self) -> list[dict[str, Any]]:
+        return []
+
+    def begin(self, pages: Pages, embed_VD: Tensor) -> None: ...
+
+    def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None: ...
+
+    def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None: ...
+
+    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
+        for row_idx, row in enumerate(rows):
+            for place, token in enumerate(
+                self._options.scripts[row.params.seed][len(row.tokens) :][: self._k]
+            ):
+                every, position = self._options.wrong_every, len(row.tokens) + place
+                tokens_RK[row_idx, place] = (
+                    (token + 1) % self._vocab_size if every and position % every == 0 else token
+                )
+        return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
+
+
+def acceptance_of(engine: Engine) -> Acceptance:
+    assert engine.acceptance is not None
+    return engine.acceptance

@@ -1,0 +1,52 @@
+"""Small random decoders stated by their facts, for tests of the serving forward."""
+
+from typing import Any
+
+import torch
+
+from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.decoder import Decoder
+from compress.models.weights import MemorySource
+
+
+def tiny_shape(**changes: Any) -> LayerShape:
+    facts: dict[str, Any] = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 88,
+        "rope": Rope(10000.0),
+    }
+    return LayerShape(**{**facts, **changes})
+
+
+def tiny_source(**changes: Any) -> MemorySource:
+    """The same for the same facts; norms and biases are off their initial values."""
+    facts: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 101,
+        "hidden_size": 56,
+        "max_position": 512,
+        "layers": (tiny_shape(), tiny_shape()),
+        "norm_eps": 1e-6,
+        "activation": "silu",
+        "tied_head": False,
+        "qkv_bias": False,
+        "o_bias": False,
+        "ffn_bias": False,
+        "qk_norm": False,
+        "dtype": "float32",
+        "config": {},
+    }
+    decoder = Decoder(Arch(**{**facts, **changes})).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(
+            1 + 0.2 * noise
+            if "norm" in name
+            else 0.3 * noise
+            if parameter.dim() == 1
+            else noise * parameter.shape[1] ** -0.5
+        )
+    return MemorySource(decoder, dtype=torch.float32)

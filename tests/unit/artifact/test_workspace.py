@@ -1,0 +1,200 @@
+"""The stage cache: whatever instant a run dies at, a result is wholly there or not there."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compress.artifact.atomic import write_atomic
+from compress.artifact.manifest import MANIFEST_NAME, verify_artifact
+from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.errors import LockHeld
+
+KEY = Workspace.key("quantize", 1, {"bits": 4}, {"model": "sha256:aa"}, 0)
+
+
+def _build(writer: ArtifactWriter) -> None:
+    (writer.path / "sub").mkdir()
+    (writer.path / "sub" / "data.bin").write_bytes(bytes(100))
+    (writer.path / "config.json").write_text("{}")
+    writer.describe(role="quantized", facts={"shape": (1, 2)})
+
+
+def _leftovers(workspace: Workspace) -> list[Path]:
+    return list((workspace.root / "tmp").glob("*"))
+
+
+def test_everything_that_decides_a_result_is_in_its_key() -> None:
+    base = {"stage": "s", "version": 1, "spec": {"a": 1, "b": 2}, "inputs": {"m": "x", "c": "y"}, "seed": 0}
+    changes = [
+        {"stage": "t"},
+        {"version": 2},
+        {"spec": {"a": 1}},
+        {"inputs": {"m": "y", "c": "x"}},
+        {"seed": 1},
+        {"extra": {"device": "sm90"}},
+    ]
+    keys = [Workspace.key(**{**base, **change}) for change in changes] + [Workspace.key(**base)]
+    assert len(set(keys)) == len(keys)
+    assert Workspace.key(**{**base, "spec": {"b": 2, "a": 1}}) == Workspace.key(**base)
+    assert all(len(key) == 64 and int(key, 16) >= 0 for key in keys)
+
+
+def test_a_committed_result_is_found_whole_and_built_once(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    assert workspace.get(KEY) is None
+    (workspace.scratch(KEY) / "layer-0").write_text("resume")
+    artifact = workspace.commit(KEY, "quantize", {"model": "sha256:aa"}, _build)
+    verify_artifact(artifact)
+    assert artifact.manifest.provenance == {
+        "stage": "quantize",
+        "key": KEY,
+        "parents": {"model": "sha256:aa"},
+    }
+    assert artifact.manifest.facts == {"shape": [1, 2]}
+    assert workspace.get(KEY) == artifact
+    assert workspace.commit(KEY, "quantize", {}, lambda writer: pytest.fail("built twice")) == artifact
+    assert not _leftovers(workspace)
+    assert not (tmp_path / "scratch" / KEY).exists()
+
+
+def test_two_workspaces_give_one_digest(tmp_path: Path) -> None:
+    digests = {Workspace(tmp_path / name).commit(KEY, "quantize", {}, _build).digest for name in ("a", "b")}
+    assert len(digests) == 1
+
+
+def test_a_failure_at_any_system_call_leaves_no_half_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fail_at in range(100):
+        workspace = Workspace(tmp_path / str(fail_at))
+        calls = 0
+
+        def failing(real, fail_at=fail_at):
+            def call(*args, **kwargs):
+                nonlocal calls
+                calls += 1
+                if calls > fail_at:
+                    raise OSError(5, "injected")
+                return real(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "rename", "replace"):
+                patch.setattr(os, name, failing(getattr(os, name)))
+            try:
+                workspace.commit(KEY, "quantize", {}, _build)
+                break  # every call went through
+            except OSError:
+                assert calls == fail_at + 1
+        if (found := workspace.get(KEY)) is not None:
+            verify_artifact(found)
+        assert not _leftovers(workspace)
+        verify_artifact(workspace.commit(KEY, "quantize", {}, _build))
+    assert fail_at >= 7  # two files, two directories, the manifest and its rename, the result's rename
+
+
+def test_a_killed_run_leaves_its_scratch_and_nothing_else(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from compress.artifact.workspace import Workspace
+workspace = Workspace(Path({str(tmp_path)!r}))
+def build(writer):
+    (writer.path / "big").write_bytes(bytes(1000))
+    (workspace.scratch({KEY!r}) / "layer-0").write_text("done")
+    os.kill(os.getpid(), signal.SIGKILL)
+with workspace.lock():
+    workspace.commit({KEY!r}, "quantize", {{}}, build)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    workspace = Workspace(tmp_path)
+    assert workspace.get(KEY) is None
+    assert len(_leftovers(workspace)) == 1
+    with workspace.lock():
+        assert not _leftovers(workspace)
+    assert (workspace.scratch(KEY) / "layer-0").read_text() == "done"
+
+
+def test_the_build_of_a_living_process_is_not_collected(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    def build(writer: ArtifactWriter) -> None:
+        with workspace.lock():
+            assert writer.path.exists()
+        _build(writer)
+
+    verify_artifact(workspace.commit(KEY, "quantize", {}, build))
+
+
+@pytest.mark.parametrize("damage", ["manifest", "cut", "missing", "other key"])
+def test_a_damaged_result_is_never_returned_and_is_replaced(tmp_path: Path, damage: str) -> None:
+    workspace = Workspace(tmp_path)
+    path = workspace.commit(KEY, "quantize", {}, _build).path
+    if damage == "manifest":
+        (path / MANIFEST_NAME).write_bytes((path / MANIFEST_NAME).read_bytes()[:-10])
+    elif damage == "cut":
+        (path / "sub" / "data.bin").write_bytes(bytes(99))
+    elif damage == "missing":
+        (path / "config.json").unlink()
+    else:
+        path.rename(path.with_name("f" * 64))
+    assert workspace.get(KEY) is None
+    assert workspace.get("f" * 64) is None
+    verify_artifact(workspace.commit(KEY, "quantize", {}, _build))
+    assert not _leftovers(workspace)
+
+
+def test_losing_a_race_returns_the_winner(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+
+    def slow(writer: ArtifactWriter) -> None:
+        Workspace(tmp_path).commit(KEY, "quantize", {}, _build)
+        _build(writer)
+
+    verify_artifact(workspace.commit(KEY, "quantize", {}, slow))
+    assert not _leftovers(workspace)
+
+
+def test_a_build_that_describes_nothing_or_nonsense_fails_where_it_is_made(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    with pytest.raises(ValueError, match="describe"):
+        workspace.commit(KEY, "quantize", {}, lambda writer: None)
+    with pytest.raises(ValueError):
+        workspace.commit(
+            KEY, "quantize", {}, lambda writer: writer.describe(role="x", facts={"loss": float("nan")})
+        )
+    with pytest.raises(ValueError):
+        workspace.get("../outside")
+
+
+def test_the_second_run_is_told_who_holds_the_lock(tmp_path: Path) -> None:
+    with (
+        Workspace(tmp_path).lock(),
+        pytest.raises(LockHeld, match=f"process {os.getpid()} on "),
+        Workspace(tmp_path).lock(),
+    ):
+        pytest.fail("two runs in one workspace")
+    with Workspace(tmp_path).lock():
+        assert (tmp_path / "lock.holder").exists()
+    assert not (tmp_path / "lock.holder").exists()
+
+
+def test_an_interrupted_replacement_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "index.json"
+    write_atomic(path, b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        write_atomic(path, b"new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["index.json"]
+    assert path.read_bytes() == b"old"

@@ -1,0 +1,49 @@
+"""`compress doctor` lists the kernels of this machine, for people in few lines and as data in full."""
+
+import json
+
+import pytest
+
+from compress.cli.app import main
+from compress.cli.doctor import kernel_text
+from compress.kernels.select import OPS
+
+
+def row(
+    linear: str, scheme: str, *, op: str = "linear", kernel: str | None = "fast", phase: str = "decode"
+) -> dict[str, object]:
+    m_range = [1, 128] if phase == "decode" else [1, 2048]
+    return {
+        "op": op,
+        "linear": linear,
+        "scheme": scheme,
+        "m_range": m_range,
+        "phase": phase,
+        "activation": None,
+        "kernel": kernel,
+    }
+
+
+def test_equal_rows_become_one_line() -> None:
+    rows = [row(linear, scheme) for scheme in ("W4", "W8") for linear in ("qkv", "o")]
+    rows += [row("qkv", "BF16", phase="prefill", kernel=None), row("rms_norm", "BF16", op="rms_norm")]
+    unused = [{"op": "linear", "kernel": name, "reason": "needs sm_90"} for name in ("a", "b")]
+    text = kernel_text({"device": "cuda", "dtype": "BF16", "model": "m", "rows": rows, "unused": unused})
+    lines = [line.split() for line in text.splitlines()[2:]]
+    assert lines == [
+        ["linear", "decode", "1–128", "fast", "W4", "W8", "qkv", "o"],
+        ["linear", "prefill", "1–2048", "none", "BF16", "qkv"],
+        ["rms_norm", "decode", "1–128", "fast", "BF16"],
+        ["not", "used", "here:", "needs", "sm_90"],
+        ["linear:", "a,", "b"],
+    ]
+
+
+def test_the_document_has_every_op_and_the_text_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    served = json.loads(capsys.readouterr().out)["kernels"]
+    assert {each["op"] for each in served["rows"]} == set(OPS)
+    assert all(each["kernel"] is not None for each in served["rows"])
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert all(each["kernel"] in text for each in served["rows"])

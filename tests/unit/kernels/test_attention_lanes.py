@@ -1,0 +1,81 @@
+"""Hopper's decode attention as far as a CPU shows it: how work is dealt out, refusals, and that the kernel compiles."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.kernels.attention_decode.hopper import (
+    BLOCKS_AT_ONCE,
+    CLUSTERS,
+    Variant,
+    cluster_of,
+    row_eights_of,
+)
+from compress.kernels.build import nvrtc
+from compress.kernels.select import Problem, refusals, select
+
+HOPPER = Problem("attention_decode", 128, 4, 1, 128, True, "BF16", torch.bfloat16, "cuda", 90)
+VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_lens=True)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        VARIANT,
+        replace(VARIANT, cluster=1, long_lens=False),
+        replace(VARIANT, cluster=4, kv_format="FP8_TOKEN_HEAD", block_size=16, row_eights=2),
+        replace(VARIANT, kv_format="FP8_STATIC", dtype=torch.float16, head_dim=80, long_table=False),
+        replace(VARIANT, head_dim=256, row_eights=2, cluster=4),
+    ],
+    ids=repr,
+)
+@pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
+def test_the_kernel_compiles(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("kv_format", ["BF16", "FP8_TOKEN_HEAD"])
+def test_every_shape_fits_into_shared_memory(kv_format: str) -> None:
+    for head_dim in range(16, 257, 16):
+        for num_rows in (1, 8, 9, 32, 64):
+            eights = row_eights_of(num_rows)
+            cluster = cluster_of(1024, eights, head_dim)
+            assert (
+                replace(
+                    VARIANT, kv_format=kv_format, head_dim=head_dim, row_eights=eights, cluster=cluster
+                ).shared_bytes(8 * eights)
+                < 220 * 1024
+            )
+
+
+def test_a_slice_is_the_same_however_the_work_is_dealt_out() -> None:
+    assert (
+        len(
+            {
+                replace(VARIANT, cluster=cluster, row_eights=eights).keys
+                for cluster in CLUSTERS
+                for eights in (1, 2)
+            }
+        )
+        == 1
+    )
+
+
+def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> None:
+    assert [cluster_of(8 * rows, 1, 128) for rows in (1, 8, 16, 32, 64, 128)] == [4, 4, 2, 1, 1, 1]
+    assert all(cluster_of(pairs, 1, 128) * pairs <= BLOCKS_AT_ONCE for pairs in (1, 66, 132, 264))
+    assert [cluster_of(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
+
+
+def test_it_serves_hopper_in_sixteen_bits_and_says_why_not_elsewhere() -> None:
+    assert select(HOPPER).name == "cuda.lanes"
+    for changed, reason in (
+        ({"sm": 80}, "sm_90"),
+        ({"dtype": torch.float32}, "bfloat16 or float16"),
+        ({"n": 72}, "multiple of 16"),
+        ({"n": 512}, "256"),
+    ):
+        assert reason in refusals(replace(HOPPER, **changed))["cuda.lanes"]

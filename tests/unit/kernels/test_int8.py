@@ -1,0 +1,174 @@
+"""INT8 rows and their linear: the definition, sums that lose nothing, and what is refused."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.linear.int8 import MAX_K, PackedInt8, int_product, linear, refusal, repack
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
+from compress.kernels.select import Problem, select
+from compress.models.weights import MemorySource, build_decoder, dense
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.runtime.engine import Engine
+from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
+
+CPU, SCHEME = torch.device("cpu"), SCHEMES["INT8_DYNAMIC"]
+ARCH = tiny_arch(
+    LLAMA,
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    head_dim=32,
+    num_hidden_layers=2,
+    dtype="float32",
+)
+
+
+def codes(*shape: int, seed: int = 0) -> Tensor:
+    """Of all values, -128 too."""
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed)).to(INT8)
+
+
+def weights(*rows: int, in_features: int) -> list[QuantizedWeight]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        nearest_weight(torch.randn(each, in_features, generator=generator), SCHEME, torch.bfloat16)
+        for each in rows
+    ]
+
+
+def packed(*rows: int, in_features: int, dtype: torch.dtype = torch.float32) -> PackedInt8:
+    return repack(weights(*rows, in_features=in_features), dtype=dtype, device=CPU, gated=False)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 1, 1), (4, 7, 129), (17, 64, 65), (33, 200, 1031), (3, 40, 14336)]
+)
+def test_the_product_is_that_of_whole_numbers(rows: int, n: int, k: int) -> None:
+    x_TK, w_OI = codes(rows, k), codes(n, k, seed=1)
+    padded_OI = torch.nn.functional.pad(w_OI, (0, -k % 8, 0, -n % 8))
+    assert torch.equal(
+        int_product(x_TK, padded_OI)[:, :n].to(torch.int64), x_TK.to(torch.int64) @ w_OI.to(torch.int64).t()
+    )
+
+
+def test_the_longest_sum_of_the_largest_numbers_does_not_overflow() -> None:
+    x_TK, w_OI = torch.full((1, MAX_K), 127, dtype=INT8), torch.full((8, MAX_K), -128, dtype=INT8)
+    padded_OI = torch.nn.functional.pad(w_OI, (0, -MAX_K % 8))
+    assert int_product(x_TK, padded_OI).unique().tolist() == [-127 * 128 * MAX_K]
+    problem = Problem("linear", 8, MAX_K + 1, 1, 8, True, "INT8_DYNAMIC", torch.bfloat16, "cpu", 0)
+    assert "overflow" in str(refusal(problem))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_linear_is_the_product_of_both_rounded_factors(dtype: torch.dtype) -> None:
+    """Against float64: the product is exact, so what is left is one rounding of each of two scalings and of the result."""
+    parts = weights(37, 20, in_features=129)
+    x_TI = torch.randn(11, 129, generator=torch.Generator().manual_seed(2)).to(dtype)
+    rows = quantize(x_TI, ActivationQuant(dtype=INT8))
+    layout = repack(parts, dtype=dtype, device=CPU, gated=False)
+    w_OI = torch.cat([part.codes_OI.double() * part.scale_OG.double() for part in parts])
+    exact = (rows.values_TK.double() * rows.scale_T.double().unsqueeze(1)) @ w_OI.t()
+    y_TO = linear(rows, layout, None)
+    assert y_TO.dtype == dtype
+    torch.testing.assert_close(y_TO.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(
+        linear(rows, layout, None, out_dtype=torch.float32).double(), exact, rtol=2e-7 * 2, atol=0
+    )
+    bias_O, residual_TO = torch.randn(57).to(dtype), torch.randn(11, 57).to(dtype)
+    assert torch.equal(linear(rows, layout, bias_O, residual_TO=residual_TO), residual_TO + (y_TO + bias_O))
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    layout = packed(64, in_features=384)
+    x_TI = torch.randn(70, 384, generator=torch.Generator().manual_seed(3))
+    together = linear(quantize(x_TI, ActivationQuant(dtype=INT8)), layout, None)
+    for part in (slice(0, 1), slice(3, 20), slice(5, 70)):
+        assert torch.equal(
+            linear(quantize(x_TI[part], ActivationQuant(dtype=INT8)), layout, None), together[part]
+        )
+
+
+def test_rows_are_the_nearest_integers_and_none_saturates() -> None:
+    x_TK = torch.randn(9, 300, generator=torch.Generator().manual_seed(4)) * torch.logspace(
+        -6, 6, 9
+    ).unsqueeze(1)
+    rows = quantize(x_TK, ActivationQuant(dtype=INT8))
+    assert rows.values_TK.dtype == INT8
+    assert torch.equal(rows.values_TK.abs().amax(1), torch.full((9,), 127, dtype=INT8))
+    error = (rows.dequantize(torch.float32) - x_TK).abs()
+    assert bool((error <= rows.scale_T.unsqueeze(1) * (0.5 + 1e-4)).all())
+    halves = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5]])
+    assert quantize(halves, ActivationQuant(dtype=INT8)).values_TK.tolist() == [
+        [127, 0, 2, 2, 0, -2, -126]
+    ]  # ties to even
+    assert torch.count_nonzero(quantize(torch.zeros(2, 5), ActivationQuant(dtype=INT8)).values_TK) == 0
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_row_stays_broken_and_alone(broken: float) -> None:
+    """Integers cannot be NaN; the row's scale is."""
+    x_TI = torch.randn(3, 64)
+    x_TI[1, 5] = broken
+    y_TO = linear(quantize(x_TI, ActivationQuant(dtype=INT8)), packed(8, in_features=64), None)
+    assert not torch.isfinite(y_TO[1]).any()
+    assert torch.isfinite(y_TO[::2]).all()
+
+
+def test_rows_of_another_type_are_a_programmers_error() -> None:
+    with pytest.raises(AssertionError, match="another type"):
+        linear(quantize(torch.ones(2, 64), ActivationQuant(dtype=FP8)), packed(8, in_features=64), None)
+    with pytest.raises(AssertionError, match="own scales"):
+        ActivationQuant(torch.tensor(0.1), INT8)
+
+
+@pytest.mark.parametrize("m_max", [1, 128, 4096])
+@pytest.mark.parametrize(("device", "sm"), [("cpu", 0), ("cuda", 80), ("cuda", 90)])
+def test_it_serves_int8_everywhere(device: str, sm: int, m_max: int) -> None:
+    problem = Problem("linear", 192, 256, 1, m_max, m_max <= 128, "INT8_DYNAMIC", torch.bfloat16, device, sm)
+    assert select(problem).name == "reference.int8"
+
+
+class Int8:
+    """A source with every linear in INT8, the head too."""
+
+    def __init__(self, source: MemorySource) -> None:
+        self._source, self.arch, self.kv_format = source, source.arch, source.kv_format
+
+    def outer(self) -> dict[str, Tensor | QuantizedWeight]:
+        outer = self._source.outer()
+        return {**outer, "head.weight": nearest_weight(dense(outer["head.weight"]), SCHEME, torch.float32)}
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        weights = {name: dense(value) for name, value in self._source.layer(layer_idx).items()}
+        return {
+            name: nearest_weight(value, SCHEME, torch.float32) if value.dim() == 2 else value
+            for name, value in weights.items()
+        }
+
+
+@torch.no_grad()
+def test_the_engine_serves_what_the_decoder_computes_of_rounded_inputs() -> None:
+    """To float32's precision in most logits: sums in another order move an input over a tie now and then, and what follows it with it."""
+    source = Int8(tiny_source(ARCH))
+    unrounded, decoder = (build_decoder(source, dtype=torch.float32, device=CPU) for _ in range(2))
+    linears = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linears) == 7 * ARCH.num_layers + 1
+    for linear_ in linears:
+        linear_.register_forward_pre_hook(
+            lambda _, inputs: ((inputs[0] / step(inputs[0])).round() * step(inputs[0]),)
+        )
+    tokens = tiny_tokens(ARCH, 3, 40, seed=5)
+    engine = Engine(source, device=CPU)
+    served, expected = engine.runner.score(tokens), decoder(tokens)
+    of_rounding = (unrounded(tokens) - expected).abs()
+    difference = (served - expected).abs()
+    assert difference.median() < 1e-4 * of_rounding.median()
+    assert difference.max() < of_rounding.max()
+    linear_rows = [row for row in engine.kernel_report() if row["op"] == "linear"]
+    assert {(row["scheme"], row["kernel"]) for row in linear_rows} == {("INT8_DYNAMIC", "reference.int8")}
+
+
+def step(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True) / 127

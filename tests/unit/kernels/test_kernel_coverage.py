@@ -1,0 +1,131 @@
+"""What doctor says about kernels is what a loader would get: the same choice, every op, and a reason for whatever stays unused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from compress.kernels import select as select_module
+from compress.kernels.coverage import LINEARS, Machine, coverage, linear_shape, unused
+from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, select
+from compress.models.arch import Arch
+from compress.plugins import PluginSet
+from compress.quant.scheme import SCHEMES
+from tests.support.tiny_decoder import LLAMA, tiny_arch
+
+CPU = Machine("cpu", 0, torch.float32)
+ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256)
+
+
+def only(problem: Problem) -> str | None:
+    return None if problem.activation else "wants an activation"
+
+
+@pytest.fixture
+def linears(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A set of linear kernels for the test alone, on top of a reference that applies no activation."""
+
+    def replaced(*kernels: Kernel) -> None:
+        plugins: PluginSet[Kernel] = PluginSet("linear kernel", "compress.kernels.rope_store")
+        plugins._loaded = True
+        for kernel in (
+            kernel_named(
+                "reference", rank=0, supports=lambda problem: "no activation" if problem.activation else None
+            ),
+            *kernels,
+        ):
+            plugins.add(kernel.name, kernel)
+        monkeypatch.setitem(select_module.KERNELS, "linear", plugins)
+
+    return replaced
+
+
+def kernel_named(name: str, *, rank: int = 10, min_sm: int = 0, supports: Any = anything) -> Kernel:
+    return Kernel("linear", name, min_sm=min_sm, rank=rank, supports=supports, fn=lambda: None)
+
+
+def test_every_op_scheme_and_linear_is_answered_by_the_kernel_that_would_be_selected() -> None:
+    rows = coverage(ARCH, CPU)
+    assert {row.problem.op for row in rows} == set(OPS)
+    assert all(row.kernel == select(row.problem).name for row in rows)
+    asked = {(row.problem.scheme, row.name, row.phase) for row in rows if row.problem.op == "linear"}
+    assert asked == {
+        (scheme, name, phase)
+        for scheme in ("F32", *SCHEMES)
+        for name in LINEARS
+        for phase in ("decode", "prefill")
+    }
+
+
+def test_fused_linears_stack_the_rows_of_their_parts() -> None:
+    layer, arch = ARCH.layers[0], ARCH
+    parts = {
+        "qkv": ("attn.q", "attn.k", "attn.v"),
+        "o": ("attn.o",),
+        "gate_up": ("ffn.gate", "ffn.up"),
+        "down": ("ffn.down",),
+    }
+    for name, linears in parts.items():
+        shapes = [layer.linear_shape(linear, arch.hidden_size) for linear in linears]
+        assert linear_shape(arch, name) == (sum(rows for rows, _ in shapes), shapes[0][1])
+    assert linear_shape(arch, "head") == (arch.vocab_size, arch.hidden_size)
+
+
+def gate_up(arch: Arch, scheme: str) -> list[str | None]:
+    """Kernel of decode, then of prefill."""
+    return [
+        row.kernel for row in coverage(arch, CPU) if row.name == "gate_up" and row.problem.scheme == scheme
+    ]
+
+
+def test_a_gated_kernel_serves_the_gate_of_decode(linears: Any) -> None:
+    linears(kernel_named("gated", supports=only))
+    assert gate_up(ARCH, "W4A16_G128") == ["gated", "reference"]
+    assert gate_up(ARCH, "FP8_DYNAMIC") == ["gated", "reference"]
+
+
+def test_what_stays_unused_says_why(linears: Any) -> None:
+    linears(kernel_named("hopper", min_sm=90), kernel_named("fast", rank=20), kernel_named("slow"))
+    rows = coverage(ARCH, CPU)
+    reasons = {row["kernel"]: row["reason"] for row in unused(rows) if row["op"] == "linear"}
+    assert reasons == {
+        "hopper": "needs sm_90 or newer and this device is cpu",
+        "slow": "a faster one serves all it could",
+    }
+    assert all(row.refused == {} for row in rows if row.problem.op == "linear")
+
+
+def test_a_faster_kernel_that_refuses_is_named_beside_the_one_that_serves(linears: Any) -> None:
+    linears(kernel_named("hopper", min_sm=90))
+    row = next(row for row in coverage(ARCH, CPU) if row.problem.op == "linear")
+    assert (row.kernel, row.refused) == (
+        "reference",
+        {"hopper": "needs sm_90 or newer and this device is cpu"},
+    )
+
+
+@pytest.mark.parametrize(
+    "scheme", [name for name in SCHEMES if name.startswith("W4A16") and "G128" not in name]
+)
+def test_groups_that_no_fast_kernel_reads_are_served_by_the_reference_which_says_why(scheme: str) -> None:
+    """On Hopper too."""
+    wide = tiny_arch(LLAMA, hidden_size=1024, intermediate_size=2048)
+    rows = [
+        row for row in coverage(wide, Machine("cuda", 90, torch.bfloat16)) if row.problem.scheme == scheme
+    ]
+    assert {row.phase: row.kernel for row in rows} == {
+        "decode": "reference.dequantized.tile4",
+        "prefill": "reference.dequantized.tile256",
+    }
+    for row in rows:
+        for kernel in ("stream.w4a16", "hopper.w4a16"):
+            assert row.refused[kernel] == "for W4A16_G128, W4A16_G128_ASYM"
+
+
+def test_nobody_serving_is_said_rather_than_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty: PluginSet[Kernel] = PluginSet("rms_norm kernel", "compress.kernels.rms_norm")
+    empty._loaded = True
+    monkeypatch.setitem(KERNELS, "rms_norm", empty)
+    row = next(row for row in coverage(ARCH, CPU) if row.problem.op == "rms_norm")
+    assert row.kernel is None
+    assert row.as_json()["kernel"] is None

@@ -1,0 +1,147 @@
+"""Decode linears on Hopper's warpgroup instructions as far as a CPU shows them: plans, refusals, and that the kernel compiles."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.kernels.build import nvrtc
+from compress.kernels.linear.hopper import MAX_STAGES, MAX_TILES, Plan, plan, plans, variant_of
+from compress.kernels.linear.plan import Format, Gpu, Shape
+from compress.kernels.operands.rows import ActivationQuant, RawRows
+from compress.kernels.select import Problem, select
+
+H200, H100_PCIE = Gpu(90, 132, 232448), Gpu(90, 114, 232448)
+SHAPES = {  # n, k, gated
+    "tiny": (48, 128, False),
+    "odd": (1008, 2944, False),
+    "odd gated": (96, 384, True),
+    "qkv 8b": (6144, 4096, False),
+    "o 8b": (4096, 4096, False),
+    "gate_up 8b": (28672, 4096, True),
+    "down 8b": (4096, 14336, False),
+    "head": (128256, 4096, False),
+    "gate_up 70b": (57344, 8192, True),
+    "down 70b": (8192, 28672, False),
+}
+WEIGHT_FORMATS: tuple[Format, ...] = ("w4", "w4_asym", "fp8")
+ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128)
+needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
+
+
+def each_plan(shape: Shape, gpu: Gpu) -> list[tuple[int, Plan]]:
+    return [
+        (rows, found) for rows in ROWS for raw in (False, True) for found in plans(shape, rows, gpu, raw=raw)
+    ]
+
+
+@pytest.mark.parametrize("gpu", [H200, H100_PCIE], ids=lambda gpu: f"{gpu.num_sms}")
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
+def test_plans_fit_the_device_and_cover_the_product(
+    n: int, k: int, gated: bool, weight_format: Format, gpu: Gpu
+) -> None:
+    for rows, each in each_plan(Shape(weight_format, n, k, gated), gpu):
+        assert 1 <= each.window <= each.stages <= MAX_STAGES
+        assert each.launch.shared_bytes < gpu.shared_bytes
+        assert each.launch.threads <= 640
+        assert 1 <= each.tiles <= MAX_TILES
+        assert each.row_groups * each.k_slots <= 4
+        assert each.launch.grid[0] % each.segments == 0
+        assert each.token_blocks * 8 * each.token_tiles >= rows
+        assert each.num_items // each.token_blocks * each.tiles * 16 >= n
+        assert each.keep is None or (rows == 1 and each.keep * 8 * 128 * each.row_groups * each.k_slots >= k)
+        blocks = each.launch.grid[0] // each.segments
+        assert blocks == each.num_items or each.parts == 1, (
+            "sums of parts lie where the ring was: one item a block"
+        )
+
+
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize(("n", "k", "gated"), SHAPES.values(), ids=SHAPES)
+def test_the_order_of_a_sum_does_not_depend_on_the_number_of_rows(
+    n: int, k: int, gated: bool, weight_format: Format
+) -> None:
+    assert (
+        len(
+            {
+                (each.tiles, each.k_slots, each.segments)
+                for _, each in each_plan(Shape(weight_format, n, k, gated), H200)
+            }
+        )
+        == 1
+    )
+
+
+def test_no_two_blocks_share_a_multiprocessor() -> None:
+    reserved, total = 1024, 233472  # bytes that the driver keeps of each block, and all there are
+    for weight_format, facts in itertools.product(WEIGHT_FORMATS, SHAPES.values()):
+        assert all(
+            2 * (each.launch.shared_bytes + reserved) > total
+            for _, each in each_plan(Shape(weight_format, *facts), H200)
+        )
+
+
+def test_a_decode_step_is_dealt_to_nearly_every_multiprocessor() -> None:
+    for name in ("qkv 8b", "o 8b", "gate_up 8b", "down 8b"):
+        assert {plan(Shape(each, *SHAPES[name]), 1, H200).launch.grid[0] for each in WEIGHT_FORMATS} == {
+            128
+        }, name
+
+
+def test_a_single_raw_row_is_prepared_inside_the_linear() -> None:
+    shape = Shape("w4", *SHAPES["gate_up 8b"])
+    assert plan(shape, 1, H200, raw=True).keep is not None
+    assert plan(shape, 1, H200).keep is None
+    assert plan(shape, 2, H200, raw=True).keep is None
+    assert plan(Shape("fp8", 4096, 65536, False), 1, H200, raw=True).keep is None, "too long for registers"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("name", ["odd", "qkv 8b", "gate_up 8b"])
+def test_the_kernel_compiles(
+    name: str, rows: int, weight_format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    raw = RawRows(
+        torch.empty(rows, 8), torch.empty(8), 1e-5, ActivationQuant() if weight_format == "fp8" else None
+    )
+    shape, activation = Shape(weight_format, *SHAPES[name]), "silu" if SHAPES[name][2] else None
+    for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
+        variant = variant_of(
+            chosen, shape, torch.bfloat16, activation, None, raw=given if chosen.keep else None
+        )
+        assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+
+
+def problem(**facts: object) -> Problem:
+    defaults = {
+        "n": 4096,
+        "k": 4096,
+        "m_min": 1,
+        "m_max": 64,
+        "row_invariant": True,
+        "scheme": "FP8_DYNAMIC",
+        "sm": 90,
+    }
+    return Problem(op="linear", dtype=torch.bfloat16, device="cuda", **{**defaults, **facts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kernel"),
+    [("FP8_DYNAMIC", "fp8"), ("FP8_STATIC", "fp8"), ("W4A16_G128", "w4a16"), ("W4A16_G128_ASYM", "w4a16")],
+)
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_pytorch_tanh"])
+def test_hopper_serves_itself_and_other_devices_stream(
+    scheme: str, kernel: str, activation: str | None
+) -> None:
+    suffix = f".{activation}" if activation else ""
+    asked = problem(scheme=scheme, activation=activation)
+    assert select(asked).name == f"hopper.{kernel}{suffix}"
+    assert select(asked).prepares
+    for sm in (80, 89, 100):
+        assert select(replace(asked, sm=sm)).name == f"stream.{kernel}{suffix}"

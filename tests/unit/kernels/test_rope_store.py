@@ -1,0 +1,155 @@
+"""The fused rope + norm + store kernel in triton's interpreter, held to the reference op by op.
+
+The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
+"""
+
+import pytest
+import torch
+
+from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__)
+
+
+if INTERPRETED:
+    from torch import Tensor
+
+    from compress.kernels.build.triton import jit, tl
+    from compress.kernels.operands.e4m3 import decode_even, decode_odd, encode_e4m3
+    from compress.kernels.operands.paged import PagedKV
+    from compress.kernels.operands.rows import FP8
+    from compress.kernels.rope_store import reference
+    from compress.kernels.rope_store.fused import rope_store
+
+    FORMATS = ["dense", "token_head", "static"]
+    BLOCK_SIZE, NUM_BLOCKS, NUM_POSITIONS, NUM_ROWS = 16, 5, 40, 5
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def empty_pages(kv_format: str, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedKV:
+        shape = (num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, head_dim)
+        k, v = (torch.full(shape, 3.0).to(dtype if kv_format == "dense" else FP8) for _ in range(2))
+        if kv_format == "token_head":
+            return PagedKV(k, v, torch.full(shape[:3], 7.0), torch.full(shape[:3], 7.0))
+        return (
+            PagedKV(k, v, torch.tensor(0.002), torch.tensor(0.02)) if kv_format == "static" else PagedKV(k, v)
+        )
+
+    def arguments(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        qkv_TF = randn(NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+        qkv_TF[3] = 0
+        cos_PC, sin_PC = (
+            randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=1),
+            randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=2),
+        )
+        return qkv_TF, cos_PC, sin_PC, torch.tensor([3, 0, 39, 7, 7]), torch.tensor([16, 79, 31, 40, 41])
+
+    def bits(x: Tensor) -> Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    @pytest.mark.parametrize("kv_format", FORMATS)
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim", "normed"),
+        [(8, 2, 64, True), (7, 1, 128, False), (9, 3, 80, True)],
+    )
+    def test_float16_rows_are_those_of_the_reference(
+        kv_format: str, num_heads: int, num_kv_heads: int, head_dim: int, normed: bool
+    ) -> None:
+        args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        qk_norm = randn(num_heads + num_kv_heads, head_dim, dtype=torch.float16, seed=3) if normed else None
+        expected, actual = (empty_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2))
+        q = reference.rope_store(*args, expected, num_heads=num_heads, qk_norm=qk_norm, eps=1e-5)
+        got = rope_store(*args, actual, num_heads=num_heads, qk_norm=qk_norm, eps=1e-5)
+        # The mean of squares may differ in its last bit, and one rounding of float16 after it.
+        torch.testing.assert_close(got, q, rtol=2**-10, atol=0)
+        for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
+            step = 2**-3 if kv_format != "dense" and normed else 2**-10
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=0)
+        if kv_format == "token_head":
+            assert actual.k_scale is not None
+            assert expected.k_scale is not None
+            assert actual.v_scale is not None
+            assert expected.v_scale is not None
+            torch.testing.assert_close(actual.k_scale, expected.k_scale, rtol=2**-10, atol=0)
+            assert torch.equal(actual.v_scale, expected.v_scale)
+        assert torch.equal(
+            bits(actual.v), bits(expected.v)
+        )  # neither normed nor turned: exact, and nothing else was written
+
+    def test_a_rotation_without_norm_rounds_where_the_reference_does() -> None:
+        args = arguments(4, 2, 64, torch.float16)
+        expected, actual = (empty_pages("static", 2, 64, torch.float16) for _ in range(2))
+        q = reference.rope_store(*args, expected, num_heads=4, qk_norm=None, eps=1e-5)
+        assert torch.equal(rope_store(*args, actual, num_heads=4, qk_norm=None, eps=1e-5), q)
+        assert torch.equal(bits(actual.k), bits(expected.k))
+
+    def test_a_row_is_the_same_alone_and_among_others() -> None:
+        qkv_TF, cos_PC, sin_PC, positions_T, slots_T = arguments(8, 2, 64, torch.float32)
+        qk_norm = randn(10, 64, seed=3)
+        together, alone = (empty_pages("token_head", 2, 64, torch.float32) for _ in range(2))
+        q = rope_store(
+            qkv_TF, cos_PC, sin_PC, positions_T, slots_T, together, num_heads=8, qk_norm=qk_norm, eps=1e-5
+        )
+        for row in range(NUM_ROWS):
+            part = slice(row, row + 1)
+            each = rope_store(
+                qkv_TF[part],
+                cos_PC,
+                sin_PC,
+                positions_T[part],
+                slots_T[part],
+                alone,
+                num_heads=8,
+                qk_norm=qk_norm,
+                eps=1e-5,
+            )
+            assert torch.equal(each, q[part])
+        assert torch.equal(bits(alone.k), bits(together.k))
+
+    @jit()
+    def _encode(x_ptr: tl.tensor, codes_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
+        at = tl.arange(0, SIZE)
+        tl.store(codes_ptr + at, encode_e4m3(tl.load(x_ptr + at)))
+
+    @jit()
+    def _decode(
+        codes_ptr: tl.tensor,
+        even_ptr: tl.tensor,
+        odd_ptr: tl.tensor,
+        SIZE: tl.constexpr,
+        INTERPRETED: tl.constexpr,
+    ) -> None:
+        at = tl.arange(0, SIZE)
+        pairs = tl.load(codes_ptr + at)
+        tl.store(even_ptr + at, decode_even(pairs, even_ptr.dtype.element_ty, INTERPRETED))
+        tl.store(odd_ptr + at, decode_odd(pairs, even_ptr.dtype.element_ty, INTERPRETED))
+
+    def every_code() -> Tensor:
+        """The 254 that are numbers, and two zeros."""
+        codes = torch.arange(256, dtype=torch.uint8)
+        return torch.where((codes & 0x7F) == 0x7F, 0, codes)
+
+    def test_integer_rounding_is_that_of_e4m3() -> None:
+        values = every_code().view(FP8).float().sort().values
+        middles = (values[1:] + values[:-1]) / 2  # ties
+        x = torch.cat(
+            (values, middles, middles.nextafter(values[1:]), randn(4096 - 256 - 2 * 255) * 100)
+        ).clamp(-448, 448)
+        codes = torch.empty(4096, dtype=torch.uint8)
+        _encode[(1,)](x, codes, SIZE=4096)
+        assert torch.equal(codes.view(FP8).float(), x.to(FP8).float())
+
+    @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0**120), (torch.float16, 2.0**8)])
+    def test_integer_widening_is_exact(dtype: torch.dtype, factor: float) -> None:
+        codes = every_code()
+        even, odd = torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype)
+        _decode[(1,)](codes.view(torch.int16), even, odd, SIZE=128, INTERPRETED=True)
+        assert torch.equal(
+            torch.stack((even, odd), dim=1).flatten().double() * factor, codes.view(FP8).double()
+        )

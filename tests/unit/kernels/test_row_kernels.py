@@ -1,0 +1,253 @@
+"""Row-wise kernels, sampling and dequantization in triton's interpreter: the arithmetic of the GPU kernels, without one.
+
+The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
+"""
+
+import pytest
+import torch
+
+from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("sm", [80, 90])
+def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
+    """Without a GPU: the assembler comes with triton. A kernel that spilled would be slower than its data."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.quantize_rows import fused
+    from compress.kernels.sample import choose
+
+    pdl = sm >= 90
+    drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
+    row = {"SIZE": 14336, "BLOCK": 16384, "CONVERTS": sm >= 89}
+    cases = [
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 1}, 32),
+        (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 3}, 32),
+        (
+            choose._filter,
+            ["*fp32", "*i64", "*fp32", *drawn, "*i64"],
+            {"VOCAB": 128256, "SPAN": 4096, "SPANS": 126, "BLOCK": 128},
+            32,
+        ),
+        (
+            prefill_w4a16._dequantize,
+            ["*i32", "*bf16", "*bf16", "i32", "i32", "i32"],
+            {"GROUPS": 4, "BLOCK_WORDS": 272, "ZERO": 0.0, "GATED": True},
+            4,
+        ),
+    ]
+    for kernel, types, constants, num_warps in cases:
+        constants = {**constants, "PDL": pdl}
+        names = [name for name in kernel.arg_names if name not in constants]
+        signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, types, strict=True))
+        aligned = {
+            (idx,): [["tt.divisibility", 16]]
+            for idx, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*")
+        }
+        options = {"num_warps": num_warps, "launch_pdl": pdl}
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, aligned),
+            target=GPUTarget("cuda", sm, 32),
+            options=options,
+        )
+        ptx = compiled.asm["ptx"]
+        assert ("griddepcontrol.wait" in ptx) == pdl
+        assert "ld.global.v4.b32" in ptx
+        assert "st.local" not in ptx
+
+
+if INTERPRETED:
+    from torch import Tensor
+
+    from compress.kernels.act_mul.fused import act_mul
+    from compress.kernels.act_mul.reference import act_mul_rows
+    from compress.kernels.linear import prefill_w4a16
+    from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+    from compress.kernels.quantize_rows.fused import quantize_rows
+    from compress.kernels.rms_norm.fused import rms_norm
+    from compress.kernels.rms_norm.reference import rms_norm_rows
+    from compress.kernels.sample.choose import SPAN, Draw, Filter, choose, choose_drawn
+    from compress.quant.scheme import SCHEMES, QuantizedWeight
+    from compress.runtime.request import SamplingParams
+    from compress.runtime.sampler import gumbel, sample
+
+    DYNAMIC = ActivationQuant()
+    QUANTS = [DYNAMIC, ActivationQuant(torch.tensor(0.013)), ActivationQuant(dtype=torch.int8)]
+    ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh"]
+    SIZES = [1, 65, 384, 1000]
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def extreme_rows(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Ordinary, zero, large and vanishing rows."""
+        return randn(4, size, dtype=dtype) * torch.tensor([[1.0], [0.0], [200.0], [1e-6]], dtype=dtype)
+
+    def assert_same_rows(actual: Tensor | QuantizedRows, expected: QuantizedRows) -> None:
+        assert isinstance(actual, QuantizedRows)
+        assert torch.equal(actual.scale_T, expected.scale_T)
+        assert torch.equal(actual.values_TK.view(torch.uint8), expected.values_TK.view(torch.uint8))
+
+    @pytest.mark.parametrize("quant", QUANTS)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_rows_are_quantized_by_the_definition(
+        quant: ActivationQuant, size: int, dtype: torch.dtype
+    ) -> None:
+        x = extreme_rows(size, dtype)
+        assert_same_rows(quantize_rows(x, quant), quantize(x, quant))
+
+    def test_halves_between_integers_go_to_the_even_one() -> None:
+        whole = torch.arange(-127, 128, dtype=torch.float32)
+        between = [torch.nextafter(whole[1:] - 0.5, bound) for bound in (whole[1:], whole[:-1])]
+        x = torch.cat((whole, whole[1:] - 0.5, *between)).unsqueeze(0)
+        rows = quantize_rows(x, ActivationQuant(dtype=torch.int8))
+        assert isinstance(rows, QuantizedRows)
+        assert rows.scale_T.tolist() == [1.0]
+        assert rows.values_TK.tolist() == [
+            [round(each) for each in x[0].tolist()]
+        ]  # Python rounds halves to even too
+
+    def test_every_e4m3_number_and_tie_is_rounded_as_torch_rounds_it() -> None:
+        codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        middles = (codes[1:] + codes[:-1]) / 2
+        near = [torch.nextafter(middles, codes[1:]), torch.nextafter(middles, codes[:-1])]
+        x = torch.cat((codes, middles, *near, torch.tensor([1e30, 1e-30, 447.9, 464.0, 500.0])))
+        one = ActivationQuant(torch.tensor(1.0))
+        for signed in (x, -x):
+            assert_same_rows(quantize_rows(signed.unsqueeze(0), one), quantize(signed.unsqueeze(0), one))
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_rms_norm_is_the_reference(size: int) -> None:
+        x, weight = extreme_rows(size), randn(size, seed=1)
+        torch.testing.assert_close(
+            rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5), rtol=4e-7, atol=1e-12
+        )
+
+    def test_rms_norm_takes_a_weight_for_each_head() -> None:
+        x, weight = randn(3, 5, 24), randn(5, 24, seed=1)
+        torch.testing.assert_close(
+            rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5), rtol=4e-7, atol=1e-12
+        )
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("size", [*SIZES, 1030])
+    def test_act_mul_is_the_reference(activation: str, size: int) -> None:
+        gate_up = torch.cat((randn(3, size) * 4, randn(3, size, seed=1)), dim=1)
+        torch.testing.assert_close(
+            act_mul(gate_up, activation), act_mul_rows(gate_up, activation), rtol=2e-6, atol=2e-6
+        )
+
+    @pytest.mark.parametrize("quant", QUANTS)
+    def test_what_leaves_quantized_is_the_rounded_result_quantized(quant: ActivationQuant) -> None:
+        x, weight = extreme_rows(384, torch.float16), randn(384, dtype=torch.float16, seed=1)
+        normed = rms_norm(x, weight, 1e-5)
+        assert isinstance(normed, Tensor)
+        assert_same_rows(rms_norm(x, weight, 1e-5, quant), quantize(normed, quant))
+        gate_up = randn(4, 384, dtype=torch.float16, seed=2)
+        for activation in ACTIVATIONS:
+            product = act_mul(gate_up, activation)
+            assert isinstance(product, Tensor)
+            assert_same_rows(act_mul(gate_up, activation, quant), quantize(product, quant))
+
+    def test_rows_are_independent() -> None:
+        x, weight = randn(9, 200), randn(200, seed=1)
+        together = rms_norm(x, weight, 1e-5, DYNAMIC)
+        assert isinstance(together, QuantizedRows)
+        for row in range(9):
+            alone = rms_norm(x[row : row + 1], weight, 1e-5, DYNAMIC)
+            assert_same_rows(
+                alone, QuantizedRows(together.values_TK[row : row + 1], together.scale_T[row : row + 1])
+            )
+
+    @pytest.mark.parametrize("vocab_size", [1, 7, SPAN, SPAN + 1, 2 * SPAN + 500])
+    def test_the_lowest_id_among_the_largest_is_chosen(vocab_size: int) -> None:
+        logits = randn(4, vocab_size).round()  # many equals
+        logits[1], logits[2], logits[3] = 0.0, float("-inf"), -0.0
+        logits[3, vocab_size // 2] = 0.0
+        assert torch.equal(choose(logits), logits.argmax(dim=-1))
+
+    def test_drawing_is_argmax_with_the_noise_of_seed_position_and_token() -> None:
+        logits = randn(4, SPAN + 300) * 2
+        temperature, min_p = torch.tensor([0.0, 1.0, 0.5, 3.0]), torch.tensor([0.3, 0.0, 0.2, 0.01])
+        seeds, positions = torch.tensor([1, 0, (1 << 63) - 1, 7]), torch.tensor([3, 0, 70_000, 12])
+        tokens = choose_drawn(logits, Draw(temperature, min_p.log(), seeds, positions))
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(1e-30).unsqueeze(1)
+        noisy = (scaled.double() + gumbel(seeds, positions, logits.shape[1])).masked_fill(
+            scaled < min_p.log().unsqueeze(1), float("-inf")
+        )
+        assert tokens.tolist() == [int(logits[0].argmax()), *noisy[1:].argmax(dim=-1).tolist()]
+
+    def test_filters_without_sorting_keep_what_sorting_keeps() -> None:
+        """Many equal logits, tiny and large temperatures, every filter alone and together."""
+        logits = torch.cat((randn(24, 700) * 3, (randn(24, 700, seed=1) * 2).round()), dim=1)[
+            :, torch.randperm(1400)
+        ]
+        params = [
+            SamplingParams(
+                1,
+                temperature=(0.0, 1e-20, 0.7, 3.0)[row % 4],
+                top_k=(0, 1, 3, 40, 2000)[row % 5],
+                top_p=(1.0, 0.9, 0.3, 1e-6)[row // 4 % 4],
+                min_p=(0.0, 0.05)[row // 12],
+                seed=row,
+            )
+            for row in range(24)
+        ]
+        expected = sample(logits, params, range(24)).tokens_R
+
+        def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor([getattr(each, name) for each in params], dtype=dtype)
+
+        draw = Draw(
+            column("temperature"), column("min_p").log(), column("seed", torch.int64), torch.arange(24)
+        )
+        assert torch.equal(
+            choose_drawn(logits, draw, Filter(column("top_k", torch.int64), column("top_p"))), expected
+        )
+        broken = torch.stack(
+            (logits[0], torch.full_like(logits[0], float("nan")), torch.full_like(logits[0], float("inf")))
+        )
+        tokens = choose_drawn(
+            broken,
+            Draw(torch.ones(3), torch.zeros(3).log(), torch.arange(3), torch.arange(3)),
+            Filter(torch.ones(3).long(), torch.ones(3)),
+        )
+        assert bool(((tokens >= 0) & (tokens < 1400)).all())
+
+    @pytest.mark.parametrize("scheme", ["W4A16_G128", "W4A16_G128_ASYM"])
+    @pytest.mark.parametrize(("size", "gated"), [(64, False), (100, False), (96, True), (104, True)])
+    def test_pieces_of_a_packed_weight_are_its_dequantized_rows(
+        scheme: str, size: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        generator = torch.Generator().manual_seed(4)
+        codes, zero = (
+            torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
+            for shape in ((size, 640), (size, 5))
+        )
+        scale = (torch.rand(size, 5, generator=generator) * 0.02).to(torch.float16)
+        weight = QuantizedWeight(SCHEMES[scheme], codes, scale, zero if scheme == "W4A16_G128_ASYM" else None)
+        packed = prefill_w4a16.repack([weight], dtype=torch.float16, device=torch.device("cpu"), gated=gated)
+        monkeypatch.setattr(prefill_w4a16, "SCRATCH_BYTES", 1)
+        monkeypatch.setattr(prefill_w4a16, "MIN_PIECE_ROWS", 32)
+        found = torch.full(
+            (2 if gated else 1, size // (2 if gated else 1), 640), float("nan"), dtype=torch.float16
+        )
+        starts = []
+        for start, w_HPK in prefill_w4a16.pieces(packed):
+            found[:, start : start + w_HPK.shape[1]] = w_HPK
+            starts.append(start)
+        assert len(starts) > 1
+        assert torch.equal(found.view(size, 640), weight.dequantize())

@@ -1,0 +1,247 @@
+"""A checkpoint is understood wholly or refused: whatever is unknown, missing or misshapen is named. Facts survive JSON and count right."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
+from compress.models.arch import Arch
+from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.decoder import Decoder, DecoderLayer
+from compress.models.family import family_of
+from compress.models.initialise import INIT_STD, fresh_decoder
+from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
+
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+
+def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedArch, match=r"'mamba' \(MambaForCausalLM\).*known: .*llama.*qwen3"):
+        family_of({"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (QWEN3, {"logit_softcap": 30.0}, "logit_softcap"),
+        (LLAMA, {"sliding_window": 512}, "sliding_window"),
+        (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2.*1 only"),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "'longrope'.*known rope types: default",
+        ),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        (LLAMA, {"hidden_act": "relu2"}, "'relu2'.*silu"),
+        (LLAMA, {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        (
+            QWEN3,
+            {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+            "chunked_attention",
+        ),
+    ],
+)
+def test_what_the_decoder_cannot_honour_is_refused_by_name(
+    base: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedArch, match=message):
+        tiny_arch(base, **changes)
+
+
+@pytest.mark.parametrize(
+    "field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+def test_a_missing_shape_is_named(field: str) -> None:
+    config = {key: value for key, value in QWEN3.items() if key != field}
+    with pytest.raises(UnsupportedArch, match=f"no field '{field}'"):
+        family_of(config).read_config(config)
+
+
+def test_unknown_fields_that_say_nothing_are_let_through() -> None:
+    assert tiny_arch(LLAMA, logit_softcap=None).replace(config={}) == tiny_arch(LLAMA).replace(config={})
+
+
+def _drop(tensors: dict[str, Tensor]) -> str:
+    del tensors["model.layers.1.self_attn.k_norm.weight"]
+    return r"lacks the tensor 'model\.layers\.1\.self_attn\.k_norm\.weight'"
+
+
+def _add(tensors: dict[str, Tensor]) -> str:
+    tensors["model.layers.1.mlp.router.weight"] = torch.ones(3)
+    return r"holds the tensor 'model\.layers\.1\.mlp\.router\.weight'"
+
+
+def _add_bias(tensors: dict[str, Tensor]) -> str:
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.ones(48)
+    return r"holds the tensor 'model\.layers\.0\.mlp\.up_proj\.bias'"
+
+
+def _add_layer(tensors: dict[str, Tensor]) -> str:
+    tensors["model.layers.3.input_layernorm.weight"] = torch.ones(32)
+    return r"holds the tensor 'model\.layers\.3\.input_layernorm\.weight'"
+
+
+def _transpose(tensors: dict[str, Tensor]) -> str:
+    tensors["model.layers.2.mlp.down_proj.weight"] = (
+        tensors["model.layers.2.mlp.down_proj.weight"].t().contiguous()
+    )
+    return r"'model\.layers\.2\.mlp\.down_proj\.weight' is \[48, 32\], its config says \[32, 48\]"
+
+
+@pytest.mark.parametrize("damage", [_drop, _add, _add_bias, _add_layer, _transpose])
+def test_a_wrong_tensor_is_named(damage: Callable[[dict[str, Tensor]], str], tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, tiny_arch()) / "model.safetensors"
+    tensors = load_file(path)
+    message = damage(tensors)
+    save_file(tensors, path)
+    with pytest.raises(UnsupportedArch, match=message):
+        Checkpoint(tmp_path)
+
+
+def test_stored_rotary_frequencies_and_a_stored_tied_head_are_no_parameters(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, tiny_arch(tie_word_embeddings=True)) / "model.safetensors"
+    tensors = load_file(path)
+    assert "lm_head.weight" not in tensors
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    assert set(Checkpoint(tmp_path).outer()) == {"embed.weight", "norm.weight"}
+
+
+def test_a_tied_head_that_is_another_matrix_on_disk_is_refused(tmp_path: Path) -> None:
+    """Programs disagree about which of the two is meant."""
+    path = tiny_checkpoint(tmp_path, tiny_arch(tie_word_embeddings=True)) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, path)
+    with pytest.raises(UnsupportedArch, match=r"ties the head.*'lm_head\.weight' is another matrix"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_config_without_dtype_means_that_of_the_tensors(dtype: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, tiny_arch(dtype=dtype)) / "config.json"
+    assert Checkpoint(tmp_path).arch.dtype == dtype
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    assert Checkpoint(tmp_path).arch.dtype == dtype
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(UnsupportedFormat, match="pickle"):
+        Checkpoint(tmp_path)
+
+
+def test_a_quantization_method_nobody_reads_is_refused(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, tiny_arch())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**QWEN3, "quantization_config": {"quant_method": "bitsandbytes"}})
+    )
+    with pytest.raises(UnsupportedFormat, match="bitsandbytes"):
+        Checkpoint(tmp_path)
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        read_config(tmp_path)
+    for text in ("{", "[1]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UsageError, match=r"config\.json"):
+            read_config(tmp_path)
+
+
+ARCHES = [
+    tiny_arch(),
+    tiny_arch(tie_word_embeddings=True, **SLIDING),
+    tiny_arch(LLAMA, attention_bias=True, num_key_value_heads=None),
+    tiny_arch(LLAMA, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_facts_survive_json(arch: Arch) -> None:
+    assert Arch.from_json(*json.loads(json.dumps(arch.to_json()))) == arch
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_parameters_are_counted_as_the_decoder_has_them(arch: Arch) -> None:
+    with torch.device("meta"):
+        decoder = Decoder(arch)
+    assert arch.num_params == sum(parameter.numel() for parameter in decoder.parameters())
+    layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    linears = [layer.linear(name) for layer in layers for name in layer.shape.linears]
+    assert arch.num_linear_params == sum(linear.weight.numel() for linear in linears)
+    for layer in layers:
+        for name in layer.shape.linears:
+            assert (layer.linear(name).bias is not None) == arch.has_bias(name)
+
+
+def test_layers_may_differ_in_width_in_the_decoder_but_not_in_a_stock_config() -> None:
+    arch = tiny_arch()
+    narrow = dataclasses.replace(arch.layers[1], num_heads=2, num_kv_heads=1, intermediate_size=16)
+    arch = arch.replace(layers=(arch.layers[0], narrow, arch.layers[2]))
+    with torch.device("meta"):
+        assert arch.num_params == sum(parameter.numel() for parameter in Decoder(arch).parameters())
+    with pytest.raises(UnsupportedArch, match="differ in width"):
+        family_of({"model_type": arch.family}).write_config(arch)
+
+
+def test_a_config_is_rewritten_where_the_facts_decide_and_kept_where_not() -> None:
+    arch = tiny_arch(layer_types=["full_attention"] * 3, initializer_range=0.5)
+    pruned = dataclasses.replace(arch.layers[0], num_heads=2, num_kv_heads=1, intermediate_size=16)
+    arch = arch.replace(layers=(pruned, pruned), dtype="bfloat16")
+    config = family_of(arch.config).write_config(arch)
+    assert config["initializer_range"] == 0.5
+    assert config["eos_token_id"] == [2, 3]
+    assert family_of(config).read_config(config).replace(config={}) == arch.replace(config={})
+
+
+def test_end_of_text_ids_are_read_in_every_spelling() -> None:
+    assert tiny_arch().eos_token_ids == (2, 3)
+    assert tiny_arch(eos_token_id=7).eos_token_ids == (7,)
+    assert tiny_arch(eos_token_id=None).eos_token_ids == ()
+
+
+def test_fresh_weights_have_the_stated_spread_and_depend_on_the_generator_only() -> None:
+    arch = tiny_arch(LLAMA, hidden_size=96, head_dim=24, intermediate_size=128)
+    one, same, other = (
+        fresh_decoder(arch, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    for (name, parameter), again, different in zip(
+        one.named_parameters(), same.parameters(), other.parameters(), strict=True
+    ):
+        assert torch.equal(parameter, again)
+        if parameter.dim() == 1:
+            assert torch.equal(
+                parameter,
+                torch.zeros_like(parameter) if name.endswith("bias") else torch.ones_like(parameter),
+            )
+            continue
+        assert not torch.equal(parameter, different)
+        std = (
+            INIT_STD / (2 * arch.num_layers) ** 0.5
+            if name.endswith(("attn.o.weight", "ffn.down.weight"))
+            else INIT_STD
+        )
+        assert float(parameter.detach().std()) == pytest.approx(
+            std, rel=5 / (2 * parameter.numel()) ** 0.5
+        )  # five standard errors
+
+
+def test_a_value_of_the_wrong_kind_is_named_not_crashed_on() -> None:
+    with pytest.raises(UnsupportedArch, match="wrong kind"):
+        family_of(LLAMA).read_config({**LLAMA, "num_attention_heads": "four"})

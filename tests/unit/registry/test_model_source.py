@@ -1,0 +1,153 @@
+"""Where models come from: every file that decides the function or the text is in the digest, and hub names are pinned to a commit."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from compress.errors import StorageError, UsageError
+from compress.registry import model_source
+from compress.registry.model_source import MODEL_FILES, model_digest, resolve_model
+from tests.support.tiny_decoder import tiny_arch, tiny_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tiny_checkpoint(tmp_path / "model", tiny_arch())
+    (path / "tokenizer.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "README.md").write_text("a model")
+    return path
+
+
+def test_a_directory_is_a_model(model: Path) -> None:
+    source = resolve_model("path", str(model), None)
+    assert (source.path, source.name, source.revision) == (model, str(model), None)
+    assert source.digest == model_digest(model)
+    assert [file.name for file in source.text_files()] == ["chat_template.jinja", "tokenizer.json"]
+    with pytest.raises(UsageError, match="does not exist"):
+        resolve_model("path", str(model / "no"), None)
+
+
+def test_a_bundled_model_goes_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model_source.BUILTIN, "reference", model)
+    source = resolve_model("builtin", "reference", None)
+    assert (source.path, source.name) == (model, "builtin://reference")
+    with pytest.raises(UsageError, match="Did you mean 'reference'"):
+        resolve_model("builtin", "referense", None)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"]
+)
+def test_the_digest_moves_with_every_file_that_matters(model: Path, name: str) -> None:
+    before = model_digest(model)
+    data = (model / name).read_bytes()
+    (model / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert model_digest(model) != before
+    (model / name).write_bytes(data)
+    assert model_digest(model) == before
+    (model / name).unlink()
+    assert model_digest(model) != before
+
+
+def test_the_digest_moves_when_a_file_is_renamed_or_added(model: Path) -> None:
+    before = model_digest(model)
+    (model / "merges.txt").write_text("a b")
+    with_merges = model_digest(model)
+    assert with_merges != before
+    (model / "merges.txt").rename(model / "vocab.json")
+    assert model_digest(model) not in (before, with_merges)
+
+
+def test_the_digest_does_not_see_the_place_or_what_does_not_decide(model: Path, tmp_path: Path) -> None:
+    before = model_digest(model)
+    for name in ("README.md", "training.log", "pytorch_model.bin", "modeling_custom.py"):
+        (model / name).write_text("something else")
+    (model / "original").mkdir()
+    (model / "original" / "config.json").write_text("{}")
+    assert model_digest(model) == before
+    shutil.copytree(model, tmp_path / "elsewhere")
+    assert model_digest(tmp_path / "elsewhere") == before
+
+
+class Hub:
+    """Stands where the network would: records what was asked for and hands out one snapshot directory."""
+
+    def __init__(self, model: Path, cache: Path) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self._snapshot = cache / "snapshots" / COMMIT
+        shutil.copytree(model, self._snapshot)
+
+    def model_info(self, name: str, *, revision: str | None = None) -> SimpleNamespace:
+        self.asked.append(("info", revision))
+        return SimpleNamespace(sha=COMMIT)
+
+    def snapshot_download(
+        self, name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
+    ) -> str:
+        self.asked.append(("download", revision))
+        assert allow_patterns == list(MODEL_FILES)
+        assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in allow_patterns)
+        assert local_files_only == (("info", None) not in self.asked and revision is None)
+        return str(self._snapshot)
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub = Hub(model, tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    return hub
+
+
+def test_a_hub_model_is_pinned_to_its_commit_before_it_is_fetched(hub: Hub, model: Path) -> None:
+    source = resolve_model("hf", "org/name", None)
+    assert hub.asked == [("info", None), ("download", COMMIT)]
+    assert (source.name, source.revision, source.digest) == ("org/name", COMMIT, model_digest(model))
+
+
+def test_a_commit_needs_no_question(hub: Hub) -> None:
+    assert resolve_model("hf", "org/name", COMMIT).revision == COMMIT
+    assert hub.asked == [("download", COMMIT)]
+
+
+def test_a_branch_is_resolved(hub: Hub) -> None:
+    resolve_model("hf", "org/name", "v2")
+    assert hub.asked == [("info", "v2"), ("download", COMMIT)]
+
+
+def test_offline_asks_the_cache_only(hub: Hub) -> None:
+    assert resolve_model("hf", "org/name", None, offline=True).revision == COMMIT
+    assert hub.asked == [("download", None)]
+
+
+def test_a_model_that_is_not_in_the_cache_is_said_to_be_missing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        StorageError, match="'org/never-fetched' at revision 'main' could not be had in the local cache"
+    ):
+        resolve_model("hf", "org/never-fetched", None, offline=True)
+
+
+def test_a_network_that_is_down_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own client against a port where nobody listens."""
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda: huggingface_hub.hf_api.HfApi(endpoint="http://127.0.0.1:9")
+    )
+    with pytest.raises(
+        StorageError, match="'org/name' at revision 'main' could not be had from the Hugging Face hub"
+    ):
+        resolve_model("hf", "org/name", None)
+
+
+def test_a_name_that_no_hub_model_can_have_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="'a/b/c' is not the name of a model"):
+        resolve_model("hf", "a/b/c", None, offline=True)

@@ -1,0 +1,294 @@
+"""The engine on the CPU: results do not depend on company, and requests end as they should."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.errors import UsageError
+from compress.models.weights import MemorySource
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.kv_cache import kv_bytes_per_token
+from compress.runtime.request import Finished, Request, SamplingParams
+from compress.runtime.running import Run
+from tests.support.tiny_decoder import tiny_arch, tiny_source
+
+CPU = torch.device("cpu")
+
+
+def make_source() -> MemorySource:
+    """Odd widths, normed heads, biases, two query heads a kv head."""
+    return tiny_source(
+        tiny_arch(hidden_size=39, intermediate_size=83, head_dim=24, max_position_embeddings=400)
+    )
+
+
+def make_requests(num_requests: int, *, max_tokens: int = 12) -> list[Request]:
+    """Prompts of 1 to 150 tokens; the seed of a request is its number. Every other one is greedy."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [40, 1, 150, 9, 127, 128, 63, 17][:num_requests]
+    prompts = [tuple(torch.randint(61, (length,), generator=generator).tolist()) for length in lengths]
+    params = [
+        SamplingParams(max_tokens, temperature=0.8 * (idx % 2), seed=idx, ignore_eos=True, logprobs=True)
+        for idx in range(num_requests)
+    ]
+    return [
+        Request(str(idx), prompt, each)
+        for idx, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+class Recorder:
+    """Logits by (request seed, position of the token they chose), as the sampler got them."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int], Tensor] = {}
+
+    def watch(self, engine: Engine) -> Engine:
+        engine.observer = self._record
+        return engine
+
+    def _record(self, requests: Any, positions: Any, logits_RV: Tensor) -> None:
+        for row, request, position in zip(logits_RV, requests, positions, strict=True):
+            self.rows[request.params.seed, position] = row.clone()
+
+    def take(self) -> dict[tuple[int, int], Tensor]:
+        rows, self.rows = self.rows, {}
+        return rows
+
+
+def tokens(finished: Iterable[Finished]) -> dict[str, tuple[int, ...]]:
+    return {each.id: each.tokens for each in finished}
+
+
+def assert_same_bits(rows: dict[tuple[int, int], Tensor], expected: dict[tuple[int, int], Tensor]) -> None:
+    assert rows.keys() <= expected.keys()
+    different = [
+        key
+        for key, row in rows.items()
+        if not torch.equal(row.view(torch.int32), expected[key].view(torch.int32))
+    ]
+    assert different == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_request_has_the_same_bits_alone_in_company_and_in_any_order(dtype: torch.dtype) -> None:
+    recorder = Recorder()
+    engine = recorder.watch(Engine(make_source(), device=CPU, config=EngineConfig(dtype=dtype)))
+    requests = make_requests(8)
+    together = engine.generate(requests)
+    expected = recorder.take()
+    assert len(expected) == 8 * 12
+    for request in requests:
+        assert tokens(engine.generate([request])) == tokens(
+            [each for each in together if each.id == request.id]
+        )
+    assert_same_bits(recorder.take(), expected)
+    assert tokens(engine.generate(requests[::-1])) == tokens(together)
+    assert_same_bits(recorder.take(), expected)
+
+
+def test_prefill_beside_decodes_changes_no_bits_of_either() -> None:
+    recorder = Recorder()
+    engine = recorder.watch(Engine(make_source(), device=CPU))
+    requests = make_requests(8)
+    together = engine.generate(requests)
+    expected = recorder.take()
+    finished: list[Finished] = []
+    for request in requests:  # each arrives while those before it decode
+        engine.add(request)
+        finished += engine.step()
+        finished += engine.step()
+    while engine.has_work:
+        finished += engine.step()
+    assert tokens(finished) == tokens(together)
+    assert_same_bits(recorder.take(), expected)
+
+
+@pytest.mark.parametrize("kv_blocks", [200, 17], ids=["roomy", "preempting"])
+def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatch, kv_blocks: int) -> None:
+    """On the CPU a launched step is done at once, which changes nothing for who reads it a step later."""
+    source = make_source()
+    (free,) = Engine(source, device=CPU).generate(make_requests(1, max_tokens=30))
+    ending = _with_arch(
+        source, source.arch.replace(config={**source.arch.config, "eos_token_id": free.tokens[9]})
+    )
+    config = EngineConfig(
+        max_model_len=192, kv_cache_bytes=kv_blocks * 16 * kv_bytes_per_token(source.arch, "F32")
+    )
+    requests = [
+        Request(each.id, each.prompt, replace(each.params, max_tokens=20 + 3 * idx, ignore_eos=False))
+        for idx, each in enumerate(make_requests(8))
+    ]
+    in_step, ahead = (Engine(ending, device=CPU, config=config) for _ in range(2))
+    expected = in_step.generate(requests)
+    monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: engine is ahead))
+    launches: list[int] = []
+    launch_next = Run.launch_next
+    monkeypatch.setattr(Run, "launch_next", lambda run: launches.append(1) or launch_next(run))
+    finished = ahead.generate(requests)
+    assert launches
+    assert (ahead.num_preemptions > 0) == (kv_blocks == 17)
+    assert {each.reason for each in expected} == {"stop", "length"}
+    assert [(each.tokens, each.reason) for each in finished] == [
+        (each.tokens, each.reason) for each in expected
+    ]
+    assert all(len(each.token_times_s) == len(each.tokens) for each in finished)
+
+
+def test_a_preempted_request_continues_as_if_undisturbed() -> None:
+    recorder = Recorder()
+    source = make_source()
+    requests = make_requests(8, max_tokens=40)
+    undisturbed = recorder.watch(Engine(source, device=CPU)).generate(requests)
+    expected = recorder.take()
+    blocks = 16 * kv_bytes_per_token(source.arch, "F32")
+    small = recorder.watch(
+        Engine(source, device=CPU, config=EngineConfig(max_model_len=192, kv_cache_bytes=20 * blocks))
+    )
+    recomputed = small.generate(requests)
+    assert small.num_preemptions > 0
+
+    # Recomputed keys come from prefill rows: equal within rounding, so a token may change only where two were equally likely within it.
+    bound = 64 * torch.finfo(torch.float32).eps * max(float(row.abs().max()) for row in expected.values())
+    for key, row in recorder.take().items():
+        assert float((row - expected[key]).abs().max()) < bound
+    greedy = [row.topk(2).values for (seed, _), row in expected.items() if seed % 2 == 0]
+    assert all(float(best - second) > 2 * bound for best, second in greedy)
+    assert tokens(recomputed) == tokens(undisturbed)
+
+
+def test_chunked_prefill_agrees_with_whole_prefill() -> None:
+    recorder = Recorder()
+    requests = make_requests(8)
+    whole = recorder.watch(Engine(make_source(), device=CPU)).generate(requests)
+    expected = recorder.take()
+    chunked = recorder.watch(
+        Engine(make_source(), device=CPU, config=EngineConfig(max_step_tokens=21))
+    ).generate(requests)
+    bound = 64 * torch.finfo(torch.float32).eps * max(float(row.abs().max()) for row in expected.values())
+    assert all(float((row - expected[key]).abs().max()) < bound for key, row in recorder.take().items())
+    assert tokens(chunked) == tokens(whole)
+
+
+def test_scores_of_a_sequence_do_not_depend_on_the_others_and_leave_running_requests_alone() -> None:
+    engine = Engine(make_source(), device=CPU)
+    request = make_requests(1)[0]
+    undisturbed = engine.generate([request])
+    tokens_BS = torch.randint(61, (5, 77), generator=torch.Generator().manual_seed(4))
+    engine.add(request)
+    engine.step()
+    scored = engine.runner.score(tokens_BS)
+    finished: list[Finished] = []
+    while engine.has_work:
+        finished += engine.step()
+    assert tokens(finished) == tokens(undisturbed)
+    for row in range(5):
+        assert torch.equal(engine.runner.score(tokens_BS[row : row + 1])[0], scored[row])
+
+
+def test_logprobs_are_those_of_the_scored_sequence() -> None:
+    engine = Engine(make_source(), device=CPU)
+    (done,) = engine.generate(make_requests(1))
+    assert done.logprobs is not None
+    sequence = torch.tensor(done.prompt + done.tokens)
+    scored = engine.runner.score(sequence.unsqueeze(0))[0].log_softmax(-1)
+    expected = scored[len(done.prompt) - 1 : -1].gather(1, torch.tensor(done.tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_generation_ends_at_end_of_sequence_unless_told_otherwise() -> None:
+    source = make_source()
+    prompt = make_requests(1)[0].prompt
+    (free,) = Engine(source, device=CPU).generate([Request("x", prompt, SamplingParams(20, ignore_eos=True))])
+    eos = free.tokens[5]
+    arch = source.arch.replace(config={**source.arch.config, "eos_token_id": eos})
+    ending = Engine(_with_arch(source, arch), device=CPU)
+    (done,) = ending.generate([Request("x", prompt, SamplingParams(20))])
+    assert (done.tokens, done.reason) == (free.tokens[: free.tokens.index(eos) + 1], "stop")
+    (ignored,) = ending.generate([Request("x", prompt, SamplingParams(20, ignore_eos=True))])
+    assert (ignored.tokens, ignored.reason, ignored.logprobs) == (free.tokens, "length", None)
+
+
+def _with_arch(source: MemorySource, arch: Any) -> Any:
+    class Renamed:
+        def __init__(self) -> None:
+            self.arch, self.outer, self.layer, self.kv_format = (
+                arch,
+                source.outer,
+                source.layer,
+                source.kv_format,
+            )
+
+    return Renamed()
+
+
+def test_times_are_ordered_and_one_for_each_token() -> None:
+    for done in Engine(make_source(), device=CPU).generate(make_requests(4)):
+        assert len(done.token_times_s) == len(done.tokens) == 12
+        assert [done.arrival_s, *done.token_times_s] == sorted([done.arrival_s, *done.token_times_s])
+
+
+def test_a_decode_step_reads_every_linear_and_the_head_once() -> None:
+    source = make_source()
+    engine = Engine(source, device=CPU)
+    arch = source.arch
+    assert engine.weight_bytes == 4 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size)
+    assert engine.kv_bytes_per_token == 4 * 3 * 2 * 2 * 24
+
+
+def test_every_linear_is_reported_with_its_kernel_for_both_phases() -> None:
+    engine = Engine(make_source(), device=CPU)
+    rows = engine.kernel_report()
+    for phase, m_max in (("decode", 8), ("prefill", 2048)):
+        linears = [row for row in rows if row["op"] == "linear" and row["phase"] == phase]
+        named = [(row["layer"], name) for row in linears for name in row["linear"].split("+")]
+        assert named == [
+            (idx, name) for idx, layer in enumerate(engine.arch.layers) for name in layer.linears
+        ] + [(None, "head")]
+        assert all(
+            row["m_range"] == [1, m_max] and row["scheme"] == "F32" and "reference" in row["kernel"]
+            for row in linears
+        )
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("r", (), SamplingParams(1)), "empty prompt"),
+        (
+            Request("r", (1,) * 390, SamplingParams(11)),
+            "390 prompt tokens and asks for 11 more, 401 in all.* 400 tokens at most",
+        ),
+        (Request("r", (1, 61), SamplingParams(1)), "outside 0..60"),
+        (Request("r", (1, -1), SamplingParams(1)), "outside 0..60"),
+        (Request("taken", (1,), SamplingParams(1)), "'taken' is in use"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_with_the_numbers(request_: Request, message: str) -> None:
+    engine = Engine(make_source(), device=CPU)
+    engine.add(Request("taken", (1,), SamplingParams(1)))
+    with pytest.raises(UsageError, match=message):
+        engine.add(request_)
+    assert [each.id for each in engine.step()] == ["taken"]
+
+
+def test_sizes_that_contradict_one_another_are_refused_with_the_numbers() -> None:
+    source = make_source()
+    with pytest.raises(UsageError, match=r"max_model_len is 401; this model has positions 1..400"):
+        Engine(source, device=CPU, config=EngineConfig(max_model_len=401))
+    with pytest.raises(UsageError, match="fewer than one sequence of 300 tokens"):
+        Engine(
+            source,
+            device=CPU,
+            config=EngineConfig(
+                max_model_len=300, kv_cache_bytes=200 * kv_bytes_per_token(source.arch, "F32")
+            ),
+        )
+    with pytest.raises(UsageError, match="max_step_tokens 4"):
+        EngineConfig(max_batch_size=8, max_step_tokens=4)
+    assert Engine(source, device=CPU, config=EngineConfig(kv_cache_bytes=4 * 16 * 1152)).max_model_len == 48

@@ -1,0 +1,407 @@
+"""The speed benchmarks on the CPU, at a tiny shape: every op is checked and timed, wrong results are seen, files state their conditions."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.kernels.operands.rows import QuantizedRows, quantize
+from compress.kernels.select import OPS
+from tests.support.tiny_decoder import QWEN3, tiny_arch
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+CPU = torch.device("cpu")
+SHAPE = {
+    **QWEN3,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}
+CONFIG = {**SHAPE, "attention_bias": False, "tie_word_embeddings": False}
+
+PEER = """#!{python}
+import json, shutil, sys
+from pathlib import Path
+from safetensors import safe_open
+question = json.load(open(sys.argv[2]))
+shutil.copy(sys.argv[2], "{seen}")
+assert (Path(question["model"]) / "tokenizer.json").exists() and (Path(question["model"]) / "config.json").exists()
+with safe_open(question["tokens"], "pt") as tokens:
+    assert tokens.get_tensor("tokens").shape == (2, 16)
+starts = [3, 0, 0]  # the first call of a process
+runs = [{{"seconds": start + 2 * layers, "peak_device_bytes": None}} for start, layers in zip(starts, question["layers"])]
+answer = {{"runs": runs, "package": "llmcompressor", "method": "gptq", "versions": {{"llmcompressor": "9.9"}}}}
+json.dump(answer, open(sys.argv[3], "w"))
+"""
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Modules of `scripts/`, which is no package."""
+    import importlib
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - known:
+        if (SCRIPTS / f"{name.partition('.')[0]}.py").exists() or name.partition(".")[0] == "kernel_bench":
+            del sys.modules[name]
+
+
+def run(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
+    config, out = directory / "tiny" / "config.json", directory / "results.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(CONFIG))
+    command = [
+        sys.executable,
+        SCRIPTS / script,
+        "--model",
+        config,
+        "--commit",
+        "abc",
+        "--out",
+        out,
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    document: dict[str, Any] = json.loads(out.read_text())
+    shown = subprocess.run(
+        [sys.executable, SCRIPTS / script, "--show", out], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() in done.stdout
+    assert document["commit"] == "abc"
+    assert {
+        "device",
+        "driver",
+        "clocks",
+        "host",
+        "versions",
+        "date",
+        "command",
+        "bandwidth_bytes_per_s",
+    } <= document.keys()
+    return document
+
+
+def test_every_op_is_checked_and_timed(tmp_path: Path) -> None:
+    arguments = [
+        "--m",
+        "1",
+        "3",
+        "130",
+        "--batch-sizes",
+        "1",
+        "3",
+        "--contexts",
+        "37",
+        "--lengths",
+        "70",
+        "--alone",
+    ]
+    rows = run("bench_kernels.py", tmp_path, *arguments)["rows"]
+    assert {row["op"] for row in rows} == {*OPS, "sample"}
+    assert all(row["passed"] for row in rows)
+    assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
+    assert all(math.isclose(row["tb_per_s"] * row["us"], row["bytes"] / 1e6) for row in rows)
+    unchecked = {
+        (row["op"], row["name"]) for row in rows if row["tool"] == "compress" and row["error"] is None
+    }
+    assert unchecked == {("sample", "drawn"), ("sample", "top-p")}
+    linears = [row for row in rows if row["op"] == "linear" and row["tool"] == "compress"]
+    assert {row["scheme"] for row in linears} == {"F32", "FP8_DYNAMIC", "W4A16_G128", "W4A16_G128_ASYM"}
+    assert {(row["name"], row["m"]) for row in linears} == {
+        (name, m)
+        for name in ("qkv", "o", "gate_up", "down", "head")
+        for m in (1, 3, 130)
+        if (name, m) != ("head", 130)
+    }
+    assert all(row["same_bits"] for row in linears if row["m"] == 3)
+
+
+def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
+    schemes = ["dense", "W4A16_G128+FP8_DYNAMIC"]
+    sizes = [
+        "--batch-sizes",
+        "1",
+        "3",
+        "--prompt-tokens",
+        "20",
+        "--output-tokens",
+        "10",
+        "--contexts",
+        "40",
+        "--ttft-tokens",
+        "64",
+    ]
+    document = run(
+        "bench_runtime.py", tmp_path, "--schemes", *schemes, *sizes, "--repeats", "2", "--baseline"
+    )
+    rows = [row for row in document["rows"] if row["tool"] == "compress"]
+    shown = ["F32", "W4A16_G128+FP8_DYNAMIC"]
+    expected = [
+        (scheme, batch, prompt)
+        for scheme in shown
+        for batch, prompt in ((1, 20), (3, 20), (1, 40), (3, 40), (1, 64))
+    ]
+    assert [(row["scheme"], row["batch_size"], row["prompt_tokens"]) for row in rows] == expected
+    assert all(row["tpot_ms_p50"] > 0 and row["floor_ms"] > 0 and row["kernels"] for row in rows)
+    steady = [row for row in rows if row["prompt_tokens"] != 64]
+    assert all(0 < row["host_us_p50"] <= row["step_ms_p50"] * 1e3 for row in steady)
+    assert all(
+        row[f"{name}_p10"] <= row[f"{name}_p50"] <= row[f"{name}_p90"]
+        for row in steady
+        for name in ("step_ms", "host_us")
+    )
+    assert {row["max_step_tokens"] for row in rows} == {2048}
+    assert [row["ttft_floor_ms"] > 0 for row in rows if row["prompt_tokens"] == 64] == [True, True]
+    profiled = [(each["scheme"], each["phase"], each["batch_size"]) for each in document["profiles"]]
+    assert profiled == [
+        (scheme, *what) for scheme in schemes for what in (("decode", 1), ("decode", 3), ("prefill", 1))
+    ]
+    assert all(
+        sum(kernel["share"] for kernel in each["kernels"]) <= 1 + 1e-9 for each in document["profiles"]
+    )
+    baseline = [row for row in document["rows"] if row["tool"] != "compress"]
+    assert [row["tool"].rpartition("eager")[1] for row in baseline] == ["eager", ""]
+    assert all(row["tpot_ms_p50"] > 0 for row in baseline)
+
+
+def test_a_step_holds_all_prompts_of_a_batch_unless_told_otherwise(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_runtime = scripts("bench_runtime")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+
+    def budget(*options: str) -> int:
+        monkeypatch.setattr(
+            sys, "argv", ["bench_runtime.py", "--model", str(config), "--batch-sizes", "1", "9", *options]
+        )
+        bench = bench_runtime.Bench.__new__(bench_runtime.Bench)
+        bench.args, bench.device, bench.dtype = bench_runtime.arguments(), CPU, torch.float32
+        bench.arch = tiny_arch(CONFIG)
+        return int(bench._engine("dense").config.max_step_tokens)
+
+    sizes = ["--prompt-tokens", "300", "--output-tokens", "4", "--ttft-tokens", "8"]
+    assert budget(*sizes) == 9 * 300
+    assert budget(*sizes, "--max-step-tokens", "64") == 64
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_kernels = scripts("bench_kernels")
+    config, out = tmp_path / "config.json", tmp_path / "results.json"
+    config.write_text(json.dumps(CONFIG))
+
+    def cases(args: Any, bench: Any) -> Iterator[Any]:
+        yield from bench_kernels.sample_cases(bench, [1])
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(bench_kernels, "cases", cases)
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--model", str(config), "--out", str(out)])
+    with pytest.raises(RuntimeError, match="gone"):
+        bench_kernels.main()
+    assert len(json.loads(out.read_text())["rows"]) == 4
+
+
+def test_a_wrong_result_and_an_unwritten_element_fail_their_case(scripts: Any) -> None:
+    bench_kernels, linear, case = (
+        scripts(name) for name in ("bench_kernels", "kernel_bench.linear", "kernel_bench.case")
+    )
+    bench = case.Bench(tiny_arch(CONFIG), CPU, torch.float32, (1,))
+    right = next(iter(linear.linear_cases(bench, ["W4A16_G128"], ["o"])))
+    rates = bench_kernels.Rates(1e9, 1e9)
+
+    def passes(output: torch.Tensor) -> bool:
+        wrong = dataclasses.replace(right, launches=[lambda: output])
+        return bool(
+            bench_kernels.measure(wrong, bench, rates, bench_kernels.BitsOfRows(), alone=False)["passed"]
+        )
+
+    output = right.launches[0]()
+    assert passes(output)
+    assert not passes(output * 1.001)
+    assert not passes(output.clone().index_fill_(1, torch.tensor([5]), math.nan))
+    with scripts("kernel_bench.timer").poisoned_memory():
+        assert bool(torch.empty(64).isnan().all())
+
+
+def test_rows_that_change_bits_in_company_are_seen(scripts: Any) -> None:
+    bench_kernels, case = scripts("bench_kernels"), scripts("kernel_bench.case")
+    facts: dict[str, Any] = {
+        "tool": "compress",
+        "name": "n",
+        "scheme": "s",
+        "m": 1,
+        "kernel": "k",
+        "num_bytes": 1,
+        "flops": 1,
+    }
+    decode = case.Case(op="linear", launches=[], error=None, limit=0.0, **facts)
+    bits, rows = bench_kernels.BitsOfRows(), torch.randn(4, 64)
+    assert bits.kept(decode, rows[:2]) is None
+    assert bits.kept(decode, rows[:3]) is True
+    assert bits.kept(decode, rows + 1e-6) is False
+    assert bits.kept(dataclasses.replace(decode, phase="prefill"), rows) is None
+    quantized = dataclasses.replace(decode, op="rms_norm")
+    whole = quantize(rows, scripts("compress.kernels.operands.rows").ActivationQuant())
+    assert bits.kept(quantized, QuantizedRows(whole.values_TK[:1], whole.scale_T[:1])) is None
+    assert bits.kept(quantized, whole) is True
+
+
+def test_a_walk_is_cold_and_whole(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = scripts("kernel_bench.timer")
+    monkeypatch.setitem(timer.COLD_BYTES, "cpu", 1000)
+    assert [timer.num_copies(num_bytes, CPU) for num_bytes in (1, 100, 300, 1000, 5000)] == [
+        timer.MAX_LAUNCHES,
+        10,
+        4,
+        1,
+        1,
+    ]
+    order: list[int] = []
+    timing = timer.time_launches(
+        timer.walk([lambda: order.append(0), lambda: order.append(1)], at_least=3), CPU, replays=5
+    )
+    assert order == [0, 1] * 2 * (5 + timer.WARM_REPLAYS)
+    assert timing.us_p10 <= timing.us <= timing.us_p90
+
+
+def test_overlapping_kernels_cover_their_union_once(scripts: Any) -> None:
+    covered_us, short_name = scripts("step_profile").covered_us, scripts("step_profile").short_name
+    assert covered_us([(0.0, 4.0), (2.0, 5.0), (3.0, 4.0), (7.0, 8.0)]) == 6.0
+    assert covered_us([]) == 0.0
+    assert (
+        short_name(
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(at::native::ReduceOp<float>)"
+        )
+        == "reduce_kernel"
+    )
+    assert (
+        short_name("void at::native::(anonymous namespace)::indexSelect<float, 2>(at::TensorInfo<float>)")
+        == "indexSelect"
+    )
+    assert short_name("_rms_norm") == "_rms_norm"
+
+
+def test_an_unknown_shape_lists_the_known_ones(scripts: Any) -> None:
+    with pytest.raises(Exception, match="llama-3\\.1-8b"):
+        scripts("bench_setup").read_arch("no-such-model")
+
+
+def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "kv.json"
+    command = [
+        sys.executable,
+        SCRIPTS / "bench_kv.py",
+        "--device",
+        "cpu",
+        "--num-samples",
+        "2",
+        "--seq-len",
+        "48",
+        "--out",
+        out,
+    ]
+    done = subprocess.run(
+        [*command, "--calibration-samples", "2", "--outliers", "20", "--commit", "abc"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    healthy: dict[str, Any] = {}
+    collapsing: dict[str, Any] = {}
+    for row in json.loads(out.read_text())["rows"]:
+        (healthy if row["model"] == "as it is" else collapsing)[row["kv_format"]] = row
+    kl = {name: row["kl_mean"] for name, row in healthy.items()}
+    assert (
+        0
+        < kl["BF16"]
+        < kl["INT8_TOKEN_HEAD"]
+        < kl["FP8_TOKEN_HEAD"]
+        < kl["FP8_STATIC"]
+        < kl["INT4_TOKEN_HEAD"]
+    )
+    assert (
+        healthy["INT4_TOKEN_HEAD"]["bytes_per_token"]
+        < healthy["FP8_STATIC"]["bytes_per_token"]
+        == healthy["BF16"]["bytes_per_token"] / 2
+    )
+    assert collapsing["DENSE"]["kl_mean"] == 0
+    assert collapsing["FP8_STATIC"]["kl_mean"] > 20 * kl["FP8_STATIC"]
+    assert collapsing["FP8_STATIC"]["error"] > 0.9 > 0.03 > healthy["FP8_STATIC"]["error"]
+    assert all(collapsing[name]["kl_mean"] == kl[name] for name in kl if name != "FP8_STATIC")
+    assert all(name in done.stdout for name in healthy)
+
+
+def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    sizes = [
+        "--hidden-size",
+        "128",
+        "--intermediate-size",
+        "256",
+        "--layers",
+        "2",
+        "--num-samples",
+        "3",
+        "--seq-len",
+        "16",
+    ]
+    command = [sys.executable, SCRIPTS / "bench_memory.py", *sizes, "--methods", "rtn", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["layer_bytes"] == 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    assert row["bound_bytes"] == row["after_import_bytes"] + 6 * row["layer_bytes"] + 4 * 3 * 16 * 128
+    assert row["after_import_bytes"] < row["peak_bytes"]
+    assert math.isclose(row["disk_bytes"], row["disk_planned_bytes"], rel_tol=0.3)
+    assert f"{row['bound_bytes'] / 1e6:.0f} MB" in done.stdout
+
+
+def test_other_tools_quantize_the_same_checkpoint_and_tokens(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool that takes three seconds to start and two a layer, as it says itself."""
+    python, seen = tmp_path / "bin" / "python", tmp_path / "seen.json"
+    python.parent.mkdir()
+    python.write_text(PEER.format(python=sys.executable, seen=str(seen)))
+    python.chmod(0o755)
+    config, out = tmp_path / "config.json", tmp_path / "quantize.json"
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 7}))
+    bench, sizes = (
+        scripts("bench_quantize"),
+        ["--num-samples", "2", "--seq-len", "16", "--scratch", str(tmp_path), "--out", str(out)],
+    )
+    tool = ["--tools", "llmcompressor-gptq", "--peers", str(tmp_path)]
+    for few, runs in (([], [7]), (["--peer-layers", "3"], [1, 1, 3])):
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["bench_quantize.py", "--model", str(config), "--methods", "fp8-static", *tool, *sizes, *few],
+        )
+        bench.main()
+        ours, theirs = json.loads(out.read_text())["rows"]
+        assert (ours["tool"], theirs["tool"], theirs["method"]) == ("compress", "llmcompressor 9.9", "gptq")
+        assert (
+            [each["layers"] for each in theirs["measured"]] == json.loads(seen.read_text())["layers"] == runs
+        )
+        assert (theirs["seconds"], theirs["num_layers"]) == (3 + 2 * 7, 7)
+        assert ours["artifact_bytes"] > 0
+    assert "(from 3 layers)" in bench.table([ours, theirs])
+    with pytest.raises(RuntimeError, match="peer_speed"):  # the environment of the tests lacks the tool
+        bench.quantize_elsewhere(
+            tmp_path, "llmcompressor-gptq", Path(sys.executable), CPU, tiny_arch(CONFIG), None
+        )

@@ -1,0 +1,100 @@
+"""What `plan` says the layer-by-layer runner takes: laws that hold for every shape."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.cli.plan import seconds_of
+from compress.models.arch import Arch
+from compress.models.checkpoint import read_config
+from compress.models.family import family_of
+from compress.models.known import known_config
+from compress.pipeline import resolve_text
+from compress.stages import STAGES, PlanFacts
+from compress.stages.calibrate import Calibrate
+from tests.support.tiny_decoder import tiny_arch
+
+ROOT = Path(__file__).parents[3]
+H200_FILES = (
+    ROOT / "benchmarks" / "h200" / "quantize.json",
+    ROOT / "benchmarks" / "h200" / "quantize_balanced.json",
+)
+H200_ROWS = [row for file in H200_FILES for row in json.loads(file.read_text())["rows"]]
+CPU_ROWS = json.loads((ROOT / "benchmarks" / "quality_peers.json").read_text())["rows"]
+MEASURED = [row for row in H200_ROWS if row.get("tool", "compress") == "compress"]
+MEASURED_ON_A_CPU = [
+    row for row in CPU_ROWS if row["tool"] == "compress" and row["method"] != "best"
+]  # scales that train are another loop
+
+
+def known(name: str) -> Arch:
+    config = known_config(name)
+    assert config is not None
+    return family_of(config).read_config(config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_does_not_grow_with_the_number_of_layers_and_time_does(device: str) -> None:
+    small, deep = (Work(tiny_arch(num_hidden_layers=num, vocab_size=8), 8, 32, device) for num in (3, 30))
+    assert peak_bytes(small) == peak_bytes(deep)
+    assert host_bytes(small) == host_bytes(deep)
+    assert num_columns(deep) == 10 * num_columns(small)
+    for few, many in zip(flops(small, products=4), flops(deep, products=4), strict=True):
+        assert many == pytest.approx(10 * few)
+
+
+def test_ranks_share_samples_and_groups() -> None:
+    arch = known("llama-3.1-70b")
+    works = [Work(arch, 128, 2048, "cuda", ranks) for ranks in (1, 2, 4, 8)]
+    peaks = [peak_bytes(work) for work in works]
+    assert peaks == sorted(peaks, reverse=True)
+    in_dtype, in_float32 = zip(*(flops(work, products=10) for work in works), strict=True)
+    assert [in_dtype[0] / each for each in in_dtype] == pytest.approx([1, 2, 4, 8])
+    assert list(in_float32) == sorted(in_float32, reverse=True)
+    down = (
+        2.0 * 10 * arch.num_layers * 8192 * 28672**2
+    )  # the costliest group is one rank's, however many there are
+    assert in_float32[2] == in_float32[3] == pytest.approx(down)
+
+
+def test_a_model_larger_than_a_gpu_is_planned_on_one() -> None:
+    arch = known("llama-3.1-70b")
+    assert 2 * arch.num_params > 140e9
+    assert peak_bytes(Work(arch, 128, 2048, "cuda")) < 80e9
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["method"])
+def test_a_plan_is_within_thirty_percent_of_what_was_measured(
+    row: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    methods = importlib.import_module("bench_quantize").METHODS
+    stage, calib = STAGES.get("quantize"), Calibrate(num_samples=row["num_samples"], seq_len=row["seq_len"])
+    facts = PlanFacts(known(str(row["shape"])), "cuda", {"calibrate": calib})
+    planned = stage.estimate(stage.spec.model_validate(methods[row["method"]]), facts)
+    assert facts.arch.num_layers == row["num_layers"]
+    assert seconds_of(planned, "cuda") == pytest.approx(row["seconds"], rel=0.3)
+    assert planned.peak_bytes == pytest.approx(row["peak_device_bytes"], rel=0.3)
+    assert planned.disk_bytes == pytest.approx(row["artifact_bytes"], rel=0.02)
+    del sys.modules["bench_quantize"]
+
+
+@pytest.mark.parametrize("row", MEASURED_ON_A_CPU, ids=lambda row: row["method"])
+def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured(
+    row: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr("compress.calibrate.arithmetic.has_bfloat16_tiles", lambda: True)
+    methods = importlib.import_module("quality_bench.methods").METHODS
+    stage, source = STAGES.get("quantize"), read_config(resolve_text("builtin://reference").path)
+    facts = PlanFacts(
+        family_of(source).read_config(source), "cpu", {"calibrate": Calibrate(num_samples=128, seq_len=512)}
+    )
+    planned = stage.estimate(
+        stage.spec.model_validate({"scheme": row["scheme"], **methods[row["method"]]}), facts
+    )
+    assert seconds_of(planned, "cpu") == pytest.approx(row["seconds"], rel=0.3)
