@@ -71,7 +71,8 @@ class Ranks(Protocol):
 class OneRank:
     """Nobody else."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def summon(self, work: Mapping[str, Any]) -> None:
         del work

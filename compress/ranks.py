@@ -40,7 +40,9 @@ PARTING_S = 5.0
 """How long rank 0, which may be the home of the store, waits at the end until all others have seen it."""
 BUCKET_VALUES = 1 << 26
 """Of tensors that are summed over the ranks in one exchange."""
-_FAILED, _HEARD, _GONE = "failed", "heard", "gone"
+_FAILED = "failed"
+_HEARD = "heard"
+_GONE = "gone"
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,11 @@ class TorchRanks:
     def __init__(
         self, launch: Launch, device: torch.device, store: Any, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self.rank, self.size = launch.rank, launch.size
-        self._device, self._store, self._timeout_s = device, store, timeout_s
+        self.rank = launch.rank
+        self.size = launch.size
+        self._device = device
+        self._store = store
+        self._timeout_s = timeout_s
         self._summoned = 0
         self._thread: threading.Thread | None = None
 

@@ -57,7 +57,8 @@ def quantized(source: ModelSource, scheme: str, place: Path, device: torch.devic
     text = place / f"{scheme}-text"
     text.mkdir()
     save_token_set(tokens, text / TOKENS_NAME)
-    workspace, spec = Workspace(place), Quantize.model_validate({"scheme": scheme})
+    workspace = Workspace(place)
+    spec = Quantize.model_validate({"scheme": scheme})
     inputs = Inputs(source, {Port.DENSE: Input(source.path, source.digest), Port.CALIB: Input(text, "")})
     ctx = Context(str(device), 0, workspace.scratch(scheme))
     return workspace.commit(scheme, "quantize", {}, lambda out: quantize(spec, inputs, out, ctx)).path
@@ -82,7 +83,8 @@ def proposers(args: argparse.Namespace, source: ModelSource) -> Iterator[tuple[s
 
 def compared(args: argparse.Namespace, scheme: str, target: Path, kv_format: str) -> list[dict[str, Any]]:
     """All proposers and batch sizes of one target and cache."""
-    source, device = resolve_text(args.model), pick_device()
+    source = resolve_text(args.model)
+    device = pick_device()
     weights = open_weights(target)
     length = args.prompt_tokens + args.output_tokens
     tokens, _ = read_tokens(

@@ -81,7 +81,8 @@ def measure(
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, started_s = list[float](), time.perf_counter()
+    seconds = list[float]()
+    started_s = time.perf_counter()
     for _ in Training(
         student, objective, lambda step: tokens_BS, config, device=device
     ).rows():  # a row reads the loss, so it waits
@@ -167,10 +168,13 @@ def main() -> None:
     )
     args = parser.parse_args()
     device = pick_device()
-    (student, student_arch), (teacher, teacher_arch) = read_arch(args.student), read_arch(args.teacher)
-    peak, rows = peak_flops(device, args.peak_tflops), list[dict[str, Any]]()
+    (student, student_arch) = read_arch(args.student)
+    (teacher, teacher_arch) = read_arch(args.teacher)
+    peak = peak_flops(device, args.peak_tflops)
+    rows = list[dict[str, Any]]()
     for compile_text, micro in itertools.product(args.compiles, args.micro_batch_sizes):
-        args.compile, args.micro_batch_size = compile_text == "on", micro
+        args.compile = compile_text == "on"
+        args.micro_batch_size = micro
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

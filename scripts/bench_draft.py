@@ -168,16 +168,19 @@ def spec_of(bench: Bench, changes: dict[str, Any]) -> Draft:
 
 def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
     """The draft, made once for a work directory, with the facts of its training."""
-    length, num = spec.seq_len + 1, spec.num_windows
+    length = spec.seq_len + 1
+    num = spec.num_windows
     tokens_NS = torch.from_numpy(bench.stream[: num * length].reshape(num, length).astype(np.int32))
     held_out_NS = torch.cat([each[: spec.eval_samples] for each in bench.held_out.values()])
     text = Text(TokenSet(tokens_NS, 0, 0, {"title": str(bench.args.data), "license": ""}), held_out_NS, 1)
-    weights, dtype = open_weights(target.path), spec.computes_in(bench.device)
+    weights = open_weights(target.path)
+    dtype = spec.computes_in(bench.device)
     said = spec.model_dump(mode="json", serialize_as_any=True)
     key = f"draft-{name}-" + digest_json([target.digest, bench.stream_digest, said, str(dtype)])[7:23]
 
     def build(out: ArtifactWriter) -> None:
-        started_s, context = time.perf_counter(), bench.context(key)
+        started_s = time.perf_counter()
+        context = bench.context(key)
         learns_on = text
         if spec.sample is not None:
             learns_on = text.with_training(
@@ -229,7 +232,8 @@ def proposers_of(
 
 
 def _line(facts: dict[str, Any]) -> str:
-    before, after = facts["before"], facts["after"]
+    before = facts["before"]
+    after = facts["after"]
     return (
         f"{facts['params'] / 1e6:.1f} M parameters, {facts['tokens'] / 1e6:.1f} M tokens in {facts['seconds']:.0f} s: acceptance "
         f"{before['acceptance']:.3f} -> {after['acceptance']:.3f}, length {before['acceptance_length']:.2f} -> "
@@ -251,7 +255,8 @@ def acceptance_rate(found: Acceptance) -> float:
 
 def row_of(engine: Engine, requests: Sequence[Request], plain: Sequence[Finished]) -> dict[str, Any]:
     engine.reset_acceptance()
-    finished, found = engine.generate(requests), engine.acceptance
+    finished = engine.generate(requests)
+    found = engine.acceptance
     assert found is not None
     alike = sum(ours.tokens == theirs.tokens for ours, theirs in zip(finished, plain, strict=True))
     return {
@@ -270,7 +275,8 @@ def row_of(engine: Engine, requests: Sequence[Request], plain: Sequence[Finished
 
 
 def measure(bench: Bench, target: Artifact) -> list[dict[str, Any]]:
-    args, weights = bench.args, open_weights(target.path)
+    args = bench.args
+    weights = open_weights(target.path)
     proposers, facts = proposers_of(bench, target)
     rows = []
     for batch_size in args.batch_sizes:

@@ -90,7 +90,8 @@ class BitsOfRows:
 
 def cases(args: argparse.Namespace, bench: Bench) -> Iterator[Case]:
     schemes = [bench.dense if each == DENSE else each for each in args.schemes]
-    kv_formats, block_size = (bench.dense, FP8_TOKEN_HEAD), BLOCK_SIZE[bench.device.type]
+    kv_formats = (bench.dense, FP8_TOKEN_HEAD)
+    block_size = BLOCK_SIZE[bench.device.type]
     paged: dict[str, Any] = {"kv_formats": kv_formats, "block_size": block_size}
     makers = {
         "linear": lambda: linear_cases(bench, schemes, args.linears),
@@ -223,7 +224,9 @@ def main() -> None:
         measure_bandwidth(device, size_bytes=1 << 26 if small else None),
         measure_matmul_rate(device, bench.dtype, size=256 if small else None),
     )
-    started_s, rows, bits = time.perf_counter(), [], BitsOfRows()
+    started_s = time.perf_counter()
+    rows = []
+    bits = BitsOfRows()
     try:
         with torch.inference_mode():
             for case in cases(args, bench):
@@ -236,7 +239,8 @@ def main() -> None:
                 args.out, rows, device=device, commit=args.commit, facts={"model": name, **vars(rates)}
             )
         print(tables(rows))
-    measured = f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, multiplies {rates.matmul_flops_per_s / 1e12:.0f} TFLOP/s in {bench.dense}"
+    tera_flops = rates.matmul_flops_per_s / 1e12
+    measured = f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, multiplies {tera_flops:.0f} TFLOP/s in {bench.dense}"
     print(f"{name}: {len(rows)} cases in {time.perf_counter() - started_s:.0f} s; this device {measured}")
     wrong = sum(not row["passed"] for row in rows)
     if wrong:

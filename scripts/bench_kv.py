@@ -44,7 +44,8 @@ from scripts.bench_setup import markdown, write_results
 from scripts.kv_outliers import Outliers
 
 FORMATS = ("BF16", FP8_STATIC, *TOKEN_HEAD_FORMATS)
-OUTLIER_LAYER, OUTLIER_HEAD = 3, 1
+OUTLIER_LAYER = 3
+OUTLIER_HEAD = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Watched:
     """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on the way."""
 
     def __init__(self, dense: Engine, quantized: Engine) -> None:
-        self._dense, self._quantized = dense, quantized
+        self._dense = dense
+        self._quantized = quantized
         self._kl: list[Tensor] = []
 
     def source(self, tokens_1S: Tensor) -> Tensor:
@@ -128,7 +130,8 @@ def measure(
             config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format),
         )
 
-    dense, rows = engine(weights, DENSE), []
+    dense = engine(weights, DENSE)
+    rows = []
     for power in (0, *args.outliers):
         model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
         of = Outliers(weights, OUTLIER_LAYER, OUTLIER_HEAD, power) if power else weights

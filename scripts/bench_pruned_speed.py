@@ -28,7 +28,8 @@ from compress.validate.latency import LatencyRow, measure_latency
 from compress.validate.roofline import measure_bandwidth
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
-DENSE, SOURCE = "dense", "source"
+DENSE = "dense"
+SOURCE = "source"
 
 
 def variants(arch: Arch, args: argparse.Namespace) -> dict[str, Arch]:
@@ -58,7 +59,8 @@ def pruned(base: Arch, args: argparse.Namespace) -> Arch:
 def rows_of(
     scheme: str, args: argparse.Namespace, name: str, arch: Arch, device: torch.device, bandwidth: float
 ) -> list[dict[str, Any]]:
-    archs, dtype = variants(arch, args), model_dtype(device)
+    archs = variants(arch, args)
+    dtype = model_dtype(device)
     engines = {}
     for variant, each in archs.items():
         source = RandomSource(
@@ -89,7 +91,8 @@ def rows_of(
     for variant, each in archs.items():
         tpots = [row.tpot_ms_p50.value for row in turns[variant]]
         speedups = [before.tpot_ms_p50.value / tpot for before, tpot in zip(of_source, tpots, strict=True)]
-        shape, step_bytes = each.layers[0], turns[variant][0].step_bytes
+        shape = each.layers[0]
+        step_bytes = turns[variant][0].step_bytes
         rows.append(
             {
                 "shape": name,

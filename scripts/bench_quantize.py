@@ -118,7 +118,8 @@ def quantize_elsewhere(
     layers = (
         [arch.num_layers] if peer_layers is None or peer_layers >= arch.num_layers else [1, 1, peer_layers]
     )
-    question, answer = directory / "question.json", directory / "answer.json"
+    question = directory / "question.json"
+    answer = directory / "answer.json"
     paths = {"model": str(directory / "model"), "tokens": str(directory / "tokens" / TOKENS_NAME)}
     question.write_text(json.dumps({"tool": tool, **paths, "device": str(device), "layers": layers}))
     gc.collect()
@@ -214,12 +215,14 @@ def measurements(
 
 
 def main() -> None:
-    args, device = arguments(), pick_device()
+    args = arguments()
+    device = pick_device()
     if args.show is not None:
         print(table(json.loads(args.show.read_text())["rows"]))
         return
     name, arch = read_arch(args.model)
-    arch, rows = cut(arch, args.layers), list[dict[str, Any]]()
+    arch = cut(arch, args.layers)
+    rows = list[dict[str, Any]]()
     facts = {
         "shape": name,
         "num_layers": arch.num_layers,

@@ -107,7 +107,8 @@ def read_text(data: str) -> tuple[list[Document], dict[str, list[Document]]]:
         return list(documents(load_card(data))), {
             "python": list(documents(load_card("builtin://python-eval")))
         }
-    training, evaluation = list[Document](), list[Document]()
+    training = list[Document]()
+    evaluation = list[Document]()
     for document in documents(load_card(data)):
         (evaluation if held_out(document.id) else training).append(document)
     return training, {load_card(data).spec.title: evaluation}
@@ -124,7 +125,8 @@ def token_stream(args: argparse.Namespace, tokenizer: Tokenizer, training: list[
 
 def pruned(args: argparse.Namespace, cut: dict[str, Any], stream: np.ndarray, work: Path) -> WeightSource:
     """The model after the prune stage, calibrated on windows spread over the training text."""
-    source, device = resolve_model("path", args.model, None), str(pick_device())
+    source = resolve_model("path", args.model, None)
+    device = str(pick_device())
     spec = Prune.model_validate(
         {**cut, "score": args.score, "compensate": args.compensate, "rounds": args.rounds}
     )

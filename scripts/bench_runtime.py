@@ -66,7 +66,10 @@ class Bench:
     """The conditions of a run and what it has measured so far."""
 
     def __init__(self, args: argparse.Namespace, name: str, arch: Arch, device: torch.device) -> None:
-        self.args, self.name, self.arch, self.device = args, name, arch, device
+        self.args = args
+        self.name = name
+        self.arch = arch
+        self.device = device
         self.dtype = model_dtype(device)
         small = device.type == "cpu"
         self.bandwidth = measure_bandwidth(device, size_bytes=1 << 26 if small else None)
@@ -79,7 +82,8 @@ class Bench:
 
     def serve(self, scheme: str) -> None:
         """All rows of one scheme, by one engine."""
-        args, started_s = self.args, time.perf_counter()
+        args = self.args
+        started_s = time.perf_counter()
         engine = self._engine(scheme)
         loaded_s = time.perf_counter() - started_s
         for prompt_tokens in dict.fromkeys((args.prompt_tokens, *args.contexts)):
@@ -100,7 +104,8 @@ class Bench:
 
     def profile(self, scheme: str) -> None:
         """Where the time of its decode steps and of the long prefill goes."""
-        args, engine = self.args, self._engine(scheme)
+        args = self.args
+        engine = self._engine(scheme)
         for batch_size in args.batch_sizes:
             fill(engine, batch_size, args.prompt_tokens, args.output_tokens)
             self._profiled(
@@ -190,7 +195,8 @@ class Bench:
 
     def _ttft_floor(self, engine: Engine, scheme: str, row: LatencyRow) -> float:
         """The first token's floor; the head is counted at the same rate, one row of it."""
-        arch, linears = self.arch, SCHEMES.get(scheme.partition("+")[0])
+        arch = self.arch
+        linears = SCHEMES.get(scheme.partition("+")[0])
         quantizes = linears is not None and linears.activation is not None
         work = Work(
             weight_bytes=engine.weight_bytes,
@@ -230,7 +236,8 @@ def transformers_rows(
     """`generate` as it comes, and with a static cache: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
     import transformers
 
-    config, dtype = dict(arch.config), model_dtype(device)
+    config = dict(arch.config)
+    dtype = model_dtype(device)
     model_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()

@@ -24,7 +24,8 @@ from compress.models.known import known_config, known_models
 from compress.validate.roofline import environment_facts
 
 SCHEMA = 1
-H200_LAUNCH_S, H200_LAUNCH_BYTES_PER_S = 2.8e-6, 4.16e12
+H200_LAUNCH_S = 2.8e-6
+H200_LAUNCH_BYTES_PER_S = 4.16e12
 """What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512 MB a launch."""
 
 

@@ -37,10 +37,12 @@ from scripts.bench_setup import markdown, pick_device, write_results
 
 
 def compared(engine: Engine, plain: list[Finished], requests: list[Request]) -> dict[str, Any]:
-    finished, acceptance = engine.generate(requests), engine.acceptance
+    finished = engine.generate(requests)
+    acceptance = engine.acceptance
     assert acceptance is not None
     alike = sum(ours.tokens == theirs.tokens for ours, theirs in zip(finished, plain, strict=True))
-    before_ms, after_ms = tpot_ms(plain), tpot_ms(finished)
+    before_ms = tpot_ms(plain)
+    after_ms = tpot_ms(finished)
     return {
         "acceptance_length": acceptance.acceptance_length,
         "acceptance_rates": list(acceptance.rates),

@@ -48,7 +48,8 @@ class Bench:
     """The model's weights and the conditions of all rows."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, pick_device()
+        self.args = args
+        self.device = pick_device()
         self.shape, self.target = self._source(args.model, args.scheme)
 
     def _source(self, model: str, scheme: str) -> tuple[str, RandomSource]:
@@ -60,13 +61,15 @@ class Bench:
 
     def proposers(self) -> dict[str, tuple[str, ProposerOptions]]:
         """Name -> what it is made of, its options."""
-        args, found = self.args, dict[str, tuple[str, ProposerOptions]]()
+        args = self.args
+        found = dict[str, tuple[str, ProposerOptions]]()
         if "draft_model" in args.proposers:
             shape, draft = self._source(args.draft, args.draft_scheme)
             found["draft_model"] = f"{shape} {args.draft_scheme}", DraftModel(draft)
         if "eagle3" in args.proposers:
             body, outer = schemes_of(args.eagle3_scheme)
-            dtype, vocab = model_dtype(self.device), min(args.eagle3_vocab, self.target.arch.vocab_size)
+            dtype = model_dtype(self.device)
+            vocab = min(args.eagle3_vocab, self.target.arch.vocab_size)
             head = random_eagle3(
                 self.target.arch,
                 device=self.device,
@@ -93,7 +96,8 @@ class Bench:
 
     def tpot_ms(self, engine: Engine) -> tuple[float, list[float]]:
         """Median and all values, one a request; the first round compiles, and captures graphs."""
-        args, values = self.args, list[float]()
+        args = self.args
+        values = list[float]()
         for repeat in range(1 + args.repeats):
             queue(engine, args.batch_size, args.prompt_tokens, args.output_tokens)
             if repeat == 1:
@@ -121,7 +125,8 @@ class Bench:
 
     def step_ms(self, engine: Engine) -> float:
         """Median of the steps of a steady batch."""
-        args, times = self.args, list[float]()
+        args = self.args
+        times = list[float]()
         for repeat in range(2):
             fill(engine, args.batch_size, args.prompt_tokens, args.output_tokens)
             for _ in range(args.output_tokens // 2):
@@ -142,10 +147,8 @@ class Bench:
                 engine = self.engine(options, rate)
                 measured_ms, values = self.tpot_ms(engine)
                 assert engine.acceptance is not None
-                promised, came = (
-                    sum(rate**place for place in range(self.args.k + 1)),
-                    engine.acceptance.acceptance_length,
-                )
+                promised = sum(rate**place for place in range(self.args.k + 1))
+                came = engine.acceptance.acceptance_length
                 parts = {"plain_ms": plain_ms, "verify_ms": verify_ms, "k_draft_ms": draft_ms}
                 rows.append(
                     {"proposer": name, "made_of": made_of, "k": self.args.k, "forced_rate": rate, **parts}

@@ -36,7 +36,8 @@ from scripts.bench_pruned_speed import freest, pruned
 from scripts.bench_runtime import BASELINES, release_memory, transformers_rows
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
-EAGLE3, HEAD_TOKENS = "eagle3", 32_000
+EAGLE3 = "eagle3"
+HEAD_TOKENS = 32_000
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,8 @@ def write_dense_twin(artifact: Path, directory: Path, *, dtype: torch.dtype = to
 
 def encode(path: Path) -> list[tuple[int, ...]]:
     """The texts as a document begins in training: behind the model's first token, where it has one."""
-    tokenizer, begin = (
-        Tokenizer.from_file(str(path / "tokenizer.json")),
-        json.loads((path / "config.json").read_text()).get("bos_token_id"),
-    )
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    begin = json.loads((path / "config.json").read_text()).get("bos_token_id")
     encoded = [tuple(tokenizer.encode(text).ids) for text in TEXTS]
     return encoded if begin is None else [ids if ids[0] == begin else (begin, *ids) for ids in encoded]
 
@@ -155,7 +153,8 @@ class Reply:
 def ask_all(program: str, python: Path, questions: list[Question]) -> list[Reply]:
     """A reply a question; what the program said of those that failed goes to stderr."""
     with tempfile.TemporaryDirectory() as directory:
-        asked, answered = Path(directory, "questions.json"), Path(directory, "answers.json")
+        asked = Path(directory, "questions.json")
+        answered = Path(directory, "answers.json")
         asked.write_text(json.dumps([asdict(each) for each in questions]))
         command = [
             str(python),

@@ -65,7 +65,8 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
     accepted = [counts[f"vllm:spec_decode_{name}"] for name in SPECULATION] if counts else None
     answers = []
     for prompt, output in zip(question["prompts"], outputs, strict=True):
-        tokens, tops = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        tokens = list(output.outputs[0].token_ids)
+        tops = output.outputs[0].logprobs
         best_two = [sorted((each.logprob for each in top.values()), reverse=True)[:2] for top in tops]
         answers.append(
             {
@@ -97,7 +98,8 @@ def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise ValueError(f"not every tensor found its place: {wrong}")
-    answers, num_new = [], question["max_tokens"]
+    answers = []
+    num_new = question["max_tokens"]
     for prompt in question["prompts"]:
         with torch.no_grad():
             text = model.generate(
@@ -131,7 +133,9 @@ def work(program: str, question: dict[str, Any], place: Path) -> None:
 
 
 def main() -> None:
-    program, questions, answers = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), []
+    program = sys.argv[1]
+    questions = json.loads(Path(sys.argv[2]).read_text())
+    answers = []
     import_module(program)
     place = Path(sys.argv[3])
     for question in questions:

@@ -76,7 +76,9 @@ DTYPES = {
 WITHOUT_AMX = ("INT8_DYNAMIC",)
 """vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
 NOT_ASKED = {("vllm", "qwen2", "FP8_BLOCK"): "its CPU kernel takes no 16-bit bias"}
-NUM_PROMPTS, PROMPT_TOKENS, MAX_TOKENS = 4, 48, 16
+NUM_PROMPTS = 4
+PROMPT_TOKENS = 48
+MAX_TOKENS = 16
 MAX_MEAN, MAX_SINGLE = LIMITS["float16"]
 
 
@@ -92,7 +94,8 @@ class Case:
         return DTYPES[program].get(self.scheme, "float32")
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
-        decompress, without_amx = not SCHEMES[self.scheme].symmetric, self.scheme in WITHOUT_AMX
+        decompress = not SCHEMES[self.scheme].symmetric
+        without_amx = self.scheme in WITHOUT_AMX
         return Question(
             str(self.path),
             self.dtype(program),
@@ -197,13 +200,11 @@ def main() -> None:
         2, SMALL["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0)
     )
     prompts = [tuple(each) for each in drawn.tolist()]
-    lines, well = (
-        [
-            "| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | from us | |",
-            "|" + "---|" * 9,
-        ],
-        True,
-    )
+    lines = [
+        "| family | format | scheme | read by | in | mean \\|dlogp\\| | worst | from us | |",
+        "|" + "---|" * 9,
+    ]
+    well = True
     with tempfile.TemporaryDirectory() as directory:
         cases = list(write_all(Path(directory), args.families))
         ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}

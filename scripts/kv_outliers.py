@@ -38,14 +38,16 @@ class Outliers:
         return self.base.outer()
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        weights, shape = self.base.layer(layer_idx), self.arch.layers[layer_idx]
+        weights = self.base.layer(layer_idx)
+        shape = self.arch.layers[layer_idx]
         if layer_idx != self.layer_idx:
             return weights
         assert not self.arch.qk_norm or self.of == "v"
         scale_KC = torch.ones(shape.num_kv_heads, shape.head_dim)
         scale_KC[self.head] = 2.0**self.power
         of_queries = scale_KC.repeat_interleave(shape.num_heads // shape.num_kv_heads, dim=0).flatten()
-        larger, smaller = f"attn.{self.of}", "attn.q" if self.of == "k" else "attn.o"
+        larger = f"attn.{self.of}"
+        smaller = "attn.q" if self.of == "k" else "attn.o"
         changed = {
             f"{larger}.weight": dense(weights[f"{larger}.weight"])
             * _like(scale_KC.flatten()[:, None], weights)

@@ -20,7 +20,8 @@ SM = {"NVIDIA H200": 90}
 
 def table(result: dict[str, object]) -> dict[str, object]:
     """The content of a table."""
-    device, measured = str(result["device"]), result["rows"]
+    device = str(result["device"])
+    measured = result["rows"]
     assert isinstance(measured, list)
     rows = [
         {

@@ -86,7 +86,8 @@ def autoawq(model_path: str, tokens_NS: Tensor) -> Steps:
     model = AutoAWQForCausalLM.from_pretrained(model_path, device_map="cpu")
     config = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
     sizes = {"max_calib_samples": tokens_NS.shape[0], "max_calib_seq_len": tokens_NS.shape[1]}
-    tokenizer, rows = AutoTokenizer.from_pretrained(model_path), tokens_NS.tolist()
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    rows = tokens_NS.tolist()
     return lambda: model.quantize(
         tokenizer, quant_config=config, calib_data=rows, **sizes
     ), model.save_quantized
@@ -133,7 +134,8 @@ def main() -> None:
     tool = TOOLS[question["tool"]]
     torch.manual_seed(0)
     quantize, save = tool.prepare(question["model"], load_file(question["tokens"])["tokens"].to(torch.int64))
-    started_s, cpu_started_s = time.perf_counter(), time.process_time()
+    started_s = time.perf_counter()
+    cpu_started_s = time.process_time()
     quantize()
     times = {"seconds": time.perf_counter() - started_s, "cpu_seconds": time.process_time() - cpu_started_s}
     save(question["out"])

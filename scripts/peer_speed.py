@@ -55,7 +55,8 @@ def measure(
 
 def main() -> None:
     question = json.loads(Path(sys.argv[1]).read_text())
-    tool, device = question["tool"], torch.device(question["device"])
+    tool = question["tool"]
+    device = torch.device(question["device"])
     tokens_NS = load_file(question["tokens"])["tokens"].to(torch.int64)
     runs = [
         measure(tool, question["model"], tokens_NS, device, num_layers) for num_layers in question["layers"]

@@ -47,7 +47,8 @@ class Inputs:
         return (codes * scale).reshape(x.shape)
 
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
 INPUTS = {
     ("compress", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
     ("compress", "INT8_DYNAMIC"): Inputs(INT8, 127.0),

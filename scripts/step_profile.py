@@ -57,7 +57,8 @@ def _timed(engine: Engine, steps: int) -> list[tuple[float, float]]:
     """Of each step the seconds it took, and those of the host."""
     times = []
     for _ in range(steps):
-        waited_s, begin = engine.wait_s, time.perf_counter()
+        waited_s = engine.wait_s
+        begin = time.perf_counter()
         engine.step()
         wall_s = time.perf_counter() - begin
         times.append((wall_s, wall_s - (engine.wait_s - waited_s)))
@@ -121,7 +122,8 @@ def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
 
 def covered_us(spans: list[tuple[float, float]]) -> float:
     """Length of the union of intervals: overlapping kernels count once."""
-    covered, end = 0.0, float("-inf")
+    covered = 0.0
+    end = float("-inf")
     for start, stop in sorted(spans):
         covered += max(0.0, stop - max(start, end))
         end = max(end, stop)

@@ -160,7 +160,8 @@ def prepare(data: Path, work: Path) -> tuple[Tokenizer, np.ndarray, dict[str, li
     """Tokenizer and training stream, made once per work directory."""
     work.mkdir(parents=True, exist_ok=True)
     training, evaluation = collect(data)
-    tokenizer_file, tokens_file = work / "tokenizer.json", work / "tokens.npy"
+    tokenizer_file = work / "tokenizer.json"
+    tokens_file = work / "tokens.npy"
     if not tokens_file.exists():
         train_tokenizer(training).save(str(tokenizer_file))
         np.save(tokens_file, encode(Tokenizer.from_file(str(tokenizer_file)), training, seed=SEED))

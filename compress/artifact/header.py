@@ -98,11 +98,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensor(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
     where = f"{path} has a malformed safetensors header: tensor '{name}'"
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (
-        fields.get("dtype"),
-        _counts(fields.get("shape")),
-        _counts(fields.get("data_offsets")),
-    )
+    dtype = fields.get("dtype")
+    shape = _counts(fields.get("shape"))
+    offsets = _counts(fields.get("data_offsets"))
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
         raise UnsupportedFormat(f"{where} lacks a valid dtype, shape or data_offsets.")
     if dtype not in BITS_OF_DTYPE:

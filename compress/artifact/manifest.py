@@ -194,7 +194,9 @@ def file_names(path: Path) -> list[str]:
 def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
     path = root / name
     headers = read_header(path) if name.endswith(".safetensors") else ()
-    whole, tensors, size_bytes = hashlib.sha256(), [], 0
+    whole = hashlib.sha256()
+    tensors = []
+    size_bytes = 0
     try:
         with path.open("rb") as stream:
             if headers:
@@ -202,7 +204,8 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
                 whole.update(prefix)
                 size_bytes += len(prefix)
             for header in headers:
-                part, remaining = hashlib.sha256(), header.end - header.begin
+                part = hashlib.sha256()
+                remaining = header.end - header.begin
                 while remaining and (chunk := stream.read(min(_CHUNK_BYTES, remaining))):
                     whole.update(chunk)
                     part.update(chunk)

@@ -120,7 +120,8 @@ class TensorFiles:
                     raise UnsupportedFormat(
                         f"{path} holds the tensor '{name}' in {self._file_of[name].name} and in {file.name}, without an index."
                     )
-                self._headers[name], self._file_of[name] = headers[name], file
+                self._headers[name] = headers[name]
+                self._file_of[name] = file
 
     def names(self) -> list[str]:
         return sorted(self._headers)
@@ -147,7 +148,9 @@ class TensorFiles:
         return DTYPES[dtype]
 
     def get(self, name: str, *, device: str | torch.device = "cpu") -> Tensor:
-        dtype, header, file = self.dtype(name), self.header(name), self._file_of[name]
+        dtype = self.dtype(name)
+        header = self.header(name)
+        file = self._file_of[name]
         raw = torch.empty(header.end - header.begin, dtype=torch.uint8)
         try:
             with file.open("rb", buffering=0) as stream:
@@ -279,7 +282,8 @@ class ShardWriter:
     def _flush(self) -> None:
         save_tensors(self._partial(len(self._shards)), self._pending)
         self._shards.append(list(self._pending))
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
+        self._pending_bytes = 0
 
     def _partial(self, number: int) -> Path:
         return self._directory / f"shard-{number:05d}.partial"

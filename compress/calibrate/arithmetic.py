@@ -32,7 +32,8 @@ def computes_in(device: str) -> dict[str, str]:
 
 def add_lower_gram(sum_DD: Tensor | None, x_TD: Tensor, rows: int) -> Tensor:
     """sum + x^T x on a CPU, float32 [D, D], in blocks of rows up to the diagonal: above them is whatever was there. The sum is used up."""
-    size, wide_TD = x_TD.shape[1], x_TD.to(torch.float32)
+    size = x_TD.shape[1]
+    wide_TD = x_TD.to(torch.float32)
     sum_DD = torch.zeros(size, size) if sum_DD is None else sum_DD
     with bfloat16_factors() if x_TD.dtype == torch.bfloat16 else nullcontext():
         for begin in range(0, size, rows):

@@ -93,7 +93,8 @@ def host_bytes(work: Work) -> int:
 def flops(work: Work, *, products: float) -> tuple[float, float]:
     """Operations of the busiest rank: over activations, and over weights. `products` counts those of a weight with its statistic, or work
     like it."""
-    arch, tokens = work.arch, work.num_samples * work.seq_len
+    arch = work.arch
+    tokens = work.num_samples * work.seq_len
     grams = work.streams * sum(
         2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values()
     )
@@ -107,7 +108,8 @@ def flops(work: Work, *, products: float) -> tuple[float, float]:
 def guide_effort(work: Work, guide: Guide) -> tuple[int, float]:
     """Bytes that a walk holds, on the host, and operations of all walks (`calibrate/guide.py`): forward, forward again and back, and the
     output moments of the first. One rank walks."""
-    arch, walked = work.arch, len(guide.walked(work.num_samples))
+    arch = work.arch
+    walked = len(guide.walked(work.num_samples))
     samples = min(max(1, TOKENS_OF_A_WALK // work.seq_len), walked)
     outer = 3 * 2.0 * arch.vocab_size * arch.hidden_size
     walks = (3 * 2.0 * arch.num_linear_params + outer) * walked * work.seq_len
@@ -125,10 +127,13 @@ def num_columns(work: Work) -> int:
 def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> float:
     """Over all layers, the cost of the groups of linears that fall to the rank with the most to do; of all groups where they wait for one
     another."""
-    arch, total, num_ranks = work.arch, 0.0, 1 if work.in_turn else work.num_ranks
+    arch = work.arch
+    total = 0.0
+    num_ranks = 1 if work.in_turn else work.num_ranks
     for idx, layer in enumerate(arch.layers):
         groups = _groups(layer)
-        owners, load = deal(arch, idx, groups, num_ranks), [0.0] * num_ranks
+        owners = deal(arch, idx, groups, num_ranks)
+        load = [0.0] * num_ranks
         for group in groups:
             load[owners[group.tap]] += cost(
                 [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
@@ -138,7 +143,8 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
 
 
 def _layer_bytes(work: Work, layer: LayerShape) -> int:
-    params, on_cpu = _num_params(work.arch, layer), work.device == "cpu"
+    params = _num_params(work.arch, layer)
+    on_cpu = work.device == "cpu"
     taps = _taps(work.arch, layer)
     moments = 4 * sum(size**2 for size in taps.values())
     waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
@@ -153,7 +159,8 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
 
 def _rounding_bytes(work: Work, layer: LayerShape) -> int:
     """Of one stack of linears: its own copies beside the moment and the factor, or the factorisation beside the stack."""
-    most, on_cpu = 0, work.device == "cpu"
+    most = 0
+    on_cpu = work.device == "cpu"
     for group in _groups(layer):
         shapes = [layer.linear_shape(name, work.arch.hidden_size) for name in group.linears]
         sizes = [rows * columns for rows, columns in shapes]

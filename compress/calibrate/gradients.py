@@ -54,7 +54,9 @@ class Ends:
 
     @staticmethod
     def of(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "Ends":
-        arch, outer, dtype = source.arch, source.outer(), gradient_dtype(compute_dtype)
+        arch = source.arch
+        outer = source.outer()
+        dtype = gradient_dtype(compute_dtype)
         embed_VD = dense(outer["embed.weight"]).to(device)
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = RMSNorm(arch.hidden_size, arch.norm_eps)
@@ -87,12 +89,16 @@ def visit_gradients(
         UsageError: the model's logits are not finite.
         Interrupted: between layers, when the context says so.
     """
-    arch, device, dtype = source.arch, torch.device(ctx.device), gradient_dtype(compute_dtype)
+    arch = source.arch
+    device = torch.device(ctx.device)
+    dtype = gradient_dtype(compute_dtype)
     if device.type == "cpu":
         return_freed_blocks(arch)
     ends = ends or Ends.of(source, compute_dtype=compute_dtype, device=device)
     x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
-    inputs, last, total = list[Tensor](), arch.num_layers - 1, 2 * arch.num_layers
+    inputs = list[Tensor]()
+    last = arch.num_layers - 1
+    total = 2 * arch.num_layers
     with Ahead(source.layer, device) as layers:
         for idx in range(arch.num_layers):
             ctx.boundary(idx, total, f"sensitivities: forward, layer {idx} of {arch.num_layers}")
@@ -109,7 +115,8 @@ def visit_gradients(
                 layer = build_layer(arch, idx, layers.take(idx), dtype=dtype, device=device)
             if idx:
                 layers.start(idx - 1)
-            x_NSD, asked = inputs.pop().to(device, non_blocking=True), visitor.stats()
+            x_NSD = inputs.pop().to(device, non_blocking=True)
+            asked = visitor.stats()
             visitor.enter(layer, observe(layer, x_NSD, asked) if asked else {})
             for sample in range(len(x_NSD)):
                 one = slice(sample, sample + 1)

@@ -76,7 +76,8 @@ class OutputMoment:
 
     def of(self, begin: int, end: int) -> "OutputMoment":
         """That of some rows."""
-        found, first = [], 0
+        found = []
+        first = 0
         for segment in self.segments:
             inside = slice(max(begin - first, 0), max(end - first, 0))
             if len(piece := segment[inside, inside]):
@@ -138,7 +139,8 @@ class GuideFiles:
     """The guide that `make_guide` has written."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._weights = scratch, load_tensors(scratch / WEIGHTS_NAME)
+        self._scratch = scratch
+        self._weights = load_tensors(scratch / WEIGHTS_NAME)
 
     def layer(self, layer_idx: int) -> LayerGuide:
         segments: dict[str, list[Tensor]] = {}
@@ -152,8 +154,11 @@ class _Visitor:
     """Notes the squared gradient of each token, and sums a layer's output moments, which are written when the next layer comes."""
 
     def __init__(self, squares: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
-        self._squares, self._outputs_to = squares, outputs_to
-        self._layer_idx, self._sums, self._num_tokens = 0, dict[str, Tensor](), Counter[str]()
+        self._squares = squares
+        self._outputs_to = outputs_to
+        self._layer_idx = 0
+        self._sums = dict[str, Tensor]()
+        self._num_tokens = Counter[str]()
         self._waiting: dict[str, list[Tensor]] = {}
 
     def stats(self) -> Mapping[str, StatFactory]:
@@ -181,7 +186,8 @@ class _Visitor:
         """The directions that wait for company become one product for each segment: its sums outweigh a few tokens. They are rounded to the
         dtype of the gradients, as the whole will be."""
         for idx, g_TR in enumerate(torch.cat(self._waiting.pop(tap)).split(SEGMENT_ROWS, dim=1)):
-            name, moment_RR = f"{tap}/{idx:04d}", (g_TR.t() @ g_TR).to(torch.float32)
+            name = f"{tap}/{idx:04d}"
+            moment_RR = (g_TR.t() @ g_TR).to(torch.float32)
             self._sums[name] = moment_RR if name not in self._sums else self._sums[name].add_(moment_RR)
 
     def write(self) -> None:
@@ -194,13 +200,15 @@ class _Visitor:
             }
             halved = {name: moment_RR.to(torch.bfloat16).cpu() for name, moment_RR in moments.items()}
             save_tensors(_outputs_file(self._outputs_to, self._layer_idx), halved)
-        self._sums, self._num_tokens = {}, Counter()
+        self._sums = {}
+        self._num_tokens = Counter()
 
 
 def _moment(sum_RR: Tensor, num_tokens: int) -> Tensor:
     """1 on average on the diagonal; where no gradient arrives, zero. What lies off the diagonal shrinks by R / (R + T), the more the fewer
     the tokens are that R^2 numbers were estimated from, as the best mixture with the diagonal does (Ledoit and Wolf 2004)."""
-    mean, rows = sum_RR.diagonal().mean(), len(sum_RR)
+    mean = sum_RR.diagonal().mean()
+    rows = len(sum_RR)
     moment_RR = sum_RR / mean if float(mean) > 0 else sum_RR
     shrunk_RR = moment_RR * (num_tokens / (rows + num_tokens))
     shrunk_RR.diagonal().copy_(moment_RR.diagonal())

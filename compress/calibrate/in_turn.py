@@ -43,7 +43,8 @@ def compress_in_turn(
         unchanged: that of the source.
         keys_values_stand: called when what gives keys and values is compressed, and the samples are still what goes into the layer.
     """
-    xs, of_source = flow.samples, flow.of_source
+    xs = flow.samples
+    of_source = flow.of_source
     for half, theirs in zip(layer.halves(), unchanged.halves(), strict=True):
         first, second = half.taps
         beside = None if of_source is None else Stream(theirs.enter, of_source)
@@ -73,7 +74,8 @@ def _compress_behind(
 ) -> None:
     """The linears behind one tap, by the rank whose turn it is, from what all ranks see there."""
     (group,) = (group for group in layer.groups() if group.tap == tap)
-    owner, asked = layer.groups().index(group) % flow.ranks.size, factories(passes)
+    owner = layer.groups().index(group) % flow.ranks.size
+    asked = factories(passes)
     trees = observe_shards(stream, asked, flow, source, state.counts)
     stats = meet(trees, [group], list(asked), {tap: owner}, flow.ranks)
     part = replace(state, groups=[group] if flow.ranks.rank == owner else [], stats=stats)

@@ -102,7 +102,8 @@ class CacheError:
         own_TK1 = (heads_TKC.abs().amax(-1, keepdim=True) / FP8_MAX).clamp_min(
             torch.finfo(torch.float32).tiny
         )
-        by_tensor, by_head = round_to_e4m3(x_TD), (round_to_e4m3(heads_TKC / own_TK1) * own_TK1).flatten(-2)
+        by_tensor = round_to_e4m3(x_TD)
+        by_head = (round_to_e4m3(heads_TKC / own_TK1) * own_TK1).flatten(-2)
         squares_3F = torch.stack([each.square().sum(0) for each in (x_TD, by_tensor - x_TD, by_head - x_TD)])
         counts_2 = torch.stack([(x_TD.abs() > _SATURATED).sum(), ((by_tensor == 0) & (x_TD != 0)).sum()])
         self._squares_3F = squares_3F if self._squares_3F is None else self._squares_3F.add_(squares_3F)
@@ -154,7 +155,8 @@ def calibrate_cache(
     Raises:
         UsageError: keys or values reach NaN or infinity.
     """
-    layer_idx, head_dim = cached.layer.layer_idx, cached.layer.shape.head_dim
+    layer_idx = cached.layer.layer_idx
+    head_dim = cached.layer.shape.head_dim
     amax = {
         name: _largest(stats, layer_idx, name) for name, stats in observe(cached, {"abs_max": AbsMax}).items()
     }
@@ -181,7 +183,8 @@ def cache_warning(rows: Sequence[Mapping[str, Any]]) -> str | None:
     lost = [row for row in rows if row["error"] > COARSE]
     if not lost:
         return None
-    worst, names = max(lost, key=lambda row: float(row["error"])), {"k": "keys", "v": "values"}
+    worst = max(lost, key=lambda row: float(row["error"]))
+    names = {"k": "keys", "v": "values"}
     layers = {name: sorted({row["layer"] for row in lost if row["cache"] == name}) for name in names}
     where = " and ".join(
         f"the {names[name]} of layer {', '.join(map(str, idxs))}" for name, idxs in layers.items() if idxs

@@ -67,7 +67,8 @@ class LayerState:
         }
         state = cls(layer_idx, [], pairs, FloatWeights(placed), {}, flow.ranks, flow.room, num_rows=rows)
         if told is not None:
-            state.outputs, state.counts = told.outputs, told.weights
+            state.outputs = told.outputs
+            state.counts = told.weights
         return state
 
     def quantize(self, linear: str, weight: QuantizedWeight) -> None:

@@ -47,7 +47,8 @@ class Shards:
 
     def pieces(self, seq_len: int) -> list[list[slice]]:
         """By shard: the samples that go through a layer together, among those of the rank."""
-        step, start = max(1, PIECE_TOKENS // seq_len), self.samples.start
+        step = max(1, PIECE_TOKENS // seq_len)
+        start = self.samples.start
         edges = [[*range(begin - start, end - start, step), end - start] for begin, end in self.bounds]
         return [[slice(*pair) for pair in itertools.pairwise(each)] for each in edges]
 
@@ -157,7 +158,8 @@ class _Rows:
 
     @staticmethod
     def of(x_BSD: Tensor, source_BSD: Tensor | None, weights_BS: Tensor | None) -> "_Rows":
-        x_TD, source_TD = x_BSD.flatten(0, -2), None if source_BSD is None else source_BSD.flatten(0, -2)
+        x_TD = x_BSD.flatten(0, -2)
+        source_TD = None if source_BSD is None else source_BSD.flatten(0, -2)
         if weights_BS is None:
             return _Rows(x_TD, source_TD, x_TD, source_TD)
         roots_T1 = weights_BS.flatten().sqrt().to(x_TD).unsqueeze(1)

@@ -38,7 +38,8 @@ def walk(
     Raises:
         Interrupted: between layers, when the context says so.
     """
-    arch, device = source.arch, torch.device(ctx.device)
+    arch = source.arch
+    device = torch.device(ctx.device)
     embed = dense(source.outer()["embed.weight"])
     x_NSD = torch.stack([embed[sample].to(compute_dtype) for sample in tokens_NS.to(torch.int64)])
     for idx in range(arch.num_layers):
@@ -55,7 +56,8 @@ def walk(
 @torch.no_grad()
 def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch.device) -> float:
     """Mean KL a token, in nats, of the predictions that the source's norm and head make of x from those that they make of y."""
-    outer, arch = source.outer(), source.arch
+    outer = source.outer()
+    arch = source.arch
     norm = RMSNorm(arch.hidden_size, arch.norm_eps)
     fill_(norm, {"weight": outer["norm.weight"]}, dtype=x_NSD.dtype, device=device)
     head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(

@@ -34,7 +34,8 @@ class Samples:
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ) -> None:
-        self._device, self.on_host = device, on_host
+        self._device = device
+        self.on_host = on_host
         if not on_host:
             try:
                 self._x_NSD = torch.empty(*shape, dtype=dtype, device=device)
@@ -76,7 +77,8 @@ class Samples:
         host_NSD = torch.empty(
             self._x_NSD.shape, dtype=self._x_NSD.dtype, pin_memory=self._device.type == "cuda"
         )
-        self._x_NSD, self.on_host = host_NSD.copy_(self._x_NSD), True
+        self._x_NSD = host_NSD.copy_(self._x_NSD)
+        self.on_host = True
         return True
 
 
@@ -84,7 +86,8 @@ class Room:
     """Tries work again with more room, or in smaller pieces."""
 
     def __init__(self, progress: Progress | None = None, *samples: Samples) -> None:
-        self._progress, self._samples = progress or SilentProgress(), list(samples)
+        self._progress = progress or SilentProgress()
+        self._samples = list(samples)
 
     @contextmanager
     def beside(self, samples: Samples) -> Iterator[Samples]:

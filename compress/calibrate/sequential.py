@@ -91,8 +91,11 @@ def run_sequential(
         RankStopped, EnvironmentUnfit: another rank failed.
         EnvironmentUnfit: the device's memory is too small, whatever gives way.
     """
-    arch, device, ranks = source.arch, torch.device(ctx.device), ctx.ranks
-    leads, last = ranks.rank == 0, arch.num_layers - 1
+    arch = source.arch
+    device = torch.device(ctx.device)
+    ranks = ctx.ranks
+    leads = ranks.rank == 0
+    last = arch.num_layers - 1
     if device.type == "cpu":
         return_freed_blocks(arch)
     shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
@@ -176,7 +179,9 @@ class _Work:
 
     def at_once(self, state: LayerState, read_next: Callable[[], None]) -> tuple[Weights, list[Row]]:
         """What the passes of all ranks make of a layer, all from one look at it. Empties the state."""
-        layer, flow, asked = self._layer(state), self.flow, factories(self.passes)
+        layer = self._layer(state)
+        flow = self.flow
+        asked = factories(self.passes)
         of_source = None if flow.of_source is None else Stream(layer.forward, flow.of_source, flow.of_source)
         trees = observe_shards(Stream(layer.forward, flow.samples), asked, flow, of_source, state.counts)
         owners = deal(self.arch, state.layer_idx, layer.groups(), flow.ranks.size)
@@ -193,7 +198,8 @@ class _Work:
 
     def in_turn(self, state: LayerState, read_next: Callable[[], None]) -> tuple[Weights, list[Row]]:
         """The same, each group of linears from a look behind those before it; the samples end behind the layer. Empties the state."""
-        layer, unchanged = self._layer(state), self._layer(state)
+        layer = self._layer(state)
+        unchanged = self._layer(state)
         read_next()
         compress_in_turn(
             state,
@@ -264,7 +270,8 @@ def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) ->
     costs = {
         tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()
     }
-    load, owners = [0] * num_ranks, dict[str, int]()
+    load = [0] * num_ranks
+    owners = dict[str, int]()
     for tap in sorted(costs, key=lambda tap: -costs[tap]):
         owners[tap] = load.index(min(load))
         load[owners[tap]] += costs[tap]

@@ -61,7 +61,8 @@ class SecondMoment:
         if x_TD.is_cuda:
             self._sum_DD = add_gram(self._sum_DD, x_TD, x_TD)
         else:
-            self._sum_DD, self._half = add_lower_gram(self._sum_DD, x_TD, PARKED_ROWS), True
+            self._sum_DD = add_lower_gram(self._sum_DD, x_TD, PARKED_ROWS)
+            self._half = True
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "SecondMoment") -> None:
@@ -69,9 +70,13 @@ class SecondMoment:
         if other.num_tokens == 0:
             return
         if self.num_tokens == 0:
-            self._sum_DD, self._lower, self._half = other._sum_DD, other._lower, other._half
+            self._sum_DD = other._sum_DD
+            self._lower = other._lower
+            self._half = other._half
         elif self._lower:
-            self._sum_DD, self._lower, self._half = _plus_lower_(other._sum(), self._lower), [], other._half
+            self._sum_DD = _plus_lower_(other._sum(), self._lower)
+            self._lower = []
+            self._half = other._half
         elif other._lower:
             self._sum_DD = _plus_lower_(self._sum(), other._lower)
         else:
@@ -93,11 +98,13 @@ class SecondMoment:
             )  # one piece of memory, given back as one
             parts = flat.split([block.numel() for block in blocks])
             self._lower = [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)]
-            self._sum_DD, self._half = None, False
+            self._sum_DD = None
+            self._half = False
 
     def rescale_(self, scale_D: Tensor) -> None:
         """Become the moment of x / s, after s was folded into whatever produces x."""
-        self._sum_DD, self._lower = self._whole() / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1)), []
+        self._sum_DD = self._whole() / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
+        self._lower = []
 
     def mean(self) -> Tensor:
         """float32 [D, D]."""
@@ -108,10 +115,8 @@ class SecondMoment:
         if self._lower:
             return _whole_of(self._lower)
         if self._half:
-            self._sum_DD, self._half = (
-                _whole_of([rows[:, :end] for rows, end in _row_blocks(self._sum())]),
-                False,
-            )
+            self._sum_DD = _whole_of([rows[:, :end] for rows, end in _row_blocks(self._sum())])
+            self._half = False
         return self._sum()
 
     def _sum(self) -> Tensor:
@@ -279,7 +284,8 @@ class MergeTree(Generic[S]):
 
     def nodes(self) -> list[Node[S]]:
         """What is not merged yet, in order; the tree is empty afterwards."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         return pending
 
     def root(self) -> S:

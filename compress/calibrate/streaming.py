@@ -19,7 +19,8 @@ from compress.quant.scheme import QuantizedWeight
 
 SMALL_LAYER = 1 << 24
 """Parameters of a layer up to which its memory may stay when it is freed."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 class _Thread:
@@ -40,7 +41,8 @@ class Ahead(_Thread):
 
     def __init__(self, read: Callable[[int], Weights], device: torch.device) -> None:
         super().__init__()
-        self._read, self._pinned = read, device.type == "cuda"
+        self._read = read
+        self._pinned = device.type == "cuda"
         self._next: tuple[int, Future[Weights]] | None = None
 
     def start(self, layer_idx: int) -> None:
@@ -52,7 +54,8 @@ class Ahead(_Thread):
         """The layer, waited for; it is the caller's alone from here on."""
         self.start(layer_idx)
         assert self._next is not None
-        (_, future), self._next = self._next, None
+        (_, future) = self._next
+        self._next = None
         return future.result()
 
     def _load(self, layer_idx: int) -> Weights:
@@ -79,7 +82,8 @@ class Behind(_Thread):
             Whatever the writing raised.
         """
         if self._last is not None:
-            last, self._last = self._last, None
+            last = self._last
+            self._last = None
             last.result()
 
 

@@ -138,9 +138,11 @@ def satisfies(version: str, wanted: str) -> bool:
         "!=": lambda sign: sign != 0,
     }
     for operator, bound in re.findall(r"(>=|<=|==|!=|>|<)([0-9.]+)", wanted):
-        found, limit = _release(version), _release(bound)
+        found = _release(version)
+        limit = _release(bound)
         width = max(len(found), len(limit))
-        left, right = found + (0,) * (width - len(found)), limit + (0,) * (width - len(limit))
+        left = found + (0,) * (width - len(found))
+        right = limit + (0,) * (width - len(limit))
         if not compare[operator]((left > right) - (left < right)):
             return False
     return True

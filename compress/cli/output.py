@@ -80,9 +80,11 @@ def count_text(count: int, noun: str) -> str:
 
 def size_text(num_bytes: int) -> str:
     """`1.50 GiB`: binary units, three significant digits."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    size = float(num_bytes)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1023.5 and len(units) > 1:
-        size, units = size / 1024, units[1:]
+        size = size / 1024
+        units = units[1:]
     digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[0]}"
 
@@ -161,7 +163,10 @@ class _LogLines:
     def __init__(
         self, stage: str, out: TextIO, peak_bytes: Callable[[], int], clock: Callable[[], float]
     ) -> None:
-        self.stage, self.out, self.peak_bytes, self.clock = stage, out, peak_bytes, clock
+        self.stage = stage
+        self.out = out
+        self.peak_bytes = peak_bytes
+        self.clock = clock
         self.started_s = clock()
         self.shown_s = float("-inf")
 

@@ -308,7 +308,8 @@ def _note_step(result: "StepResult") -> None:
 def _document(outcome: "Outcome", directory: "RunDir") -> dict[str, Any]:
     from compress.stages import Port
 
-    result, pushed = outcome.result, outcome.pushed
+    result = outcome.result
+    pushed = outcome.pushed
     checkpoint = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
     has_report = result.latest(Port.EVIDENCE) is not None and directory.report.is_file()
     artifact = (

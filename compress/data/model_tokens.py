@@ -47,7 +47,8 @@ def read_tokens(
 def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
     """Raises UsageError when the tokenizer gives ids that the embedding does not have."""
     config = read_config(source.path)
-    vocab_size, largest = family_of(config).read_config(config).vocab_size, int(tokens.tokens_NS.max())
+    vocab_size = family_of(config).read_config(config).vocab_size
+    largest = int(tokens.tokens_NS.max())
     if largest >= vocab_size:
         raise UsageError(
             f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} embeddings: they do not belong together."
@@ -57,7 +58,8 @@ def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
 def _prepended_bos(source: ModelSource) -> int | None:
     """The id that the tokenizer puts before every text, found by asking it; None if it puts none."""
     tokenizer, _ = load_tokenizer(source.path)
-    with_special, without = tokenizer.encode("a").ids, tokenizer.encode("a", add_special_tokens=False).ids
+    with_special = tokenizer.encode("a").ids
+    without = tokenizer.encode("a", add_special_tokens=False).ids
     if (
         with_special == without
         or not with_special

@@ -256,7 +256,8 @@ def _key(seed: int, doc_id: str, excerpt_idx: int) -> int:
 
 def _excerpts(text: str, size: int) -> list[str]:
     """`text` in consecutive pieces of at most `size` characters, each ending with a line where its second half has a line end."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while start < len(text):
         end = start + size
         if end < len(text):
@@ -273,7 +274,9 @@ def _joined(
     texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int | None
 ) -> list[int]:
     """Ids of the joined text, or of as much of it as settles the first `num_tokens`."""
-    source, taken, num_chars = iter(texts), list[str](), 0
+    source = iter(texts)
+    taken = list[str]()
+    num_chars = 0
     target = None if num_tokens is None else _EXCERPT_CHARS_PER_TOKEN * num_tokens
     while True:
         num_before = len(taken)
@@ -292,7 +295,8 @@ def _joined(
 def _joined_by_excerpt(
     texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int
 ) -> list[int]:
-    source, ids = iter(texts), list[int]()
+    source = iter(texts)
+    ids = list[int]()
     while len(ids) < num_tokens and (batch := [text + separator for text in islice(source, _BATCH)]):
         for encoded in _encode(tokenizer, batch):
             ids += encoded
@@ -303,7 +307,8 @@ def _heads(
     texts: Iterable[str], tokenizer: "Tokenizer", *, num_samples: int | None, body_len: int
 ) -> list[int]:
     """The first `body_len` ids of every text that has so many, until there are `num_samples`."""
-    source, ids = iter(texts), list[int]()
+    source = iter(texts)
+    ids = list[int]()
     while (num_samples is None or len(ids) < num_samples * body_len) and (
         batch := list(islice(source, _BATCH))
     ):

@@ -53,7 +53,8 @@ class UnrolledAttention:
         assert (layer_idx, window) == (0, None), "a head has one layer, which sees everything"
         self._keys.append(k_BRKC)
         self._values.append(v_BRKC)
-        num_rows, repeat = q_BRHC.shape[1], q_BRHC.shape[2] // k_BRKC.shape[2]
+        num_rows = q_BRHC.shape[1]
+        repeat = q_BRHC.shape[2] // k_BRKC.shape[2]
         k, v = (
             torch.cat([each[:, :num_rows] for each in steps], dim=1)
             .transpose(1, 2)
@@ -78,7 +79,8 @@ class Target:
         compile: bool = False,
     ):
         self._decoder = decoder.requires_grad_(False).eval()
-        self._place, self._device = decoder.embed.weight.device, device
+        self._place = decoder.embed.weight.device
+        self._device = device
         self._layer_ids = layer_ids
         self.vocabulary_W = vocabulary_W.to(device)
         self.head_VD = decoder.head.weight.detach().to(device)
@@ -96,11 +98,9 @@ class Target:
 
 def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
     """The embedding and the hidden state after each layer."""
-    states, positions, attention = (
-        [decoder.embed(tokens_BS)],
-        torch.arange(tokens_BS.shape[1], device=tokens_BS.device),
-        FullAttention(),
-    )
+    states = [decoder.embed(tokens_BS)]
+    positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    attention = FullAttention()
     for layer in decoder.layers:
         states.append(layer(states[-1], positions, attention))
     return states
@@ -110,7 +110,8 @@ def unrolled(
     head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap
 ) -> Iterator[Tensor]:
     """Normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the target does at token t + 1 + s."""
-    hidden, attention = head.fuse(features_BSE[:, :-1]), UnrolledAttention()
+    hidden = head.fuse(features_BSE[:, :-1])
+    attention = UnrolledAttention()
     for step in range(num_steps):
         num_rows = hidden.shape[1] - (step > 0)
         positions = step + torch.arange(num_rows, device=hidden.device)
@@ -131,7 +132,9 @@ class Eagle3Objective:
         compile: bool = False,
     ) -> None:
         assert not loss.hard_frac, "the text's own token may be none of the head's"
-        self._loss, self._target, self._dtype = loss, target, compute_dtype
+        self._loss = loss
+        self._target = target
+        self._dtype = compute_dtype
         weights = [STEP_WEIGHT**step for step in range(num_steps)]
         self._weights = [weight / sum(weights) for weight in weights]
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
@@ -140,7 +143,8 @@ class Eagle3Objective:
         embedded_BSD, features_BSE, final_BSD = self._target.asked(tokens_BS[:, :-1])
         total = torch.zeros((), device=embedded_BSD.device)
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
-            final_TD, normed_TD = final_BSD[:, 1 + step :].flatten(0, 1), normed.flatten(0, 1).to(self._dtype)
+            final_TD = final_BSD[:, 1 + step :].flatten(0, 1)
+            normed_TD = normed.flatten(0, 1).to(self._dtype)
             targets = partial(_logits, final_TD, self._target.head_WD)
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
             loss = mean_divergence(
@@ -191,12 +195,14 @@ def measure_eagle3(
     """At temperature 1, on windows of S + 1 tokens, each of which gives S - num_steps steps; each rank takes its share of the windows."""
     ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
-    sums, kept = torch.zeros(5 + num_steps, dtype=torch.float64, device=device), []
+    sums = torch.zeros(5 + num_steps, dtype=torch.float64, device=device)
+    kept = []
     for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
         embedded_BSD, features_BSE, final_BSD = target.asked(
             batch_BS[:, :-1].to(device=device, dtype=torch.int64)
         )
-        num_rows, kept_K = embedded_BSD.shape[1] - num_steps, []
+        num_rows = embedded_BSD.shape[1] - num_steps
+        kept_K = []
         with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
             outputs = list(unrolled(head, embedded_BSD, features_BSE, num_steps))
         for step, normed in enumerate(outputs):
@@ -222,14 +228,14 @@ def _compared(
     head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest token, of the mass covered)."""
-    sums, kept = torch.zeros(3, dtype=torch.float64, device=final_TD.device), []
-    weight_WD, words_W = head.head.weight.to(normed_TD.dtype), target.vocabulary_W
+    sums = torch.zeros(3, dtype=torch.float64, device=final_TD.device)
+    kept = []
+    weight_WD = head.head.weight.to(normed_TD.dtype)
+    words_W = target.vocabulary_W
     for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
         log_p_TV = (final_TD[part] @ target.head_VD.T).to(torch.float32).log_softmax(-1)
-        log_p_TW, log_q_TW = (
-            log_p_TV[:, words_W],
-            (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1),
-        )
+        log_p_TW = log_p_TV[:, words_W]
+        log_q_TW = (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1)
         covered_T = log_p_TW.logsumexp(-1)
         among_TW = log_p_TW - covered_T.unsqueeze(1)
         sums[0] += (among_TW.exp() * (among_TW - log_q_TW)).sum(-1).double().sum()

@@ -43,7 +43,9 @@ class KeptLogits:
             "layout": _LAYOUT,
         }
         self.directory = place / f"teacher-{digest_json(name).removeprefix('sha256:')[:32]}"
-        self._tokens_NS, self._num_kept, self._temperature = tokens_NS, num_kept, temperature
+        self._tokens_NS = tokens_NS
+        self._num_kept = num_kept
+        self._temperature = temperature
         self._open: dict[int, Any] = {}
 
     @property

@@ -49,7 +49,8 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
         UsageError: the loss is not finite. The last good state stays on disk.
         Interrupted: asked to stop; the same call goes on from there.
     """
-    file, taken_s = ctx.scratch / STATE_NAME, 0.0
+    file = ctx.scratch / STATE_NAME
+    taken_s = 0.0
     curve = _restored(file, training) if file.exists() else [_measured(held_out, training.step, 0)]
     saved_s = time.monotonic()
     if not _is_over(curve, held_out.patience):
@@ -86,7 +87,8 @@ def _measured(held_out: Measurements, step: int, num_tokens: int) -> dict[str, A
 
 def _is_over(curve: Curve, patience: int | None) -> bool:
     """Whether the last `patience` measurements of the held-out KL were all no better than one before them."""
-    best, since = math.inf, 0
+    best = math.inf
+    since = 0
     for kl in (row["kl"] for row in curve if "kl" in row):
         best, since = (kl, 0) if kl < best * (1 - MIN_GAIN) else (best, since + 1)
     return patience is not None and since >= patience

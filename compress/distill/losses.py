@@ -87,7 +87,8 @@ def divergence_rows(
         loss_T, h_TV = _pointwise(log_p_TV, log_q_TV, loss.kind)
         grad_TV = h_TV - log_q_TV.exp() * h_TV.sum(-1, keepdim=True)
     soft = 1.0 - loss.hard_frac
-    loss_T, grad_TV = soft * temperature**2 * loss_T, soft * temperature * grad_TV
+    loss_T = soft * temperature**2 * loss_T
+    grad_TV = soft * temperature * grad_TV
     if loss.hard_frac:
         log_q_TV = student_TV.to(torch.float32).log_softmax(-1)
         label_T1 = labels_T.unsqueeze(1)
@@ -110,7 +111,8 @@ def _pointwise(log_p: Tensor, log_q: Tensor, kind: Kind) -> tuple[Tensor, Tensor
         return h.sum(-1), h
     if kind in ("tv", "lk"):
         p = log_p.exp()
-        kept, h = torch.minimum(p, q).sum(-1, keepdim=True).clamp(min=_TINY), torch.where(q < p, -q, 0.0)
+        kept = torch.minimum(p, q).sum(-1, keepdim=True).clamp(min=_TINY)
+        h = torch.where(q < p, -q, 0.0)
         return ((1 - kept).squeeze(-1), h) if kind == "tv" else (-kept.log().squeeze(-1), h / kept)
     log_m = torch.logaddexp(log_p, log_q) - _LOG_2
     h = 0.5 * q * (log_q - log_m)
@@ -125,7 +127,9 @@ def _bucketed(log_q_TV: Tensor, teacher: TopK, kind: Kind) -> tuple[Tensor, Tens
         (teacher.log_p_TK.to(torch.float32), teacher.log_tail_T.to(torch.float32).unsqueeze(1)), dim=-1
     )
     loss_T, h_TN = _pointwise(log_p_TN, torch.cat((log_q_TK, log_tail_T1), dim=-1), kind)
-    total_T1, h_TK, h_tail_T1 = h_TN.sum(-1, keepdim=True), h_TN[:, :-1], h_TN[:, -1:]
+    total_T1 = h_TN.sum(-1, keepdim=True)
+    h_TK = h_TN[:, :-1]
+    h_tail_T1 = h_TN[:, -1:]
     in_tail_TV = (log_q_TV - log_tail_T1).exp() * h_tail_T1 - log_q_TV.exp() * total_T1
     return loss_T, in_tail_TV.scatter(-1, ids_TK, h_TK - log_q_TK.exp() * total_T1)
 

@@ -43,7 +43,8 @@ class Teacher:
 
     def keep(self, tokens_BS: Tensor, num_kept: int, temperature: float) -> TopK:
         """The likeliest tokens at every position of a batch, [B, S, K], and the log of the mass left [B, S]."""
-        targets, (num_rows, seq_len) = self.targets(tokens_BS), tokens_BS.shape
+        targets = self.targets(tokens_BS)
+        (num_rows, seq_len) = tokens_BS.shape
         parts = []
         for part in slices(tokens_BS.numel(), self.arch.vocab_size, self._device):
             logits_TV = targets(part)
@@ -68,12 +69,15 @@ class Objective:
         compute_dtype: torch.dtype = torch.float32,
         compile: bool = False,
     ) -> None:
-        self._loss, self._teacher, self._dtype = loss, teacher, compute_dtype
+        self._loss = loss
+        self._teacher = teacher
+        self._dtype = compute_dtype
         self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
 
     def __call__(self, student: Decoder, tokens_BS: Tensor, *kept: Tensor) -> Tensor:
-        inputs_BS, labels_T = tokens_BS[:, :-1], tokens_BS[:, 1:].flatten()
+        inputs_BS = tokens_BS[:, :-1]
+        labels_T = tokens_BS[:, 1:].flatten()
         if kept:
             flat = [each.flatten(0, 1) for each in kept]
             targets: Targets = lambda part: TopK(*(each[part] for each in flat))  # noqa: E731
@@ -155,7 +159,8 @@ def measure(
         labels_T1 = tokens_BS[:, 1:].reshape(-1, 1)
         with torch.autocast(device.type, dtype=compute_dtype, enabled=compute_dtype != torch.float32):
             hidden_TD = student.hidden(tokens_BS[:, :-1]).flatten(0, 1)
-        targets, weight_VD = teacher.targets(tokens_BS[:, :-1]), student.head.weight.to(compute_dtype)
+        targets = teacher.targets(tokens_BS[:, :-1])
+        weight_VD = student.head.weight.to(compute_dtype)
         for part in slices(hidden_TD.shape[0], weight_VD.shape[0], device):
             logits_TV: Any = targets(part)
             log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)

@@ -99,7 +99,9 @@ def in_tuning(
     decoder. Nothing but scales is trained."""
     with torch.device("meta"):
         student = Decoder(teacher.arch)
-    student.embed, student.norm, student.head = teacher.embed, teacher.norm, teacher.head
+    student.embed = teacher.embed
+    student.norm = teacher.norm
+    student.head = teacher.head
     for idx in range(teacher.arch.num_layers):
         weights = layers(idx)
         layer = build_layer(teacher.arch, idx, weights, dtype=dtype, device=device)

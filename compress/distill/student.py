@@ -55,7 +55,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
     for name, (value, most) in wanted.items():
         if value is not None and not 1 <= value <= most:
             raise UsageError(f"student: {name} {value} is not between 1 and the teacher's {most}.")
-    num_heads, num_kv_heads = shape.heads or first.num_heads, shape.kv_heads or first.num_kv_heads
+    num_heads = shape.heads or first.num_heads
+    num_kv_heads = shape.kv_heads or first.num_kv_heads
     if num_heads % num_kv_heads or num_heads // num_kv_heads > first.num_heads // first.num_kv_heads:
         raise UsageError(
             f"student: {num_heads} query heads on {num_kv_heads} KV heads; each KV head serves the same number, at most the teacher's "
@@ -88,7 +89,8 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
 
 def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
     """Which channels of the query, key and value, and FFN dimensions a layer keeps."""
-    old, new = teacher.layers[teacher_idx], student.layers[student_idx]
+    old = teacher.layers[teacher_idx]
+    new = student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)
     old_repeat = old.num_heads // old.num_kv_heads
     heads = [

@@ -80,13 +80,17 @@ class TokenStream:
     """
 
     def __init__(self, tokens: Tensor, *, seq_len: int, batch_size: int, seed: int) -> None:
-        self._tokens, self._seq_len, self._batch_size, self._seed = tokens, seq_len, batch_size, seed
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._batch_size = batch_size
+        self._seed = seed
         self._batches_per_epoch = (tokens.numel() - 1 - seq_len) // seq_len // batch_size
         if self._batches_per_epoch < 1:
             raise UsageError(
                 f"{tokens.numel()} training tokens do not fill one batch of {batch_size} x {seq_len}; give more text."
             )
-        self._epoch, self._starts = -1, torch.empty(0, dtype=torch.int64)
+        self._epoch = -1
+        self._starts = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Tensor:
         """int64 [B, S+1] of a step."""
@@ -113,13 +117,16 @@ class Windows:
     """
 
     def __init__(self, tokens_NS: Tensor, *, batch_size: int, seed: int) -> None:
-        self._tokens_NS, self._batch_size, self._seed = tokens_NS, batch_size, seed
+        self._tokens_NS = tokens_NS
+        self._batch_size = batch_size
+        self._seed = seed
         self._batches_per_epoch = tokens_NS.shape[0] // batch_size
         if self._batches_per_epoch < 1:
             raise UsageError(
                 f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens."
             )
-        self._epoch, self._order = -1, list[int]()
+        self._epoch = -1
+        self._order = list[int]()
 
     def chosen(self, step: int) -> list[int]:
         """The windows of a step."""
@@ -153,14 +160,14 @@ class Training:
         ranks: Ranks | None = None,
     ) -> None:
         self.step = 0
-        self._config, self._batch_of, self._device = config, batch_of, device
+        self._config = config
+        self._batch_of = batch_of
+        self._device = device
         self._ranks: Ranks = OneRank() if ranks is None else ranks
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._optimizers = _optimizers(self._trained, config, device)
-        self._model, self._loss_fn = (
-            model,
-            torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn,
-        )
+        self._model = model
+        self._loss_fn = torch.compile(loss_fn, dynamic=False) if config.compile else loss_fn
         self._window = _Window()
 
     def rows(self) -> Iterator[TrainLogRow]:
@@ -201,10 +208,12 @@ class Training:
                     parameter_idx, _, leaf = name.removeprefix(prefix).partition(".")
                     states.setdefault(int(parameter_idx), {})[leaf] = value
             optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-        self.step, self._window = int(tensors["step"]), _Window(int(tensors["num_tokens"]))
+        self.step = int(tensors["step"])
+        self._window = _Window(int(tensors["num_tokens"]))
 
     def _take_step(self) -> Tensor:
-        config, num_micro = self._config, self._config.batch_size // self._config.micro_batch_size
+        config = self._config
+        num_micro = self._config.batch_size // self._config.micro_batch_size
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = config.learning_rate(self.step)
         batch = self._batch_of(self.step)
@@ -260,7 +269,9 @@ class _Window:
 
     def _restart(self) -> None:
         self._loss = torch.zeros(())
-        self.num_steps, self.num_tokens, self._start_s = 0, 0, time.perf_counter()
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._start_s = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
         self._loss = self._loss.to(loss.device) + loss

@@ -151,7 +151,8 @@ def check_scales(name: str, source: WeightSource) -> None:
     dtype = FORMATS.get(name).scale_dtype
     if dtype is None:
         return
-    num_changed, num_scales = 0, 0
+    num_changed = 0
+    num_scales = 0
     for weight in _quantized_weights(source):
         num_changed += count_changed(weight.scale_OG, dtype)
         num_scales += weight.scale_OG.numel()
@@ -176,7 +177,8 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     """
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
-    form, to_disk = FORMATS.get(name), family_of({"model_type": source.arch.family}).to_disk
+    form = FORMATS.get(name)
+    to_disk = family_of({"model_type": source.arch.family}).to_disk
     static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
     if scheme is None:
         config = None if static_kv is None else static_kv.alone

@@ -63,11 +63,10 @@ class AwqCodec:
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        bits, group_size = (
-            said.get("bits", said.get("w_bit")),
-            said.get("group_size", said.get("q_group_size")),
-        )
-        version, backend = str(said.get("version") or "gemm").lower(), said.get("backend") or "autoawq"
+        bits = said.get("bits", said.get("w_bit"))
+        group_size = said.get("group_size", said.get("q_group_size"))
+        version = str(said.get("version") or "gemm").lower()
+        backend = said.get("backend") or "autoawq"
         if (
             bits != BITS
             or version != "gemm"

@@ -35,12 +35,10 @@ from compress.quant.packing import pack, unpack
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 
 FORMAT_VERSION = "0.20.0"
-PACK_FORMAT, FLOAT_FORMAT, INT_FORMAT, MIXED_FORMAT = (
-    "pack-quantized",
-    "float-quantized",
-    "int-quantized",
-    "mixed-precision",
-)
+PACK_FORMAT = "pack-quantized"
+FLOAT_FORMAT = "float-quantized"
+INT_FORMAT = "int-quantized"
+MIXED_FORMAT = "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
 DENSE_FORMAT = "dense"
@@ -69,7 +67,8 @@ class CompressedTensorsCodec:
         )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        bits, leaves = weight.scheme.num_bits, {"weight_scale": weight.scale_OG}
+        bits = weight.scheme.num_bits
+        leaves = {"weight_scale": weight.scale_OG}
         if _format(weight.scheme) != PACK_FORMAT:
             leaves["weight"] = weight.codes_OI
         else:
@@ -193,7 +192,9 @@ def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
 
 def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    bits = weights.get("num_bits")
+    kind = weights.get("type")
+    strategy = weights.get("strategy")
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         raise UnsupportedFormat(
             f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
@@ -207,10 +208,8 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
         raise UnsupportedFormat(
             "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
         )
-    symmetric, group_size = (
-        bool(weights.get("symmetric")),
-        weights.get("group_size") if strategy == "group" else None,
-    )
+    symmetric = bool(weights.get("symmetric"))
+    group_size = weights.get("group_size") if strategy == "group" else None
     name = f"W{bits}A16" + (f"_G{group_size}" if group_size else "") + ("" if symmetric else "_ASYM")
     return _known(Scheme(name, bits, symmetric, group_size))
 
@@ -218,7 +217,8 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
 def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
-    strategy, said = weights.get("strategy"), _said_of_inputs(group)
+    strategy = weights.get("strategy")
+    said = _said_of_inputs(group)
     read = (
         form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
     )
@@ -237,17 +237,18 @@ def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
-    weights, said = group["weights"], _said_of_inputs(group)
-    bits, strategy, symmetric = weights.get("num_bits"), weights.get("strategy"), weights.get("symmetric")
+    weights = group["weights"]
+    said = _said_of_inputs(group)
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
+    symmetric = weights.get("symmetric")
     names = {
         (8, "float", True, "token", True): "FP8_DYNAMIC",
         (8, "float", True, "tensor", False): "FP8_STATIC",
         (8, "float", True, "group", True): "FP8_BLOCK",
     }
-    block, group_size = (
-        weights.get("block_structure"),
-        (group.get("input_activations") or {}).get("group_size"),
-    )
+    block = weights.get("block_structure")
+    group_size = (group.get("input_activations") or {}).get("group_size")
     known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and said in names
     if known and names[said] == "FP8_BLOCK":
         known = strategy == "block" and block in ([128, 128], "128x128") and group_size == 128
@@ -358,7 +359,8 @@ class CompressedTensors:
         vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
         if ragged:
             vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {scheme.layers.block_rows}"
-        transformers, loads = "decompresses at load: no speed, no memory saved", True
+        transformers = "decompresses at load: no speed, no memory saved"
+        loads = True
         if not all(each.symmetric for each in scheme.all):
             loads = len(scheme.all) == 1
             transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"

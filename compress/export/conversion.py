@@ -45,7 +45,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     weights = open_weights(source.path)
     scheme = stated_scheme(weights)
     artifact = open_artifact(source.path) if (source.path / MANIFEST_NAME).exists() else None
-    digest, kv_cache = source.digest if artifact is None else artifact.digest, _cache_facts(weights, artifact)
+    digest = source.digest if artifact is None else artifact.digest
+    kv_cache = _cache_facts(weights, artifact)
 
     def build(out: ArtifactWriter) -> None:
         write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)

@@ -45,7 +45,8 @@ class GptqCodec:
         return frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        scheme, zero_OG = weight.scheme, weight.zero_point_OG
+        scheme = weight.scheme
+        zero_OG = weight.zero_point_OG
         zero_GO = (
             torch.zeros_like(weight.scale_OG, dtype=torch.int16).t()
             if zero_OG is None
@@ -61,8 +62,10 @@ class GptqCodec:
         }
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        scale_GO, g_idx = leaves["scales"], leaves["g_idx"]
-        in_features, out_features = g_idx.shape[0], scale_GO.shape[1]
+        scale_GO = leaves["scales"]
+        g_idx = leaves["g_idx"]
+        in_features = g_idx.shape[0]
+        out_features = scale_GO.shape[1]
         if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
             raise UnsupportedFormat(
                 "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose groups are scattered over the "
@@ -79,11 +82,9 @@ class GptqCodec:
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
         said = quantization_config
-        bits, group_size, form = (
-            said.get("bits"),
-            said.get("group_size"),
-            said.get("checkpoint_format") or "gptq",
-        )
+        bits = said.get("bits")
+        group_size = said.get("group_size")
+        form = said.get("checkpoint_format") or "gptq"
         if form != "gptq" or said.get("is_marlin_format") or said.get("pack_dtype") not in (None, "int32"):
             raise UnsupportedFormat(
                 f"the checkpoint is GPTQ in checkpoint_format {form}, packed in {said.get('pack_dtype') or 'int32'}; "

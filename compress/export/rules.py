@@ -18,7 +18,8 @@ GROUP_SIZES = (None, 32, 64, 128)
 
 def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> list[Rule]:
     """What breaks a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
-    layers, rules = scheme.layers, []
+    layers = scheme.layers
+    rules = []
     if len(scheme.of_layers) > 1:
         names = ", ".join(each.name for each in scheme.of_layers)
         rules.append(

@@ -25,7 +25,8 @@ from compress.models.family import family_of
 from compress.models.weights import dense
 from compress.quant.scheme import ModelScheme, QuantizedWeight
 
-CONFIG_NAME, TENSORS_NAME = "config.json", "model.safetensors"
+CONFIG_NAME = "config.json"
+TENSORS_NAME = "model.safetensors"
 NAMES = {
     "fc": "fc",
     "layers.0.embed_norm": "layers.0.input_layernorm",
@@ -61,7 +62,8 @@ def write_speculators(
     Raises:
         UnsupportedFormat: codes that the layout has no word for.
     """
-    scheme, codec = scheme_of(head), FORMATS.get(_CODES).codec
+    scheme = scheme_of(head)
+    codec = FORMATS.get(_CODES).codec
     if scheme is not None:
         check_rules(_CODES, head.facts.arch, scheme)
     tensors: dict[str, Tensor] = vocabulary_tensors(head.vocabulary_W, head.facts.arch.vocab_size)
@@ -81,7 +83,8 @@ def write_speculators(
 def open_eagle3(path: Path) -> Eagle3Head:
     """Raises UnsupportedFormat where the head computes something else than ours, or tensors are missing."""
     config = _read(path)
-    facts, said = _facts(config, path), config["transformer_layer_config"].get("quantization_config")
+    facts = _facts(config, path)
+    said = config["transformer_layer_config"].get("quantization_config")
     tensors: dict[str, Tensor | QuantizedWeight] = dict(load_tensors(path))
     if said:
         _decode_(tensors, said, path)

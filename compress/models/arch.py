@@ -62,11 +62,9 @@ class LayerShape:
 
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
         """[O, I] of a canonical linear of this layer."""
-        q_size, kv_size, ffn_size = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.intermediate_size,
-        )
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        ffn_size = self.intermediate_size
         shapes = {
             "attn.q": (q_size, hidden_size),
             "attn.k": (kv_size, hidden_size),

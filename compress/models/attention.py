@@ -30,7 +30,8 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 
 def _attend(q_BSHC: Tensor, k_BPKC: Tensor, v_BPKC: Tensor, window: int | None) -> Tensor:
-    num_queries, num_keys = q_BSHC.shape[1], k_BPKC.shape[1]
+    num_queries = q_BSHC.shape[1]
+    num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
     if num_queries == num_keys and (window is None or window >= num_keys):
@@ -69,6 +70,7 @@ class CachedAttention:
     ) -> Tensor:
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
-            k_BSKC, v_BSKC = torch.cat((past_k, k_BSKC), dim=1), torch.cat((past_v, v_BSKC), dim=1)
+            k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
+            v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
         return _attend(q_BSHC, k_BSKC, v_BSKC, window)

@@ -70,7 +70,8 @@ def gradients(
     num_kv_heads, seq_len, head_dim = k_BKSC.shape[1:]
     qg_2NGSC = torch.stack((q_BHSC, g_BHSC)).unflatten(2, (num_kv_heads, -1)).flatten(1, 2)
     kv_2NSC = torch.stack((k_BKSC, v_BKSC)).flatten(1, 2)
-    dq_NGSC, (dk_NSC, dv_NSC) = torch.empty_like(qg_2NGSC[0]), torch.zeros(kv_2NSC.shape)
+    dq_NGSC = torch.empty_like(qg_2NGSC[0])
+    (dk_NSC, dv_NSC) = torch.zeros(kv_2NSC.shape)
     num, group = dq_NGSC.shape[:2]
     step = max(1, min(num, SCORES // (group * BLOCK * seq_len)))
     scores = torch.empty(2 * step * group * BLOCK * seq_len)
@@ -79,10 +80,8 @@ def gradients(
         for begin in range(0, seq_len, BLOCK):
             end = min(begin + BLOCK, seq_len)
             width = end - begin
-            qg_2NRC, kv_2NLC = (
-                _wide(qg_2NGSC[:, part, :, begin:end]).flatten(2, 3),
-                _wide(kv_2NSC[:, part, :end]),
-            )
+            qg_2NRC = _wide(qg_2NGSC[:, part, :, begin:end]).flatten(2, 3)
+            kv_2NLC = _wide(kv_2NSC[:, part, :end])
             p_ds = scores[: 2 * qg_2NRC[0, ..., 0].numel() * end].view(-1, qg_2NRC.shape[2], end)
             p_ds.baddbmm_(qg_2NRC.flatten(0, 1), kv_2NLC.flatten(0, 1).mT, beta=0, alpha=head_dim**-0.5)
             p_NRL, ds_NRL = p_ds.chunk(2)

@@ -116,7 +116,8 @@ class Checkpoint:
         assert self._codec is not None
         found = {}
         for leaf in self._codec.leaves(self._schemes[disk]):
-            name, alias = f"{disk}.{leaf}", f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
+            name = f"{disk}.{leaf}"
+            alias = f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
             found[leaf] = alias if alias in self._files and name not in self._files else name
         return found
 
@@ -258,7 +259,8 @@ def _names_of(
 def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:
     """The weight with its scales in the model's dtype where that changes none of them. GPTQ and AWQ keep float16 for every model, so this
     is what a model of another dtype had before; scales that only float16 holds stay in it."""
-    wanted, scale_OG = getattr(torch, dtype, None), weight.scale_OG
+    wanted = getattr(torch, dtype, None)
+    scale_OG = weight.scale_OG
     if scale_OG.dtype != torch.float16 or wanted not in (torch.bfloat16, torch.float32):
         return weight
     again = scale_OG.to(wanted)

@@ -109,7 +109,8 @@ class Attention(nn.Module):
 
     def heads(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, *, layer_idx: int) -> Tensor:
         """What all heads read, side by side: the input of `o`."""
-        shape, leading = self.shape, x_BSD.shape[:-1]
+        shape = self.shape
+        leading = x_BSD.shape[:-1]
         q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
         if self.qk_norm:
             q_BSHC = self.q_norm(q_BSHC)

@@ -124,7 +124,8 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, facts: Eagle3Facts) -> None:
         super().__init__()
-        arch, shape = facts.arch, facts.arch.layers[0]
+        arch = facts.arch
+        shape = facts.arch.layers[0]
         self.norm_before_residual = facts.norm_before_residual
         self.embed_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.hidden_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
@@ -267,8 +268,11 @@ def fresh_eagle3(
 ) -> Eagle3Decoder:
     """A float32 head on the CPU to be trained, which begins as the target's last layer and head on the deepest hidden state it reads: fc
     hands that one on, and what reads the embedding is normal with std 0.02."""
-    decoder, outer, last = Eagle3Decoder(facts), target.outer(), target.layer(target.arch.num_layers - 1)
-    size, layer = facts.arch.hidden_size, "layers.0."
+    decoder = Eagle3Decoder(facts)
+    outer = target.outer()
+    last = target.layer(target.arch.num_layers - 1)
+    size = facts.arch.hidden_size
+    layer = "layers.0."
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if name == "fc.weight":

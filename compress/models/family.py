@@ -154,7 +154,8 @@ class Family:
         config = {**self.defaults, **raw}
         self._refuse_unknown(config)
         try:
-            num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+            num_heads = config["num_attention_heads"]
+            hidden_size = config["hidden_size"]
             head_dim = config.get("head_dim") or hidden_size // num_heads
             windows = self.windows(config)
             layers = tuple(

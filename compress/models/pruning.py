@@ -198,7 +198,9 @@ class Recast:
     """The same weights under other facts."""
 
     def __init__(self, source: WeightSource, arch: Arch) -> None:
-        self._source, self.arch, self.kv_format = source, arch, source.kv_format
+        self._source = source
+        self.arch = arch
+        self.kv_format = source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self._source.outer()
@@ -211,7 +213,8 @@ class LayerSubset:
     """A model without some of its layers."""
 
     def __init__(self, source: WeightSource, kept: Sequence[int]) -> None:
-        self._source, self._kept = source, tuple(kept)
+        self._source = source
+        self._kept = tuple(kept)
         self.arch = with_layers(source.arch, kept)
         self.kv_format = source.kv_format
 
@@ -228,7 +231,8 @@ class StoredLayers:
     kv_format: str | None = None
 
     def __init__(self, directory: Path, arch: Arch) -> None:
-        self._directory, self.arch = directory, arch
+        self._directory = directory
+        self.arch = arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return load_weights(self._directory / OUTER_NAME, None)

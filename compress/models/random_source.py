@@ -71,7 +71,8 @@ class RandomSource:
         }
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        generator, shapes = self._generator(layer_idx), self._layer_shapes[layer_idx]
+        generator = self._generator(layer_idx)
+        shapes = self._layer_shapes[layer_idx]
         return {name: self._parameter(shape, self._scheme, name, generator) for name, shape in shapes.items()}
 
     def _parameter(
@@ -94,7 +95,8 @@ def random_weight(
     shape: tuple[int, int], scheme: Scheme | None, *, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor | QuantizedWeight:
     """One weight [O, I] on the generator's device; `dtype` is that of a dense weight or of the scales."""
-    device, (out_features, in_features) = generator.device, shape
+    device = generator.device
+    (out_features, in_features) = shape
     std = in_features**-0.5
     if scheme is None:
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, std, generator=generator)

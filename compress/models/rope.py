@@ -49,10 +49,13 @@ def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
             / (2 * math.log(rope.theta))
         )
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device) - low) / max(
         high - low, 0.001
     )

@@ -58,7 +58,8 @@ def execute(job: Job, watch: Watch) -> Outcome:
         Interrupted: at a boundary; the same job resumes there.
         StorageError: the registry, or a file.
     """
-    started_s, directory = time.perf_counter(), job.directory
+    started_s = time.perf_counter()
+    directory = job.directory
     recipe = load_recipe(job.recipe_file)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)

@@ -102,7 +102,8 @@ def run(
     rebuild = False
     for step in steps:
         rebuild = rebuild or step.stage.kind == options.rebuild_from
-        key, inputs = _key(step, ports, recipe.seed, options.device), _inputs(step, ports, source)
+        key = _key(step, ports, recipe.seed, options.device)
+        inputs = _inputs(step, ports, source)
         if (
             rebuild and workspace.get(key) is not None
         ):  # resume points alone come from a rebuild that was cut: it goes on

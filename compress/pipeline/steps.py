@@ -30,7 +30,8 @@ def build_steps(recipe: Recipe) -> list[Step]:
             Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
     """
     steps: list[Step] = []
-    present, given = {Port.SOURCE, Port.DENSE}, set[Port]()
+    present = {Port.SOURCE, Port.DENSE}
+    given = set[Port]()
     for entry in recipe.stages:
         if entry.kind not in STAGES.names():
             raise unknown_kind_error(entry, STAGES.names())
@@ -99,7 +100,9 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
     """
-    specs, source_arch, found = {step.stage.kind: step.spec for step in steps}, arch, []
+    specs = {step.stage.kind: step.spec for step in steps}
+    source_arch = arch
+    found = []
     for step in steps:
         found.append(
             step.stage.estimate(

@@ -15,8 +15,10 @@ from compress.quant.scheme import FP8_MAX
 
 DENSE = "DENSE"
 """Keys and values as they are, in the dtype that the model computes in."""
-FP8_STATIC, FP8_TOKEN_HEAD = "FP8_STATIC", "FP8_TOKEN_HEAD"
-INT8_TOKEN_HEAD, INT4_TOKEN_HEAD = "INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"
+FP8_STATIC = "FP8_STATIC"
+FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
+INT8_TOKEN_HEAD = "INT8_TOKEN_HEAD"
+INT4_TOKEN_HEAD = "INT4_TOKEN_HEAD"
 KV_CACHES = {
     "fp8": FP8_STATIC,
     "fp8_token_head": FP8_TOKEN_HEAD,

@@ -77,7 +77,8 @@ def _range(w_OGN: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 def _scale_of(
     low: Tensor, high: Tensor, scheme: Scheme, scale_dtype: torch.dtype, range_frac: float | Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    low, high = low * range_frac, high * range_frac
+    low = low * range_frac
+    high = high * range_frac
     scale = stored_scale((high - low) / (scheme.max_code - scheme.min_code), scheme, scale_dtype)
     if scheme.symmetric:
         return scale, None
@@ -172,11 +173,9 @@ def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype)
 
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
     """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
-    w, delta, h = (
-        w_OI.to(torch.float32),
-        (candidate_OI.to(torch.float32) - w_OI.to(torch.float32)),
-        h_II.to(torch.float32),
-    )
+    w = w_OI.to(torch.float32)
+    delta = candidate_OI.to(torch.float32) - w_OI.to(torch.float32)
+    h = h_II.to(torch.float32)
     signal = (product(w, h) * w).sum()
     return float((product(delta, h) * delta).sum() / signal) if signal > 0 else 0.0
 
@@ -206,7 +205,8 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 def _group_error(
     w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None
 ) -> Tensor:
-    scale, zero = scale_OG.unsqueeze(-1), None if zero_OG is None else zero_OG.unsqueeze(-1)
+    scale = scale_OG.unsqueeze(-1)
+    zero = None if zero_OG is None else zero_OG.unsqueeze(-1)
     codes = nearest_codes(w_OGN, scheme, scale, zero)
     levels = codes if zero is None else codes.sub_(zero.to(torch.float32))
     delta_OGN = levels.mul_(scale.to(torch.float32)).sub_(w_OGN)

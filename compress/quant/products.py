@@ -15,8 +15,10 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """A B in float32, [M, N]; on a CPU, by float32 arithmetic."""
     if not a_MK.is_cuda:
         return a_MK @ b_KN
-    high_a, high_b = a_MK.to(torch.bfloat16), b_KN.to(torch.bfloat16)
-    low_a, low_b = (a_MK - high_a).to(torch.bfloat16), (b_KN - high_b).to(torch.bfloat16)
+    high_a = a_MK.to(torch.bfloat16)
+    high_b = b_KN.to(torch.bfloat16)
+    low_a = (a_MK - high_a).to(torch.bfloat16)
+    low_b = (b_KN - high_b).to(torch.bfloat16)
     total_MN = torch.mm(high_a, high_b, out_dtype=torch.float32)
     total_MN += torch.mm(high_a, low_b, out_dtype=torch.float32)
     total_MN += torch.mm(low_a, high_b, out_dtype=torch.float32)

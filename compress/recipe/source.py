@@ -77,7 +77,8 @@ class SourceMap:
 
     def error(self, path: KeyPath, problem: str) -> RecipeError:
         """`file:line:column: <key path>: problem`."""
-        position, name = self.at(path), path_text(self.prefix + path)
+        position = self.at(path)
+        name = path_text(self.prefix + path)
         return RecipeError(
             f"{self.file}:{position.line}:{position.column}: {name + ': ' if name else ''}{problem}"
         )
@@ -204,7 +205,8 @@ class _Reader:
             raise self._error(error.problem_mark or error.context_mark, f"{problem}{context}.") from None
         except ReaderError as error:
             before = self.text[: error.position]
-            line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
+            line = before.count("\n") + 1
+            column = error.position - (before.rfind("\n") + 1) + 1
             raise RecipeError(
                 f"{self.file}:{line}:{column}: a control character is not text; remove it."
             ) from None

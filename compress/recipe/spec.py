@@ -83,7 +83,8 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
 def _flatten(error: ValidationError, outer: KeyPath = ()) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
     """Every single error; one raised by a validator that itself validated a Spec is opened up."""
     for detail in error.errors(include_url=False):
-        location, cause = outer + detail["loc"], detail.get("ctx", {}).get("error")
+        location = outer + detail["loc"]
+        cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, ValidationError):
             yield from _flatten(cause, location)
         else:
@@ -95,7 +96,8 @@ def _explain(
 ) -> tuple[KeyPath, str]:
     """The path in the file and the sentence for one pydantic error."""
     path, owner = _locate(spec_type, raw, location)
-    context, given = detail.get("ctx", {}), json.dumps(detail["input"], default=str)
+    context = detail.get("ctx", {})
+    given = json.dumps(detail["input"], default=str)
     shown = given if len(given) <= 60 else given[:57] + "..."
     match detail["type"]:
         case "extra_forbidden":
@@ -123,7 +125,10 @@ def _explain(
 def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
     """`location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec that owns its last key."""
     path: KeyPath = ()
-    annotation, value, owner, tag_is_next = spec_type, raw, None, False
+    annotation = spec_type
+    value = raw
+    owner = None
+    tag_is_next = False
     for part in location:
         choices, tagged = _unwrap(annotation)
         if isinstance(value, Mapping):
@@ -144,7 +149,9 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
             annotation = _element(choices, Sequence)
         else:
             continue
-        path, value, tag_is_next = (*path, part), value[part], True
+        path = (*path, part)
+        value = value[part]
+        tag_is_next = True
     return path, owner
 
 

@@ -53,7 +53,9 @@ class Descriptor:
         """Raises StorageError when the value is not a descriptor with a SHA-256 digest."""
         fields = value if isinstance(value, dict) else {}
         annotations = fields.get("annotations") or {}
-        media_type, digest, size_bytes = fields.get("mediaType"), fields.get("digest"), fields.get("size")
+        media_type = fields.get("mediaType")
+        digest = fields.get("digest")
+        size_bytes = fields.get("size")
         if not (
             isinstance(media_type, str)
             and isinstance(digest, str)
@@ -104,10 +106,8 @@ class ImageManifest:
         """
         try:
             value = json.loads(data)
-            artifact_type, layers = (
-                value["artifactType"],
-                [Descriptor.from_json(layer, where) for layer in value["layers"]],
-            )
+            artifact_type = value["artifactType"]
+            layers = [Descriptor.from_json(layer, where) for layer in value["layers"]]
             config = Descriptor.from_json(value["config"], where)
             subject = Descriptor.from_json(value["subject"], where) if "subject" in value else None
         except (ValueError, KeyError, TypeError) as error:

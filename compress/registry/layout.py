@@ -49,7 +49,8 @@ class Layout:
         try:
             reading: BinaryIO = BytesIO(source) if isinstance(source, bytes) else _open_plain(source)
             with reading, atomic_file(self._blob(blob.digest), temporary_directory=self._temporary()) as sink:
-                hasher, size_bytes = hashlib.sha256(), 0
+                hasher = hashlib.sha256()
+                size_bytes = 0
                 while chunk := reading.read(_CHUNK_BYTES):
                     hasher.update(chunk)
                     size_bytes += len(chunk)

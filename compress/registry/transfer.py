@@ -288,7 +288,8 @@ def _fetch(registry: Registry, image: ImageManifest, directory: Path) -> None:
 
 def _copy(registry: Registry, blob: Descriptor, sink: BinaryIO | None) -> None:
     """Stream a blob into the sink, or nowhere, and check it; never more than its size is written."""
-    hasher, size_bytes = hashlib.sha256(), 0
+    hasher = hashlib.sha256()
+    size_bytes = 0
     with registry.get(blob) as stream:
         while size_bytes <= blob.size_bytes and (
             chunk := stream.read(min(_CHUNK_BYTES, blob.size_bytes + 1 - size_bytes))

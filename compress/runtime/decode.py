@@ -118,7 +118,9 @@ class DecodeSteps:
             DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params)
             for each in generations
         ]
-        self._generations, self._due, self._num_launched = generations, {}, 0
+        self._generations = generations
+        self._due = {}
+        self._num_launched = 0
         self._num_steps = min(each.num_left for each in generations)
         for row_idx, each in enumerate(generations):
             self._due.setdefault(
@@ -146,7 +148,8 @@ class DecodeSteps:
     def launch(self) -> DecodeStep:
         """One step of the loaded rows."""
         self._num_launched += 1
-        landing, step = self._landings[self._num_launched % 2], self._step
+        landing = self._landings[self._num_launched % 2]
+        step = self._step
         if step is not None and step.graph is not None:
             step.graph.replay()
         else:

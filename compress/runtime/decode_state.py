@@ -67,7 +67,8 @@ class DecodeState:
 
     def load(self, rows: Sequence[DecodeRow]) -> None:
         """Rows 0, 1, ... become these requests, the others fillers, no step begun. The device must have finished all earlier steps."""
-        state, spare = self._state, self.max_rows - len(rows)
+        state = self._state
+        spare = self.max_rows - len(rows)
         num_columns = state.block_table_SB.shape[1]
         blocks = [[*row.blocks, *[PADDING_BLOCK] * (num_columns - len(row.blocks))] for row in rows]
         state.block_table_SB.copy_(torch.tensor([*blocks, *[[PADDING_BLOCK] * num_columns] * spare]))

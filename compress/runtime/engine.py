@@ -159,7 +159,8 @@ class Engine:
         Raises:
             UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens; the id is in use.
         """
-        prompt, length = request.prompt, len(request.prompt) + request.params.max_tokens
+        prompt = request.prompt
+        length = len(request.prompt) + request.params.max_tokens
         if not prompt:
             raise UsageError(
                 f"request '{request.id}' has an empty prompt; give at least one token (the beginning-of-sequence token if nothing else)."
@@ -222,7 +223,9 @@ class Engine:
         launched.wait()
         now = time.perf_counter()
         self.wait_s += now - started
-        tokens, logprobs, finished = launched.read(), launched.logprobs, list[Finished]()
+        tokens = launched.read()
+        logprobs = launched.logprobs
+        finished = list[Finished]()
         lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
         for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
             if not generation.blocks:
@@ -260,7 +263,8 @@ class Engine:
             each.generation.num_computed += each.num_tokens
         if not sampling:
             return None
-        logits_WV, positions = torch.cat(logits), [len(each.tokens) for each in sampling]
+        logits_WV = torch.cat(logits)
+        positions = [len(each.tokens) for each in sampling]
         return _Prefilled(
             sampling, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions)
         )
@@ -334,7 +338,8 @@ class Engine:
         slots: list[int] = []
         wanted_rows: list[int] = []
         for each in prefills:
-            generation, start = each.generation, each.generation.num_computed
+            generation = each.generation
+            start = each.generation.num_computed
             span = range(start, start + each.num_tokens)
             tokens += generation.tokens[start : span.stop]
             positions += span

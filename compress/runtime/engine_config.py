@@ -66,7 +66,8 @@ class EngineConfig:
         wanted = self.max_model_len if self.max_model_len is not None else arch.max_position
         if not 0 < wanted <= arch.max_position:
             raise UsageError(f"max_model_len is {wanted}; this model has positions 1..{arch.max_position}.")
-        limit_bytes, block_size = self.kv_cache_bytes, self.block_size_on(device)
+        limit_bytes = self.kv_cache_bytes
+        block_size = self.block_size_on(device)
         if limit_bytes is None:
             limit_bytes = (
                 int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_FRAC)

@@ -117,7 +117,8 @@ def _make_pages(
     static_scales: tuple[float, float],
 ) -> PagedKV:
     """Zeroed pages of one layer."""
-    shape, dtype = (layer.num_kv_heads, num_blocks, block_size), _storage_dtype(kv_format)
+    shape = (layer.num_kv_heads, num_blocks, block_size)
+    dtype = _storage_dtype(kv_format)
     k, v = (torch.zeros(*shape, _stored_dim(layer, kv_format), dtype=dtype, device=device) for _ in range(2))
     if kv_format in TOKEN_HEAD_FORMATS:
         return PagedKV(k, v, *(torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(2)))

@@ -96,7 +96,8 @@ class LayerRunner:
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
         """[T, H, C], rotated; keys and values are in the cache afterwards."""
-        shape, eps = layer.shape, self._arch.norm_eps
+        shape = layer.shape
+        eps = self._arch.norm_eps
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
         tables = self._rope_tables[_rope_key(shape)]
         q_THC: Tensor = rope_store(

@@ -20,7 +20,9 @@ from compress.runtime.loader import Projection, Target, place
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """An H200 has 50 MB of L2."""
-MAX_COPIES, LAUNCHES, REPLAYS = 32, 32, 15
+MAX_COPIES = 32
+LAUNCHES = 32
+REPLAYS = 15
 _ADDS_RESIDUAL = ("o", "down")
 
 
@@ -34,7 +36,8 @@ def linear_time_us(
         EnvironmentUnfit: no kernel here serves it.
     """
     generator = torch.Generator(target.device).manual_seed(0)
-    layer, linears = arch.layers[layer_idx], PROJECTIONS[name]
+    layer = arch.layers[layer_idx]
+    linears = PROJECTIONS[name]
     shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in linears}
     weights = {
         f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator)

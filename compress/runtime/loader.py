@@ -227,7 +227,8 @@ def _place_part(
     linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target, activation: str | None
 ) -> Part:
     stacked = [weights[f"{linear}.weight"] for linear in linears]
-    out_features, in_features = sum(weight.shape[0] for weight in stacked), stacked[0].shape[1]
+    out_features = sum(weight.shape[0] for weight in stacked)
+    in_features = stacked[0].shape[1]
     packed: dict[Any, Any] = {}
     placed: dict[Phase, Placed] = {}
     for phase in ("decode", "prefill"):
@@ -265,17 +266,16 @@ def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) ->
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    static_scale, scheme = (
-        torch.stack(scales).amax().to(target.device) if scales else None,
-        quantized[0].scheme,
-    )
+    static_scale = torch.stack(scales).amax().to(target.device) if scales else None
+    scheme = quantized[0].scheme
     return ActivationQuant(
         static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
     )
 
 
 def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:
-    shape, weights = source.arch.layers[layer_idx], source.layer(layer_idx)
+    shape = source.arch.layers[layer_idx]
+    weights = source.layer(layer_idx)
     qk_norm = None
     if source.arch.qk_norm:
         q_norm, k_norm = (_vector(weights, f"attn.{name}.weight", target) for name in ("q_norm", "k_norm"))

@@ -69,7 +69,8 @@ class ModelRunner:
     """Weights, cache and chosen kernels. `decode` and `prefill` write the cache, `score` does not touch it."""
 
     def __init__(self, weights: ModelWeights, cache: KVCache, *, max_model_len: int) -> None:
-        arch, target = weights.arch, weights.target
+        arch = weights.arch
+        target = weights.target
         self._weights = weights
         self._arch = arch
         self._cache = cache
@@ -117,7 +118,8 @@ class ModelRunner:
         bits in any company. Whether a prompt is short is the caller's rule, and must depend on nothing but the prompt.
         """
         attend = self._layers.attend_prefill(batch.block_table_RB, batch.query_lens, batch.context_lens)
-        x_TD, phase = F.embedding(batch.tokens_T, self.embedding), _prefill_phase(short)
+        x_TD = F.embedding(batch.tokens_T, self.embedding)
+        phase = _prefill_phase(short)
         x_TD = self._hidden(
             x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features
         )
@@ -131,7 +133,8 @@ class ModelRunner:
         Raises:
             UsageError: sequences longer than the model length.
         """
-        (num_sequences, length), device = tokens_BS.shape, self._weights.target.device
+        (num_sequences, length) = tokens_BS.shape
+        device = self._weights.target.device
         if length > self._max_model_len:
             raise UsageError(
                 f"sequences of {length} tokens cannot be scored: the model length is {self._max_model_len}."

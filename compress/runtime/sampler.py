@@ -155,7 +155,8 @@ def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
     ordered_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = (ordered_RV.exp() * 2.0**_MASS_BITS).to(torch.int64)
     total_RV = mass_RV.cumsum(dim=-1)
-    before_RV, top_p_R1 = total_RV - mass_RV, rows.top_p_R.unsqueeze(1).to(torch.float64)
+    before_RV = total_RV - mass_RV
+    top_p_R1 = rows.top_p_R.unsqueeze(1).to(torch.float64)
     rank_V = torch.arange(scaled_RV.shape[1], device=scaled_RV.device)
     top_k_R1 = rows.top_k_R.unsqueeze(1)
     first_RV = (before_RV < top_p_R1 * total_RV[:, -1:]) | (top_p_R1 >= 1)

@@ -58,7 +58,9 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
             notes=("dense weights",),
         )
     assert isinstance(quantize, Quantize)
-    arch, possible, kv_format = facts.arch, quantize.possible_schemes(facts.arch), quantize.kv_format()
+    arch = facts.arch
+    possible = quantize.possible_schemes(facts.arch)
+    kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
     size = most_linear_bytes(quantize, arch) + outer_bytes(arch, quantize.head_scheme)
@@ -82,7 +84,8 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
 def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     artifact = open_artifact(inputs.first(Port.QUANTIZED, Port.DENSE)[1].path)
     store = CanonicalStore(artifact)
-    scheme, name = store.scheme, spec.formats[0]
+    scheme = store.scheme
+    name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
     for file in inputs.source.text_files():
@@ -106,7 +109,8 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
         UsageError: a draft of other tokens than the model's.
         UnsupportedFormat: a draft in a scheme that no checkpoint says.
     """
-    scheme, facts = artifact.manifest.scheme, artifact.manifest.facts["draft"]
+    scheme = artifact.manifest.scheme
+    facts = artifact.manifest.facts["draft"]
     if facts["kind"] == "eagle3":
         architectures = family_of({"model_type": target.family}).write_config(target).get("architectures", [])
         write_speculators(

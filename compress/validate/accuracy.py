@@ -98,7 +98,8 @@ def measure_accuracy(
     confidence: float = 0.95,
 ) -> Accuracy:
     """Score both models on the same windows; see `measure_pairs`."""
-    models, pairs = (source, candidate), ((0, 1),)
+    models = (source, candidate)
+    pairs = ((0, 1),)
     return measure_pairs(
         models, pairs, tokens_NS, num_bytes=num_bytes, batch_size=batch_size, confidence=confidence
     )[0]
@@ -136,7 +137,8 @@ def measure_pairs(
             tokens_BS = tokens_NS[start : start + batch_size]
             logits = [model(tokens_BS) for model in models]
             for found, (source_idx, candidate_idx) in zip(scores, pairs, strict=True):
-                source_BSV, candidate_BSV = logits[source_idx], logits[candidate_idx]
+                source_BSV = logits[source_idx]
+                candidate_BSV = logits[candidate_idx]
                 if source_BSV.shape != candidate_BSV.shape or source_BSV.shape[:2] != tokens_BS.shape:
                     raise UsageError(
                         f"source logits {tuple(source_BSV.shape)} and candidate logits {tuple(candidate_BSV.shape)} for tokens "
@@ -157,12 +159,11 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
     num_scored = tokens_S.shape[0] - 1
     for start in range(0, num_scored, _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, num_scored)
-        source_TV, candidate_TV = (
-            source_SV[start:end].to(torch.float32),
-            candidate_SV[start:end].to(torch.float32),
-        )
+        source_TV = source_SV[start:end].to(torch.float32)
+        candidate_TV = candidate_SV[start:end].to(torch.float32)
         target_T1 = tokens_S[start + 1 : end + 1, None].to(source_TV.device, torch.int64)
-        log_p_TV, log_q_TV = source_TV.log_softmax(dim=-1), candidate_TV.log_softmax(dim=-1)
+        log_p_TV = source_TV.log_softmax(dim=-1)
+        log_q_TV = candidate_TV.log_softmax(dim=-1)
         same_T = source_TV.argmax(dim=-1) == candidate_TV.argmax(dim=-1)
         nll_source_T, nll_candidate_T = (
             -log_TV.gather(1, target_T1)[:, 0] for log_TV in (log_p_TV, log_q_TV)
@@ -173,7 +174,8 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
 
 def kl_divergence(log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
     """KL(p || q) of each row [T] from log-probabilities; words that both exclude (-inf) add nothing."""
-    p_TV, q_TV = log_p_TV.exp(), log_q_TV.exp()
+    p_TV = log_p_TV.exp()
+    q_TV = log_q_TV.exp()
     d_TV = log_p_TV - log_q_TV
     # p expm1(-d) is q - p without cancellation; for d << 0 it would overflow where q - p is exact enough.
     balance_TV = torch.where(d_TV < -1, q_TV - p_TV, p_TV * torch.expm1(-d_TV))
@@ -198,13 +200,12 @@ def _summarize(
     nll_source_NT, nll_candidate_NT, kl_NT, same_NT = (
         _stack(scores, name) for name in ("nll_source", "nll_candidate", "kl", "same_top1")
     )
-    source_N, candidate_N = _window_means(nll_source_NT), _window_means(nll_candidate_NT)
+    source_N = _window_means(nll_source_NT)
+    candidate_N = _window_means(nll_candidate_NT)
     num_tokens = kl_NT.size
     bits = num_tokens / num_bytes / math.log(2)
-    nll_source, nll_candidate = (
-        mean_estimate(source_N, confidence=confidence),
-        mean_estimate(candidate_N, confidence=confidence),
-    )
+    nll_source = mean_estimate(source_N, confidence=confidence)
+    nll_candidate = mean_estimate(candidate_N, confidence=confidence)
     top1 = mean_estimate(_window_means(same_NT), confidence=confidence)
     kl_mean = mean_estimate(_window_means(kl_NT), confidence=confidence)
     counts, _ = np.histogram(np.clip(kl_NT, _KL_EDGES[0], _KL_EDGES[-1]), bins=_KL_EDGES)

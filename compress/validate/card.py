@@ -75,7 +75,8 @@ def _pruning(report: Json) -> str:
     """What went, as far as anything did."""
     if "pruning" not in report:
         return ""
-    before, after = report["pruning"]["before"], report["pruning"]["after"]
+    before = report["pruning"]["before"]
+    after = report["pruning"]["after"]
     words = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "FFN channels", "layers": "layers"}
     kept = [
         f"{number(after[name])} of {number(before[name])} {word}"

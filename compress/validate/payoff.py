@@ -41,7 +41,8 @@ def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
 
     Verifying fewer tokens is taken to cost what lies on the line between a plain step and that of k.
     """
-    k, plain_ms = len(rates), row.tpot_ms_plain
+    k = len(rates)
+    plain_ms = row.tpot_ms_plain
     costs_ms = {j: j * row.draft_ms + plain_ms + (row.verify_ms - plain_ms) * j / k for j in range(1, k + 1)}
     speedups = {j: plain_ms * (1 + sum(rates[:j])) / cost_ms for j, cost_ms in costs_ms.items()}
     best_k = max(speedups, key=lambda j: speedups[j])
@@ -58,8 +59,10 @@ def advise(row: SpeedRow, k: int) -> str:
     if row.speedup.value >= 1:
         more = better if row.best_k_speedup > 1.03 * row.predicted_speedup else ""
         return f"Speculation pays at batch {row.batch_size}: {row.speedup.value:.2f} times as fast.{more}"
-    verify, draft = row.verify_ms / row.tpot_ms_plain, k * row.draft_ms / row.tpot_ms_plain
-    length, cost = row.acceptance_length, verify + draft
+    verify = row.verify_ms / row.tpot_ms_plain
+    draft = k * row.draft_ms / row.tpot_ms_plain
+    length = row.acceptance_length
+    cost = verify + draft
     if cost >= k + 1:
         larger = "verification" if verify >= draft else "the draft"
         why = f"A step costs {cost:.1f} plain ones, most of it {larger}, and {k + 1} tokens come out of it at best."

@@ -19,7 +19,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 Row = Mapping[str, Any]
 
-SOURCE, CANDIDATE, FLOOR, INK, FAINT = "#a8b1bc", "#2f6f9f", "#c98a1b", "#3a4450", "#e3e7ec"
+SOURCE = "#a8b1bc"
+CANDIDATE = "#2f6f9f"
+FLOOR = "#c98a1b"
+INK = "#3a4450"
+FAINT = "#e3e7ec"
 _KINDS = ("#2f6f9f", "#6fa3c7", "#b9d2e4", "#8f9aa7", "#c9cfd6", "#dfe3e8")
 _WIDTH = 8.6  # inches; the page scales it
 _STYLE = {
@@ -46,7 +50,8 @@ _STYLE = {
 
 def kl_plot(accuracy: Row) -> str:
     """Share of tokens in each bin of KL (log axis), with the mean and the tail marked."""
-    edges, counts = accuracy["kl_bin_edges"], accuracy["kl_bin_counts"]
+    edges = accuracy["kl_bin_edges"]
+    counts = accuracy["kl_bin_counts"]
     shares = [count / accuracy["num_tokens"] * 100 for count in counts]
     used = [index for index, count in enumerate(counts) if count]
     with matplotlib.rc_context(_STYLE):
@@ -101,7 +106,9 @@ def latency_plot(latency: Mapping[str, Sequence[Row]]) -> str:
                 if row["batch_size"] not in sizes:
                     continue
                 y = sizes.index(row["batch_size"]) + (offset - (len(sides) - 1) / 2) * thickness
-                median, p95, floor = row["tpot_ms_p50"], row["tpot_ms_p95"], row["floor_ms"]
+                median = row["tpot_ms_p50"]
+                p95 = row["tpot_ms_p95"]
+                floor = row["floor_ms"]
                 axes.barh(y, median, height=thickness * 0.9, color=color, label=name if index == 0 else None)
                 axes.plot(
                     [median, p95],

@@ -50,7 +50,8 @@ def _heads(pruning: Row) -> tuple[list[list[float]], list[list[bool]], str] | No
     for each in pruning["rounds"]:
         layers = [layers[idx] for idx in each["layers_kept"]]
         for row in (row for row in each["layers"] if row["linear"] == "attn.o" and "kept" in row):
-            layer, unit = layers[row["layer"]], row["unit"]
+            layer = layers[row["layer"]]
+            unit = row["unit"]
             scores.setdefault(layer, row["scores"])
             known = units.get(layer, list(range(row["num_units"])))
             units[layer] = [known[idx] for idx in row["kept"]]

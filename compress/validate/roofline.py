@@ -125,7 +125,8 @@ def roofline(
     )
     rows: list[RooflineRow] = []
     for phase, num_bytes, flops, measured_ms, time_frac in phases:
-        memory_ms, compute_ms = num_bytes / bandwidth_bytes_per_s * 1e3, flops / flops_per_s * 1e3
+        memory_ms = num_bytes / bandwidth_bytes_per_s * 1e3
+        compute_ms = flops / flops_per_s * 1e3
         floor_ms = max(memory_ms, compute_ms)
         rows.append(
             RooflineRow(

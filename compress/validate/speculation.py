@@ -213,7 +213,8 @@ def probe(engine: Engine, watch: Watch, requests: Sequence[Request], k: int) -> 
 
 def step_sizes(finished: Finished, k: int) -> list[int]:
     """Tokens that came out of each step with room for k proposals. Tokens of one step arrive together, the first comes from the prompt."""
-    sizes, num_left = [], len(finished.tokens) - 1
+    sizes = []
+    num_left = len(finished.tokens) - 1
     for _, arrivals in groupby(finished.token_times_s[1:]):
         size = sum(1 for _ in arrivals)
         if num_left > k:
@@ -245,7 +246,8 @@ def acceptance_rows(
     conditions: Conditions,
 ) -> list[AcceptanceRow]:
     """All prompts first; then each category, if there are several. A prompt counts once, however often it came."""
-    categories, k = [category for category, _ in conditions.mixed], conditions.k
+    categories = [category for category, _ in conditions.mixed]
+    k = conditions.k
     rows = []
     for category in (ALL, *(conditions.prompts if len(conditions.prompts) > 1 else ())):
         chosen = [idx for idx, own in enumerate(categories) if category in (ALL, own)]
@@ -281,7 +283,8 @@ def speed_row(
     k: int,
 ) -> SpeedRow:
     """`costs`: seconds of the proposer's call and of verification."""
-    before_N, after_N = decode_seconds(plain), decode_seconds(finished)
+    before_N = decode_seconds(plain)
+    after_N = decode_seconds(finished)
     num_tokens = sum(len(each.tokens) - 1 for each in finished)
     sizes = [size for each in finished for size in step_sizes(each, k)]
     propose_s, verify_s = costs

@@ -25,7 +25,8 @@ def speculation_plots(speculation: Mapping[str, Any]) -> dict[str, str]:
 def speculation_plot(acceptance: Sequence[Row], speed: Sequence[Row]) -> str:
     """At the first temperature. Left: share of steps that keep the proposal of each position, the first proposer by category, the others
     over all. Right: speed-up by batch size, measured and predicted."""
-    first, temperature = acceptance[0]["proposer"], acceptance[0]["temperature"]
+    first = acceptance[0]["proposer"]
+    temperature = acceptance[0]["temperature"]
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, 2.7), layout="constrained")
         left, right = figure.subplots(1, 2)

@@ -39,7 +39,9 @@ def attention_decode_cases(
     block_size: int,
 ) -> Iterator[Case]:
     layer = bench.arch.layers[0]
-    num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    num_heads = layer.num_heads
+    num_kv_heads = layer.num_kv_heads
+    head_dim = layer.head_dim
     for kv_format in kv_formats:
         kernel = _attention_kernel(bench, "attention_decode", kv_format)
         for context in contexts:
@@ -81,7 +83,9 @@ def attention_prefill_cases(
 ) -> Iterator[Case]:
     """One whole sequence. Its reference looks at some of the queries."""
     layer = bench.arch.layers[0]
-    num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    num_heads = layer.num_heads
+    num_kv_heads = layer.num_kv_heads
+    head_dim = layer.head_dim
     for length in lengths:
         q_THC = bench.randn(length, num_heads, head_dim)
         shared: dict[str, Any] = {
@@ -116,7 +120,9 @@ def attention_prefill_cases(
 
 def _sdpa_case(bench: Bench, q_THC: Tensor, shared: dict[str, Any]) -> Case:
     """torch's own attention over dense keys and values."""
-    length, num_kv_heads, head_dim = q_THC.shape[0], bench.arch.layers[0].num_kv_heads, q_THC.shape[2]
+    length = q_THC.shape[0]
+    num_kv_heads = bench.arch.layers[0].num_kv_heads
+    head_dim = q_THC.shape[2]
     q, k, v = (
         each.transpose(0, 1).unsqueeze(0).contiguous()
         for each in (q_THC, *(bench.randn(length, num_kv_heads, head_dim),) * 2)
@@ -152,7 +158,8 @@ def _pages(
     bench: Bench, kv_format: str, num_requests: int, length: int, block_size: int
 ) -> tuple[PagedKV, Tensor]:
     """Full pages, the requests' blocks in random order; block 0 belongs to nobody."""
-    layer, generator = bench.arch.layers[0], bench.generator()
+    layer = bench.arch.layers[0]
+    generator = bench.generator()
     blocks_each = -(-length // block_size)
     num_blocks = num_requests * blocks_each + 1
     kv = empty_pages(bench, kv_format, num_blocks, block_size)

@@ -40,14 +40,16 @@ def linear_cases(bench: Bench, schemes: Sequence[str], names: Sequence[str]) -> 
 
 
 def _linear(bench: Bench, scheme: Scheme | None, name: str) -> Iterator[Case]:
-    linears, weights = PROJECTIONS.get(name, ("head",)), _weights(bench, scheme, name)
+    linears = PROJECTIONS.get(name, ("head",))
+    weights = _weights(bench, scheme, name)
     gate = bench.arch.activation if name == "gate_up" else None
     first = place(linears, weights, bench.target, activation=gate)
     copies = [first]
     while len(copies) < num_copies(first.weight_bytes, bench.device):
         copies.append(place(linears, weights, bench.target, activation=gate))
     part = first.parts[0]
-    out_features, in_features = part.decode.problem.n, part.decode.problem.k
+    out_features = part.decode.problem.n
+    in_features = part.decode.problem.k
     most = max(_rows(bench, name))
     x = _inputs(bench, most, in_features, part.quant)
     product_TO = _product_f64(x, weights)
@@ -202,7 +204,8 @@ def _scale_bytes(scheme: str, out_features: int, in_features: int) -> int:
 
 
 def _stacked_shape(bench: Bench, name: str) -> tuple[int, int]:
-    arch, layer = bench.arch, bench.arch.layers[0]
+    arch = bench.arch
+    layer = bench.arch.layers[0]
     shapes = [layer.linear_shape(each, arch.hidden_size) for each in PROJECTIONS.get(name, ())] or [
         (arch.vocab_size, arch.hidden_size)
     ]
@@ -216,7 +219,8 @@ def _project(
 
 
 def _weights(bench: Bench, scheme: Scheme | None, name: str) -> dict[str, Tensor | QuantizedWeight]:
-    arch, generator = bench.arch, bench.generator()
+    arch = bench.arch
+    generator = bench.generator()
     shapes = {
         linear: arch.layers[0].linear_shape(linear, arch.hidden_size) for linear in PROJECTIONS.get(name, ())
     }

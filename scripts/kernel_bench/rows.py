@@ -33,14 +33,15 @@ from scripts.kernel_bench.timer import Launch, walk
 
 def row_cases(bench: Bench) -> Iterator[Case]:
     """Row-wise ops, each as it is and with quantized output, beside the reference kernel in plain torch ops."""
-    arch, most = bench.arch, max(bench.rows)
-    hidden_size, ffn_size = arch.hidden_size, arch.layers[0].intermediate_size
-    x_TD, gate_up_TF, weight = (
-        bench.randn(most, hidden_size),
-        bench.randn(most, 2 * ffn_size),
-        bench.randn(hidden_size),
-    )
-    width, dynamic = bench.dtype.itemsize, ActivationQuant()
+    arch = bench.arch
+    most = max(bench.rows)
+    hidden_size = arch.hidden_size
+    ffn_size = arch.layers[0].intermediate_size
+    x_TD = bench.randn(most, hidden_size)
+    gate_up_TF = bench.randn(most, 2 * ffn_size)
+    weight = bench.randn(hidden_size)
+    width = bench.dtype.itemsize
+    dynamic = ActivationQuant()
     fp8 = "FP8_DYNAMIC"
     calls: list[tuple[Op, int, str, Callable[[int], tuple[Any, ...]], int]] = [
         (
@@ -68,7 +69,8 @@ def row_cases(bench: Bench) -> Iterator[Case]:
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
     ]
     for op, size, scheme, arguments, row_bytes in calls:
-        kernel, reference = select(bench.target.machine.problem(op, n=size)), KERNELS[op].get("reference")
+        kernel = select(bench.target.machine.problem(op, n=size))
+        reference = KERNELS[op].get("reference")
         for m in bench.rows:
             expected = _dense_f64(reference.fn(*arguments(m)))
             for tool, each in _beside(kernel, reference):
@@ -95,12 +97,10 @@ def _beside(kernel: Kernel, reference: Kernel) -> list[tuple[str, Kernel]]:
 
 def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int) -> Iterator[Case]:
     layer = bench.arch.layers[0]
-    num_heads, num_kv_heads, head_dim, most = (
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        max(bench.rows),
-    )
+    num_heads = layer.num_heads
+    num_kv_heads = layer.num_kv_heads
+    head_dim = layer.head_dim
+    most = max(bench.rows)
     positions_T = torch.arange(most, device=bench.device)
     cos_PC, sin_PC = cos_sin(layer.rope, head_dim, positions_T, bench.dtype)
     qkv_TF = bench.randn(most, (num_heads + 2 * num_kv_heads) * head_dim)
@@ -109,7 +109,8 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
         problem = bench.target.machine.problem(
             "rope_store", n=head_dim, k=num_heads // num_kv_heads, scheme=kv_format
         )
-        kernel, reference = select(problem), KERNELS["rope_store"].get("reference")
+        kernel = select(problem)
+        reference = KERNELS["rope_store"].get("reference")
         for m in bench.rows:
             facts: dict[str, Any] = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": bench.arch.norm_eps}
             slots_T = positions_T[:m] + block_size
@@ -157,7 +158,8 @@ def sample_cases(bench: Bench, batch_sizes: Sequence[int]) -> Iterator[Case]:
             ("torch", "greedy", "argmax"): partial(torch.argmax, logits_RV, dim=-1)
         }
         for name, each in params.items():
-            rows, plan = SamplingRows.of([each] * m, bench.device), SamplingPlan.of([each] * m)
+            rows = SamplingRows.of([each] * m, bench.device)
+            plan = SamplingPlan.of([each] * m)
             calls["compress", name, "sample_rows"] = partial(_tokens, logits_RV, rows, positions_R, plan)
         for (tool, name, kernel), call in calls.items():
             yield Case(

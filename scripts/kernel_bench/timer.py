@@ -90,7 +90,8 @@ def time_alone(launches: Sequence[Launch], device: torch.device, *, replays: int
 def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN, or the largest integer: what a kernel does not write is seen."""
     settings: Any = torch.utils.deterministic
-    filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, True
+    filled = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -103,7 +103,8 @@ def measure_peer(
     Raises:
         RuntimeError: the tool failed; the end of what it said.
     """
-    tool, source = TOOLS[name], resolve_text(setting.model)
+    tool = TOOLS[name]
+    source = resolve_text(setting.model)
     tokens = (
         run_until(
             setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate"
@@ -130,7 +131,8 @@ def measure_peer(
             raise RuntimeError(
                 f"{name} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}"
             )
-        said, accuracy = json.loads(answer.read_text()), score(setting, source, out)
+        said = json.loads(answer.read_text())
+        accuracy = score(setting, source, out)
     versions = said["versions"]
     label = f"{tool.package} {versions[tool.package]}"
     row = _row(setting, label, tool.method, tool.scheme, seed, accuracy, said["seconds"], said["cpu_seconds"])

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-MIN_MAX, SEARCH = {"kind": "rtn", "scale": "min_max"}, {"kind": "rtn", "scale": "hessian"}
+MIN_MAX = {"kind": "rtn", "scale": "min_max"}
+SEARCH = {"kind": "rtn", "scale": "hessian"}
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "rtn": {"round": MIN_MAX},
@@ -44,7 +45,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     },  # and rows that know of each other's errors; `preset: fast` is rtn+search
     "best": {"preset": "best"},
 }
-W4, FP8 = ("W4A16_G128", "W4A16_G32", "W8A16"), ("FP8_DYNAMIC", "dense")
+W4 = ("W4A16_G128", "W4A16_G32", "W8A16")
+FP8 = ("FP8_DYNAMIC", "dense")
 MIXED: Mapping[str, Mapping[str, Any]] = {
     name: {"kind": "mixed", "schemes": schemes, "budget": {"size_ratio": ratio}}
     for name, schemes, ratio in (

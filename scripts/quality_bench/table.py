@@ -35,7 +35,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def beside_peers(rows: Sequence[Row]) -> list[str]:
     """A sentence a tool: its KL and processor time over those of `balanced` in the same scheme, on the seeds that both have."""
-    groups, sentences = grouped(rows), []
+    groups = grouped(rows)
+    sentences = []
     for (scheme, tool, method), runs in groups.items():
         ours = {row["seed"]: row for row in groups.get((scheme, "compress", "balanced"), [])}
         pairs = [(row, ours[row["seed"]]) for row in runs if row["seed"] in ours]

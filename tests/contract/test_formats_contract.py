@@ -69,7 +69,8 @@ EACH_FORMAT = pytest.mark.parametrize("name", FORMATS.names())
 
 def random_weight(scheme: Scheme, out_features: int, in_features: int) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out_features)
-    low, high = scheme.min_code, scheme.max_code + 1
+    low = scheme.min_code
+    high = scheme.max_code + 1
     groups = scheme.num_groups(in_features)
     scale_OG = (torch.rand(scheme.num_scale_rows(out_features), groups, generator=generator) + 0.1).to(
         torch.bfloat16

@@ -108,11 +108,10 @@ def test_linear_is_the_product_and_decode_rows_are_independent(
     kernel: Kernel, device: str, dtype: str, n: int, k: int, m_max: int
 ) -> None:
     assert kernel.repack is not None
-    w_OI, bias_O = randn(n, k, device=device, dtype=dtype), randn(n, device=device, dtype=dtype, seed=1)
-    x_TI, residual_TO = (
-        randn(40, k, device=device, dtype=dtype, seed=2),
-        randn(40, n, device=device, dtype=dtype, seed=3),
-    )
+    w_OI = randn(n, k, device=device, dtype=dtype)
+    bias_O = randn(n, device=device, dtype=dtype, seed=1)
+    x_TI = randn(40, k, device=device, dtype=dtype, seed=2)
+    residual_TO = randn(40, n, device=device, dtype=dtype, seed=3)
     packed = kernel.repack(
         [w_OI[:3], w_OI[3:]], dtype=DTYPES[dtype], device=torch.device(device), gated=False
     )
@@ -168,7 +167,8 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
 @each_usable(usable("rms_norm"))
 @pytest.mark.parametrize("size", [384, 65, 1])
 def test_rms_norm(kernel: Kernel, device: str, dtype: str, size: int) -> None:
-    x, weight = randn(40, size, device=device, dtype=dtype), randn(size, device=device, dtype=dtype, seed=1)
+    x = randn(40, size, device=device, dtype=dtype)
+    weight = randn(size, device=device, dtype=dtype, seed=1)
     x[3] *= 1000
     y = kernel.fn(x, weight, 1e-5)
     expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -217,7 +217,8 @@ def scattered(asked: Attention, lengths: list[int]) -> tuple[PagedKV, Tensor]:
     table = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int64)
     for row, count in enumerate(num_blocks):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    slots, device = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size), asked.device
+    slots = (asked.num_kv_heads, 1 + sum(num_blocks), asked.block_size)
+    device = asked.device
     pages = [
         torch.zeros(*slots, asked.head_dim, device=device).to(DTYPES.get(asked.kv_format, FP8)) for _ in "kv"
     ]
@@ -301,7 +302,8 @@ def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device:
     weight = randn(768, device=device, dtype="BF16", seed=1)
     arguments = {"rms_norm": (x, weight, 1e-5), "act_mul": (x, "silu"), "quantize_rows": (x,)}[op]
     plain = x if op == "quantize_rows" else fn(*arguments)
-    rows, expected = fn(*arguments, quant), quantize(plain, quant)
+    rows = fn(*arguments, quant)
+    expected = quantize(plain, quant)
     assert torch.equal(rows.scale_T, expected.scale_T)
     assert same_bits(rows.values_TK, expected.values_TK)
     alone = fn(*(each[3:4] if each is x else each for each in arguments), quant)
@@ -312,7 +314,8 @@ def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device:
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_act_mul(kernel: Kernel, device: str, dtype: str, name: str) -> None:
     x = randn(9, 2 * 37, device=device, dtype=dtype)
-    gate, up = x.double()[:, :37], x.double()[:, 37:]
+    gate = x.double()[:, :37]
+    up = x.double()[:, 37:]
     normal = 0.5 * (1 + torch.erf(gate / 2**0.5))
     tanh = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     share = {"silu": 1 / (1 + (-gate).exp()), "gelu": normal, "gelu_pytorch_tanh": tanh}[name]
@@ -344,7 +347,8 @@ def test_act_mul_of_a_row_is_the_same_among_few_and_many_rows(
 def test_rms_norm_of_a_row_is_the_same_among_few_and_many_rows(
     kernel: Kernel, device: str, dtype: str
 ) -> None:
-    x, weight = randn(900, 83, device=device, dtype=dtype), randn(83, device=device, dtype=dtype, seed=1)
+    x = randn(900, 83, device=device, dtype=dtype)
+    weight = randn(83, device=device, dtype=dtype, seed=1)
     y = kernel.fn(x, weight, 1e-5)
     for start, end in ((0, 1), (899, 900), (3, 43), (100, 700)):
         assert same_bits(kernel.fn(x[start:end], weight, 1e-5), y[start:end])
@@ -393,7 +397,8 @@ def attention_cases(op: Any) -> Any:
 
 @attention_cases("attention_prefill")
 def test_prefill_attention_of_ragged_chunks(kernel: Kernel, asked: Attention) -> None:
-    query_lens, lengths = (1, 37, 5, 1), [1, 37, 200, 131]
+    query_lens = (1, 37, 5, 1)
+    lengths = [1, 37, 200, 131]
     kv, table = scattered(asked, lengths)
     filled(kv, table, lengths, dtype=asked.dtype)
     q = randn(sum(query_lens), asked.num_heads, asked.head_dim, device=asked.device, dtype=asked.dtype)
@@ -438,10 +443,8 @@ def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
                 alone = kernel.fn(own_q, kv, narrow, context_lens[row : row + 1] - back, q_len=1, **facts)
                 assert same_bits(alone, out[row, -1 - back].unsqueeze(0))
     rows = torch.tensor([5, 2, 7, 0, 4], device=asked.device)
-    q, whole = (
-        q_all[:, 0].contiguous(),
-        kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts),
-    )
+    q = q_all[:, 0].contiguous()
+    whole = kernel.fn(q_all[:, 0].contiguous(), kv, table, context_lens, q_len=1, **facts)
     assert same_bits(kernel.fn(q[rows], kv, table[rows], context_lens[rows], q_len=1, **facts), whole[rows])
 
 
@@ -473,7 +476,8 @@ def test_the_highest_rank_that_refuses_nothing_is_taken_and_refusals_are_told(
     ):
         members.add(name, Kernel("rms_norm", name, min_sm, rank, supports, fn=torch.neg))
     monkeypatch.setitem(select_module.KERNELS, "rms_norm", members)
-    even, odd = problem("rms_norm", "cpu", "F32", n=4), problem("rms_norm", "cpu", "F32", n=5)
+    even = problem("rms_norm", "cpu", "F32", n=4)
+    odd = problem("rms_norm", "cpu", "F32", n=5)
     assert (select(even).name, select(odd).name) == ("even", "plain")
     assert refusals(odd) == {
         "hopper": "needs sm_90 or newer and this device is cpu",

@@ -13,7 +13,8 @@ from compress.quant.numerics import nearest_weight, output_error, round_to_neare
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.recipe import Spec
 
-IN, ROWS = 256, (6, 3, 5)
+IN = 256
+ROWS = (6, 3, 5)
 EACH_ROUNDER = pytest.mark.parametrize("rounder", ROUNDERS.names())
 EACH_REFINER = pytest.mark.parametrize("refiner", REFINERS.names())
 EACH_TARGET = pytest.mark.parametrize("target", TARGETS.names())
@@ -118,7 +119,8 @@ def test_stacking_linears_does_not_change_their_codes(rounder: str, scheme: Sche
 def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(
     rounder: str, scheme: Scheme
 ) -> None:
-    method, w_OI = ROUNDERS.get(rounder)(), weights()
+    method = ROUNDERS.get(rounder)()
+    w_OI = weights()
     stats = statistics(method)
     first = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
     second = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
@@ -150,7 +152,9 @@ def test_rounding_twice_is_rounding_once(rounder: str, scheme: Scheme) -> None:
 def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scales(
     rounder: str, scheme: Scheme
 ) -> None:
-    method, w_OI, x_TI = ROUNDERS.get(rounder)(), weights(), inputs()
+    method = ROUNDERS.get(rounder)()
+    w_OI = weights()
+    x_TI = inputs()
     weight = method.round(w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16).weight
     nearest = round_to_nearest(w_OI, scheme, weight.scale_OG, weight.zero_point_OG)
     h_II = x_TI.t() @ x_TI / len(x_TI)
@@ -166,12 +170,16 @@ def test_the_codes_of_a_rounder_are_no_worse_than_nearest_codes_at_its_own_scale
 def test_a_refiner_keeps_the_form_of_what_a_rounder_gave_and_never_makes_it_worse(
     rounder: str, refiner: str, scheme: Scheme, scale_dtype: torch.dtype
 ) -> None:
-    first, second, w_OI, x_TI = ROUNDERS.get(rounder)(), REFINERS.get(refiner)(), weights(), inputs()
+    first = ROUNDERS.get(rounder)()
+    second = REFINERS.get(refiner)()
+    w_OI = weights()
+    x_TI = inputs()
     given = replace(
         first.round(w_OI, statistics(first), scheme, scale_dtype=scale_dtype).weight,
         input_scale=torch.tensor(0.5),
     )
-    before, stats = given.dequantize(torch.float32), statistics(second)
+    before = given.dequantize(torch.float32)
+    stats = statistics(second)
     refined = second.refine(w_OI, given, stats).weight
     assert (refined.scheme, refined.input_scale) == (scheme, given.input_scale)
     assert (refined.codes_OI.dtype, refined.codes_OI.shape) == (given.codes_OI.dtype, given.codes_OI.shape)
@@ -193,7 +201,8 @@ def test_a_refiner_keeps_the_form_of_what_a_rounder_gave_and_never_makes_it_wors
 @EACH_REFINER
 @EACH_SCHEME
 def test_refining_a_stack_refines_its_linears(refiner: str, scheme: Scheme) -> None:
-    method, (w_OI, sizes, scale_sizes) = REFINERS.get(refiner)(), stack(scheme)
+    method = REFINERS.get(refiner)()
+    (w_OI, sizes, scale_sizes) = stack(scheme)
     given = nearest_weight(w_OI, scheme, torch.bfloat16)
     stacked = method.refine(w_OI, given, statistics(method)).weight
     parts = stacked.codes_OI.split(sizes), stacked.scale_OG.split(scale_sizes)
@@ -218,14 +227,16 @@ def beside(method: Any, source_TI: Tensor) -> dict[str, Stat]:
 
 @EACH_TARGET
 def test_a_target_is_the_weights_themselves_where_the_inputs_are_those_of_the_source(target: str) -> None:
-    method, w_OI = TARGETS.get(target)(), weights()
+    method = TARGETS.get(target)()
+    w_OI = weights()
     for stats in (statistics(method), beside(method, inputs())):
         assert torch.equal(method.target(w_OI, stats), weights())
 
 
 @EACH_TARGET
 def test_a_target_repeats_itself_row_by_row_and_touches_neither_weights_nor_statistics(target: str) -> None:
-    method, w_OI = TARGETS.get(target)(), weights()
+    method = TARGETS.get(target)()
+    w_OI = weights()
     stats = beside(method, inputs() + 0.1 * inputs().roll(1, dims=1))
     first = method.target(w_OI, stats)
     assert (first.dtype, first.shape) == (torch.float32, w_OI.shape)
@@ -242,7 +253,8 @@ def test_a_target_repeats_itself_row_by_row_and_touches_neither_weights_nor_stat
 def test_a_smoother_gives_one_positive_scale_per_input_and_ties_what_reads_one_channel(
     smoother: str, scheme: Scheme, head_repeat: tuple[int, int]
 ) -> None:
-    method, w_OI = SMOOTHERS.get(smoother)(), weights()
+    method = SMOOTHERS.get(smoother)()
+    w_OI = weights()
     scale_I = method.scale(
         w_OI, statistics(method), scheme, scale_dtype=torch.bfloat16, head_repeat=head_repeat
     )

@@ -19,7 +19,8 @@ from compress.runtime.speculative.proposer import Drafts
 from compress.runtime.speculative.speculation import Speculative
 
 CPU = torch.device("cpu")
-K, VOCAB = 3, 23
+K = 3
+VOCAB = 23
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "draft_model": lambda: {"source": source(seed=1)},
     "eagle3": lambda: {
@@ -102,7 +103,8 @@ def test_proposals_are_tokens_within_limits_and_distributions_sum_to_one(name: s
     served = engine(name, rule=rule)
     speculation = served._speculation
     assert speculation is not None
-    propose, seen = speculation._proposer.propose, 0
+    propose = speculation._proposer.propose
+    seen = 0
     addresses = set()
 
     def checked(rows: Any, state: Any) -> Drafts:
@@ -130,7 +132,8 @@ def test_proposals_are_tokens_within_limits_and_distributions_sum_to_one(name: s
 
 @each_proposer
 def test_results_do_not_depend_on_what_was_served_before(name: str) -> None:
-    served, wanted = engine(name, rule="rejection"), requests(0.8)
+    served = engine(name, rule="rejection")
+    wanted = requests(0.8)
     alone = [served.generate([request])[0].tokens for request in wanted]
     assert [each.tokens for each in served.generate(wanted)] == alone
     assert [each.tokens for each in served.generate(wanted[::-1])] == alone[::-1]
@@ -138,10 +141,8 @@ def test_results_do_not_depend_on_what_was_served_before(name: str) -> None:
 
 @each_proposer
 def test_kernels_that_propose_are_reported_behind_those_of_the_model(name: str) -> None:
-    rows, plain = (
-        engine(name).kernel_report(),
-        Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4)).kernel_report(),
-    )
+    rows = engine(name).kernel_report()
+    plain = Engine(source(), device=CPU, config=EngineConfig(max_batch_size=4)).kernel_report()
     drafts = [row for row in rows if row["linear"].startswith("draft ")]
     assert len(rows) == len(plain) + len(drafts)
     heads = [

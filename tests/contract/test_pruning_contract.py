@@ -11,7 +11,9 @@ from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Candid
 from compress.models.pruning import Units
 from compress.recipe import Spec
 
-OUT, IN, TOKENS = 24, 96, 400
+OUT = 24
+IN = 96
+TOKENS = 400
 UNITS = {
     "channels": Units(IN),
     "heads": Units(8, width=12),
@@ -47,7 +49,8 @@ def choose(
     scorer: str, units: Units, num_kept: int, *, w_OI: Tensor | None = None, x_TI: Tensor | None = None
 ) -> Choice:
     """Gradients at the outputs are random here: what a unit's predicted loss is made of."""
-    w_OI, x_TI = weights() if w_OI is None else w_OI, inputs() if x_TI is None else x_TI
+    w_OI = weights() if w_OI is None else w_OI
+    x_TI = inputs() if x_TI is None else x_TI
     g_TO = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(2))
     loss_U = (x_TI * (g_TO @ w_OI)).view(TOKENS, units.num_units, -1).sum(-1).square().mean(0)
     method = SCORERS.get(scorer)()
@@ -76,7 +79,8 @@ def test_a_method_is_a_spec_that_documents_itself(name: str, method: Any) -> Non
 @EACH_SCORER
 @EACH_UNITS
 def test_a_score_keeps_as_many_as_asked_of_every_part_and_touches_nothing(scorer: str, units: Units) -> None:
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     for num_kept in (units.num_parts, units.num_units // 2, units.num_units - units.num_parts):
         choice = choose(scorer, units, num_kept, w_OI=w_OI, x_TI=x_TI)
         assert (choice.kept_U.dtype, choice.kept_U.shape) == (torch.bool, (units.num_units,))
@@ -120,7 +124,9 @@ def test_what_a_score_keeps_does_more_than_what_it_leaves_out(scorer: str) -> No
 
 @EACH_COMPENSATION
 def test_a_compensation_gives_weights_of_what_stays_and_touches_nothing(compensation: str) -> None:
-    method, w_OI, kept_I = COMPENSATIONS.get(compensation)(), weights(), torch.arange(IN) % 3 != 0
+    method = COMPENSATIONS.get(compensation)()
+    w_OI = weights()
+    kept_I = torch.arange(IN) % 3 != 0
     stats = statistics(method, inputs())
     result = method.compensate(w_OI, kept_I, stats)
     assert (result.w_OK.dtype, result.w_OK.shape) == (torch.float32, (OUT, int(kept_I.sum())))
@@ -134,7 +140,9 @@ def test_a_compensation_gives_weights_of_what_stays_and_touches_nothing(compensa
 
 @EACH_COMPENSATION
 def test_a_compensation_never_does_worse_than_nothing_on_what_it_has_seen(compensation: str) -> None:
-    method, kept_I, x_TI = COMPENSATIONS.get(compensation)(), torch.arange(IN) % 3 != 0, inputs()
+    method = COMPENSATIONS.get(compensation)()
+    kept_I = torch.arange(IN) % 3 != 0
+    x_TI = inputs()
     result = method.compensate(weights(), kept_I, statistics(method, x_TI))
     bias_O = 0.0 if result.bias_O is None else result.bias_O
     wanted_TO = x_TI @ weights().t()
@@ -146,7 +154,8 @@ def test_a_compensation_never_does_worse_than_nothing_on_what_it_has_seen(compen
 @EACH_COMPENSATION
 @pytest.mark.parametrize("silence", ["weights", "inputs"])
 def test_nothing_is_made_up_for_where_nothing_was_lost(compensation: str, silence: str) -> None:
-    method, kept_I = COMPENSATIONS.get(compensation)(), torch.arange(IN) % 3 != 0
+    method = COMPENSATIONS.get(compensation)()
+    kept_I = torch.arange(IN) % 3 != 0
     w_OI = torch.where(kept_I, weights(), 0.0) if silence == "weights" else weights()
     x_TI = inputs(~kept_I) if silence == "inputs" else inputs()
     result = method.compensate(w_OI, kept_I, statistics(method, x_TI))
@@ -156,7 +165,8 @@ def test_nothing_is_made_up_for_where_nothing_was_lost(compensation: str, silenc
 
 @pytest.mark.parametrize("scorer", LAYER_SCORERS.names())
 def test_a_layer_that_changes_nothing_has_no_influence(scorer: str) -> None:
-    method, x_TD = LAYER_SCORERS.get(scorer)(), inputs()
+    method = LAYER_SCORERS.get(scorer)()
+    x_TD = inputs()
     other_TD = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(4))
     assert float(method.influence(x_TD, x_TD)) == pytest.approx(0.0, abs=1e-3)
     assert float(method.influence(x_TD, x_TD + other_TD)) > 1.0

@@ -80,7 +80,9 @@ def test_what_is_pulled_is_what_was_pushed(url: str, tmp_path: Path) -> None:
 
 
 def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
-    artifact, evidence, registry = make_artifact(tmp_path), make_evidence(tmp_path), open_registry(url)
+    artifact = make_artifact(tmp_path)
+    evidence = make_evidence(tmp_path)
+    registry = open_registry(url)
     first = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
     tags = list_tags(url)
     second = push(registry, artifact, name="model", aliases=["a"], evidence=evidence)
@@ -94,7 +96,8 @@ def test_pushing_again_adds_nothing(url: str, tmp_path: Path) -> None:
 
 def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
     registry = open_registry(url)
-    old, new = make_artifact(tmp_path, 1), make_artifact(tmp_path, 2)
+    old = make_artifact(tmp_path, 1)
+    new = make_artifact(tmp_path, 2)
     first = push(registry, old, name="model", aliases=["candidate", "stable"])
     pinned = resolve(f"{url}/model:stable")
     push(registry, new, name="model", aliases=["candidate"])
@@ -111,12 +114,14 @@ def test_tags_move_and_the_digest_stays(url: str, tmp_path: Path) -> None:
 
 
 def test_evidence_travels_beside_the_artifact(url: str, tmp_path: Path) -> None:
-    registry, artifact = open_registry(url), make_artifact(tmp_path)
+    registry = open_registry(url)
+    artifact = make_artifact(tmp_path)
     push(registry, artifact, name="model")
     with pytest.raises(UsageError, match="no evidence"):
         pull_evidence(f"{url}/model", tmp_path / "none")
     before = resolve(f"{url}/model")
-    older, newer = make_evidence(tmp_path), make_evidence(tmp_path, '{"kl": 0.1}')
+    older = make_evidence(tmp_path)
+    newer = make_evidence(tmp_path, '{"kl": 0.1}')
     push(registry, artifact, name="model", evidence=older)
     push(registry, artifact, name="model", evidence=newer)
     assert resolve(f"{url}/model") == before
@@ -128,7 +133,8 @@ class _Dying:
     """A registry that raises at the n-th call that writes."""
 
     def __init__(self, inner: Registry, allowed: int) -> None:
-        self._inner, self._allowed = inner, allowed
+        self._inner = inner
+        self._allowed = allowed
 
     def __getattr__(self, name: str):
         if name in ("put", "attach", "write_tag"):
@@ -140,9 +146,12 @@ class _Dying:
 
 def test_a_push_killed_at_any_step_leaves_the_tags_on_the_old_good_artifact(url: str, tmp_path: Path) -> None:
     registry = open_registry(url)
-    old, new, evidence = make_artifact(tmp_path, 1), make_artifact(tmp_path, 2), make_evidence(tmp_path)
+    old = make_artifact(tmp_path, 1)
+    new = make_artifact(tmp_path, 2)
+    evidence = make_evidence(tmp_path)
     push(registry, old, name="model", aliases=["stable"])
-    tags, num_killed = list_tags(url), 0
+    tags = list_tags(url)
+    num_killed = 0
     for allowed in range(100):
         try:
             push(_Dying(registry, allowed), new, name="model", aliases=["stable"], evidence=evidence)

@@ -36,7 +36,8 @@ def test_the_kv_cache_alone_is_quantized(
     code, out, err = command("run", recipe(stages=stages(kv_cache=kv_cache)), "--json")
     assert code == 0, err
     exported = Path(json.loads(out)["report"]).parents[1] / "artifacts" / "export"
-    before, after = load_file(model_dir / "model.safetensors"), load_file(exported / "model.safetensors")
+    before = load_file(model_dir / "model.safetensors")
+    after = load_file(exported / "model.safetensors")
     assert after.keys() - before.keys() == (SCALES if kv_cache == "fp8" else set())
     assert all(torch.equal(after[name], value) for name, value in before.items())
     config = json.loads((exported / "config.json").read_text()).get("quantization_config")
@@ -51,7 +52,8 @@ def test_converting_carries_the_scales_and_what_is_known_of_them(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
     command("run", recipe(stages=stages(kv_cache="fp8")), "--until", "export")
-    exported, again = work / "runs" / "recipe" / "artifacts" / "export", work / "again"
+    exported = work / "runs" / "recipe" / "artifacts" / "export"
+    again = work / "again"
     code, out, err = command("convert", exported, "--to", "compressed-tensors", "--out", again)
     assert (code, "dense" in out) == (0, True), err
     facts = [open_artifact(path).manifest.facts["kv_cache"] for path in (exported, again)]

@@ -136,7 +136,8 @@ def test_a_draft_in_codes_is_served_and_changes_no_token(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
     artifact = drafted(command, recipe(stages=stages(quantize=CODES)))
-    draft, target = open_weights(artifact.path), open_weights(by_role(work / "alone", "quantized").path)
+    draft = open_weights(artifact.path)
+    target = open_weights(by_role(work / "alone", "quantized").path)
     weight = draft.layer(1)["ffn.down.weight"]
     assert isinstance(weight, QuantizedWeight)
     assert weight.scheme.name == "W4A16_G32"

@@ -33,7 +33,8 @@ def test_a_head_learns_to_be_accepted_is_rounded_and_served(
     recipe: Recipe, command: Command, work: Path
 ) -> None:
     artifact = drafted(command, recipe(stages=stages(**HEAD, tokens=8192, passes=2, quantize=CODES)))
-    facts, head = facts_of(artifact), draft_head(artifact)
+    facts = facts_of(artifact)
+    head = draft_head(artifact)
     assert facts["kind"] == "eagle3"
     assert facts["target"] == by_role(work / "alone", "quantized").digest
     assert facts["after"]["acceptance"] > facts["before"]["acceptance"]

@@ -13,10 +13,8 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def stages(form: str, scheme: str, *, seq_len: int = 32) -> list[dict[str, Any]]:
-    calibrate, quantize = (
-        RECIPE["stages"][0],
-        {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}},
-    )
+    calibrate = RECIPE["stages"][0]
+    quantize = {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}}
     return [{**calibrate, "seq_len": seq_len}, quantize, {"kind": "export", "formats": [form]}]
 
 
@@ -30,7 +28,8 @@ def test_a_recipe_exports_a_format_that_every_command_takes(
     assert any(note.startswith("vLLM: loads") for note in export["notes"])
     code, _, err = command("run", recipe(stages=stages(form, scheme)), "--run-dir", work / "run")
     assert code == 0, err
-    exported, quantized = work / "run" / "artifacts" / "export", work / "run" / "artifacts" / "quantize"
+    exported = work / "run" / "artifacts" / "export"
+    quantized = work / "run" / "artifacts" / "quantize"
     config = json.loads((exported / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["bits"], config["group_size"]) == (form, 4, 128)
     code, out, err = command("inspect", exported)

@@ -31,7 +31,8 @@ def collapsing(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from scripts.kv_outliers import Outliers
 
     source = resolve_text("builtin://reference")
-    base, path = open_weights(source.path), work / "model"
+    base = open_weights(source.path)
+    path = work / "model"
     outliers = Outliers(base, layer_idx=3, head=1, power=20)
     decoders = [
         build_decoder(each, dtype=torch.float32, device=torch.device("cpu")) for each in (base, outliers)

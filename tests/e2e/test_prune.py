@@ -160,7 +160,9 @@ def test_compensation_lowers_the_error_that_is_left(
         facts = run(command, recipe(stages=spec), work, compensate).manifest.facts["pruning"]
         return [row["error"] for row in facts["rounds"][0]["layers"]]
 
-    nothing, bias, squares = errors("none"), errors("bias"), errors("least_squares")
+    nothing = errors("none")
+    bias = errors("bias")
+    squares = errors("least_squares")
     assert bias[0] < nothing[0]  # of the first layer, where all three see the same inputs
     assert squares[0] < nothing[0]
 
@@ -196,11 +198,13 @@ def test_depth_alone_keeps_the_layers_that_do_most_as_they_are(
 ) -> None:
     pruned = run(command, recipe(stages=stages(depth={"keep": 2})), work)
     facts = pruned.manifest.facts["pruning"]["rounds"][0]
-    influence, kept = facts["influence"], facts["layers_kept"]
+    influence = facts["influence"]
+    kept = facts["layers_kept"]
     assert min(influence[idx] for idx in kept) >= max(
         influence[idx] for idx in range(NUM_LAYERS) if idx not in kept
     )
-    source, small = open_weights(model_dir), open_weights(pruned.path)
+    source = open_weights(model_dir)
+    small = open_weights(pruned.path)
     for place, idx in enumerate(kept):
         for name, value in source.layer(idx).items():
             assert torch.equal(dense(small.layer(place)[name]), dense(value)), name
@@ -228,7 +232,8 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
 
     path = recipe(stages=stages(**spec))
     undisturbed = run(command, path, work, "undisturbed").digest
-    boundary, calls = Context.boundary, 0
+    boundary = Context.boundary
+    calls = 0
 
     def cut(self: Context, done: int, total: int, note: str) -> None:
         nonlocal calls
@@ -278,7 +283,8 @@ def test_a_target_is_kept_and_explained(recipe: Callable[..., Path], command: Co
         facts["after"]["params"] / facts["before"]["params"], abs=1e-5
     )
     assert {each["axis"] for each in found["measured"]} == {"heads", "ffn", "depth"}
-    costs, losses = [each["cost"] for each in found["frontier"]], [each["kl"] for each in found["frontier"]]
+    costs = [each["cost"] for each in found["frontier"]]
+    losses = [each["kl"] for each in found["frontier"]]
     assert costs == sorted(costs)
     assert losses == sorted(losses, reverse=True)
     assert (costs[-1], losses[-1]) == (1.0, 0.0)

@@ -160,7 +160,8 @@ def test_sigterm_ends_at_the_next_layer_with_143_and_the_same_command_resumes(
 ) -> None:
     import compress.calibrate.sequential as sequential
 
-    path, store = recipe(), sequential._store
+    path = recipe()
+    store = sequential._store
 
     def asked_to_stop(out: Path, idx: int, *args: Any) -> None:
         store(out, idx, *args)
@@ -275,7 +276,8 @@ def changed_model(
 ) -> Path:
     """A copy of the model with other tensors or another config."""
     shutil.copytree(model_dir, path)
-    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
     change(tensors, config)
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
@@ -313,7 +315,8 @@ def test_finding_everything_cached_neither_changes_the_provenance_nor_pushes_new
     path = recipe(push=PUSH)
     _, document = run_json(command, path)
     provenance = Path(document["report"]).with_name("provenance.json")
-    first, blobs = provenance.read_bytes(), sorted((work / "registry" / "blobs" / "sha256").iterdir())
+    first = provenance.read_bytes()
+    blobs = sorted((work / "registry" / "blobs" / "sha256").iterdir())
     run_json(command, path)
     assert provenance.read_bytes() == first
     assert sorted((work / "registry" / "blobs" / "sha256").iterdir()) == blobs
@@ -351,7 +354,9 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
 ) -> None:
     import compress.calibrate.sequential as sequential
 
-    path, store, layers = recipe(), sequential._store, list[int]()
+    path = recipe()
+    store = sequential._store
+    layers = list[int]()
     _, first = run_json(command, path, "--until", "quantize")
 
     def noted(out: Path, idx: int, *args: Any) -> None:
@@ -374,7 +379,8 @@ def test_push_by_hand_refuses_evidence_against_the_artifact_and_of_another(
 ) -> None:
     strict = [*RECIPE["stages"][:3], {**RECIPE["stages"][3], "gates": {"kl_mean": 1e-9}}]
     _, document = run_json(command, recipe(stages=strict))
-    evidence, artifact = Path(document["report"]).parent, document["artifact"]["path"]
+    evidence = Path(document["report"]).parent
+    artifact = document["artifact"]["path"]
     assert command("push", artifact, "layout://registry/a", "--evidence", evidence)[0] == 3
     report = json.loads((evidence / "report.json").read_text())
     report["artifact"]["digest"] = "sha256:" + "0" * 64

@@ -55,12 +55,16 @@ def test_several_schemes_go_all_the_way(
     manifest = open_artifact(exported).manifest
     assert manifest.scheme is not None
     scheme = ModelScheme.from_json(manifest.scheme)
-    source, opened, stored = open_checkpoint(model_dir), open_checkpoint(exported), open_weights(quantized)
+    source = open_checkpoint(model_dir)
+    opened = open_checkpoint(exported)
+    stored = open_weights(quantized)
     for linear in linear_names(opened.arch):
         name = expected(linear)
         assert scheme.of(linear) == opened.schemes.get(linear) == (SCHEMES[name] if name else None)
     for idx in range(NUM_LAYERS):
-        before, after, between = source.layer(idx), opened.layer(idx), stored.layer(idx)
+        before = source.layer(idx)
+        after = opened.layer(idx)
+        between = stored.layer(idx)
         assert all(torch.equal(dense(after[name]), dense(between[name])) for name in before)
         assert {name for name, value in after.items() if isinstance(value, QuantizedWeight)} == {
             f"{linear}.weight"

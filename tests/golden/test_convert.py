@@ -50,7 +50,8 @@ class Rounded:
     """A dense model with every linear rounded to nearest as its scheme says."""
 
     def __init__(self, source: Checkpoint, scheme: ModelScheme) -> None:
-        self._source, self._scheme = source, scheme
+        self._source = source
+        self._scheme = scheme
 
     @property
     def arch(self) -> Arch:
@@ -64,7 +65,8 @@ class Rounded:
         return nearest_weight(dense(weight), scheme, getattr(torch, self.arch.dtype))
 
     def outer(self) -> dict[str, Any]:
-        outer, head = self._source.outer(), self._scheme.head
+        outer = self._source.outer()
+        head = self._scheme.head
         return outer if head is None else outer | {"head.weight": self._round(outer["head.weight"], head)}
 
     def layer(self, layer_idx: int) -> dict[str, Any]:
@@ -298,7 +300,8 @@ def foreign(
 ) -> tuple[Path, Path]:
     """A checkpoint as another tool writes it, packed by numpy, and the dense checkpoint of what it means (float32)."""
     saved(tmp_path / "plain", "llama", WHOLE_GROUPS, dtype=dtype)
-    tensors, meant = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    meant = {}
     meant = {name: value.float() for name, value in tensors.items()}
     for seed, name in enumerate(f"model.layers.{idx}.{linear}" for idx in range(2) for linear in LINEARS):
         n_size, k_size = tensors.pop(f"{name}.weight").shape
@@ -462,7 +465,8 @@ def foreign_fp8(
 
 
 BLOCKS = {"activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-INV, PLAIN = ("weight_scale_inv", "activation_scale"), ("weight_scale", "input_scale")
+INV = ("weight_scale_inv", "activation_scale")
+PLAIN = ("weight_scale", "input_scale")
 FP8_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, str], str]] = {
     "blocks": (BLOCKS, "block", INV, "FP8_BLOCK"),
     "matrix-dynamic": ({"activation_scheme": "dynamic"}, "matrix", PLAIN, "FP8_DYNAMIC"),
@@ -524,7 +528,8 @@ def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(
     assert torch.equal(served, logits(tmp_path / "ours"))
     static_scale = torch.tensor(0.02) if scheme == "FP8_STATIC" else None
     quant = ActivationQuant(static_scale, group_size=128 if scheme == "FP8_BLOCK" else None)
-    exact, rounded = dense_logits(meant), dense_logits(meant, quant)
+    exact = dense_logits(meant)
+    rounded = dense_logits(meant, quant)
     # Sums in another order move an input over a tie now and then, and what follows it with it.
     assert (served - rounded).abs().median() < 1e-3 * (exact - rounded).abs().median()
     assert (served - rounded).abs().max() < (exact - rounded).abs().max()
@@ -547,7 +552,8 @@ def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info
-    weights, opened = dict(model.named_parameters()), open_checkpoint(tmp_path / "fp8")
+    weights = dict(model.named_parameters())
+    opened = open_checkpoint(tmp_path / "fp8")
     for idx in range(2):
         for name, value in opened.layer(idx).items():
             if isinstance(value, QuantizedWeight):

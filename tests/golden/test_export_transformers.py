@@ -88,14 +88,17 @@ class Stored:
     """The canonical files of a run as a weight source."""
 
     def __init__(self, source: Checkpoint, directory: Path, scheme: ModelScheme | None) -> None:
-        self._source, self._directory, self.scheme = source, directory, scheme
+        self._source = source
+        self._directory = directory
+        self.scheme = scheme
 
     @property
     def arch(self) -> Arch:
         return self._source.arch
 
     def outer(self) -> dict[str, Any]:
-        head, outer = None if self.scheme is None else self.scheme.head, self._source.outer()
+        head = None if self.scheme is None else self.scheme.head
+        outer = self._source.outer()
         return (
             outer
             if head is None
@@ -222,13 +225,17 @@ def test_transformers_loads_the_export_and_computes_the_same(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info
     opened = open_checkpoint(exported)
-    decoder, reference = decoder_of(opened, torch.bfloat16), decoder_of(opened, torch.float32)
+    decoder = decoder_of(opened, torch.bfloat16)
+    reference = decoder_of(opened, torch.float32)
     weights_only = build_decoder(opened, dtype=torch.float32, device=torch.device("cpu"))
     original = build_decoder(Checkpoint(tmp_path / "source"), dtype=torch.float32, device=torch.device("cpu"))
     tokens_BS = tokens(2, 16)
     with torch.no_grad():
-        theirs, ours = model.eval()(tokens_BS).logits.float(), decoder(tokens_BS).float()
-        exact, before, unrounded = reference(tokens_BS), original(tokens_BS), weights_only(tokens_BS)
+        theirs = model.eval()(tokens_BS).logits.float()
+        ours = decoder(tokens_BS).float()
+        exact = reference(tokens_BS)
+        before = original(tokens_BS)
+        unrounded = weights_only(tokens_BS)
     eps = torch.finfo(torch.bfloat16).eps
     # each of the about ten bf16 roundings a layer moves a logit by eps at random; the root mean square adds them up
     of_bf16 = eps * (10 * NUM_LAYERS) ** 0.5 * rms(exact)
@@ -284,7 +291,8 @@ def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info
-    opened, tokens_BS = open_checkpoint(exported), tokens(2, 16)
+    opened = open_checkpoint(exported)
+    tokens_BS = tokens(2, 16)
 
     def served(kv_format: str | None) -> Tensor:
         config = EngineConfig(dtype=torch.float32, max_batch_size=2, max_model_len=32, kv_format=kv_format)
@@ -295,7 +303,9 @@ def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(
         for name, weight in opened_by_disk_name(opened).items():
             model.get_parameter(name).copy_(weight)
     with torch.inference_mode():
-        theirs, ours, unrounded = model.eval()(tokens_BS).logits, served(None), served("DENSE")
+        theirs = model.eval()(tokens_BS).logits
+        ours = served(None)
+        unrounded = served("DENSE")
     for layer_idx in range(NUM_LAYERS):
         attention = model.get_submodule(f"model.layers.{layer_idx}.self_attn")
         for name in ("k_scale", "v_scale"):
@@ -324,7 +334,8 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     ), info
-    decoder, reference = decoder_of(opened, torch.bfloat16), decoder_of(opened, torch.float32)
+    decoder = decoder_of(opened, torch.bfloat16)
+    reference = decoder_of(opened, torch.float32)
     weights_only = build_decoder(opened, dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(
         opened,
@@ -333,18 +344,18 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     )
     tokens_BS = tokens(2, 16)
     with torch.no_grad():
-        theirs, ours, served = (
-            model.eval()(tokens_BS).logits.float(),
-            decoder(tokens_BS).float(),
-            engine.runner.score(tokens_BS),
-        )
-        exact, unrounded = reference(tokens_BS), weights_only(tokens_BS)
+        theirs = model.eval()(tokens_BS).logits.float()
+        ours = decoder(tokens_BS).float()
+        served = engine.runner.score(tokens_BS)
+        exact = reference(tokens_BS)
+        unrounded = weights_only(tokens_BS)
     of_bf16 = torch.finfo(torch.bfloat16).eps * (10 * NUM_LAYERS) ** 0.5 * rms(exact)
     of_inputs = 2**0.5 * rms(exact - unrounded)  # as in the test above
     assert rms(theirs - exact) < of_bf16 + of_inputs
     assert rms(ours - exact) < of_bf16 + of_inputs
     assert rms(served - exact) < 1e-4 * rms(exact) + of_inputs
-    weights, family = dict(model.named_parameters()), family_of({"model_type": stored.arch.family})
+    weights = dict(model.named_parameters())
+    family = family_of({"model_type": stored.arch.family})
     for idx in range(NUM_LAYERS):
         for name, value in stored.layer(idx).items():
             disk = family.to_disk(f"layers.{idx}.{name.rpartition('.')[0]}") + "." + name.rpartition(".")[2]

@@ -40,7 +40,8 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    ours, theirs = tensors_of(one), tensors_of(other)
+    ours = tensors_of(one)
+    theirs = tensors_of(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
@@ -61,7 +62,8 @@ def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
     with torch.no_grad():
         expected = model(tokens_BS).logits
         prefill = decoder(tokens_BS)
-        cache, pieces = CachedAttention(), []
+        cache = CachedAttention()
+        pieces = []
         for begin, end in [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]:
             assert cache.length == begin
             pieces.append(decoder(tokens_BS[:, begin:end], torch.arange(begin, end), cache))

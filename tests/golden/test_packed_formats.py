@@ -15,7 +15,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from tests.support import packed_numpy
 
 LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.10.self_attn.q_proj", "lm_head"]
-G128, G128_ASYM = SCHEMES["W4A16_G128"], SCHEMES["W4A16_G128_ASYM"]
+G128 = SCHEMES["W4A16_G128"]
+G128_ASYM = SCHEMES["W4A16_G128_ASYM"]
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ: dict[str, Any] = {
     "quant_method": "awq",
@@ -32,7 +33,8 @@ def weight(
 ) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(out_features)
     scheme = dataclasses.replace(scheme, group_size=size)
-    low, high = scheme.min_code, scheme.max_code + 1
+    low = scheme.min_code
+    high = scheme.max_code + 1
     codes_OI = torch.randint(low, high, (out_features, num_groups * size), generator=generator).to(torch.int8)
     scale_OG = (torch.rand(out_features, num_groups, generator=generator) + 0.1).to(torch.bfloat16)
     start = low if least_zero is None else least_zero
@@ -88,7 +90,8 @@ def test_awq_tensors_mean_what_numpy_reads_and_come_back(
 
 def test_symmetric_zero_points_are_stored_as_consumers_expect_them() -> None:
     """Sevens in GPTQ (8 - 1), eights in AWQ."""
-    four_bits, eight_bits = weight(G128, 16, 2, 8), weight(SCHEMES["W8A16"], 16, 2, 8)
+    four_bits = weight(G128, 16, 2, 8)
+    eight_bits = weight(SCHEMES["W8A16"], 16, 2, 8)
     assert set(FORMATS.get("gptq").codec.encode(four_bits)["qzeros"].flatten().tolist()) == {0x77777777}
     assert set(FORMATS.get("gptq").codec.encode(eight_bits)["qzeros"].flatten().tolist()) == {0x7F7F7F7F}
     eights = FORMATS.get("awq").codec.encode(four_bits)["qzeros"].flatten()
@@ -187,7 +190,8 @@ def test_a_config_of_another_tool_gives_the_scheme_of_the_layers(
 
 def test_a_config_says_which_linears_are_left_out_or_added() -> None:
     up, q, head = LINEARS
-    gptq, awq = FORMATS.get("gptq").codec, FORMATS.get("awq").codec
+    gptq = FORMATS.get("gptq").codec
+    awq = FORMATS.get("awq").codec
     assert set(gptq.schemes({**GPTQ, "lm_head": True}, LINEARS)) == {up, q, head}
     assert set(gptq.schemes({**GPTQ, "dynamic": {r"-:.*\.mlp\..*": {}}}, LINEARS)) == {q}
     assert set(awq.schemes({**AWQ, "modules_to_not_convert": ["lm_head", "mlp"]}, LINEARS)) == {q}

@@ -42,7 +42,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def make_pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-    k, v = randn(*shape), randn(*shape, seed=1)
+    k = randn(*shape)
+    v = randn(*shape, seed=1)
     if kv_format == "dense":
         return PagedKV(k.to(dtype), v.to(dtype))
     static = torch.tensor(0.02, device="cuda")
@@ -81,11 +82,11 @@ def test_decode_rows_are_right_and_keep_their_bits(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    context_lens, q_len, scale = [9, 2900, 130, 777, 256], 8, head_dim**-0.5
-    table, lens = (
-        make_table(5, 4096 // block_size),
-        torch.tensor(context_lens, dtype=torch.int32, device="cuda"),
-    )
+    context_lens = [9, 2900, 130, 777, 256]
+    q_len = 8
+    scale = head_dim**-0.5
+    table = make_table(5, 4096 // block_size)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device="cuda")
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
@@ -98,7 +99,8 @@ def test_decode_rows_are_right_and_keep_their_bits(
     for shorter in (1, 2, 5):
         for first in range(0, q_len - shorter + 1, 3):
             part = slice(first, first + shorter)
-            queries, ends = q[:, part].flatten(0, 1).contiguous(), lens - (q_len - first - shorter)
+            queries = q[:, part].flatten(0, 1).contiguous()
+            ends = lens - (q_len - first - shorter)
             out = decode.attention_decode(queries, kv, table, ends, q_len=shorter, window=window, scale=scale)
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     for programs in (1, 7, 10**6):
@@ -127,11 +129,11 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
 ) -> None:
     if dtype == torch.float32:
         pytest.skip("computes in bfloat16 or float16")
-    context_lens, q_len, facts = [9, 2900, 130, 777, 256], 8, {"window": window, "scale": head_dim**-0.5}
-    table, lens = (
-        make_table(5, 4096 // block_size),
-        torch.tensor(context_lens, dtype=torch.int32, device="cuda"),
-    )
+    context_lens = [9, 2900, 130, 777, 256]
+    q_len = 8
+    facts = {"window": window, "scale": head_dim**-0.5}
+    table = make_table(5, 4096 // block_size)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device="cuda")
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(5, q_len, num_heads, head_dim, dtype=dtype, seed=3)
     rows = q.flatten(0, 1)
@@ -144,7 +146,8 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
     for shorter in (1, 2, 5):
         for first in range(0, q_len - shorter + 1, 3):
             part = slice(first, first + shorter)
-            queries, ends = q[:, part].flatten(0, 1).contiguous(), lens - (q_len - first - shorter)
+            queries = q[:, part].flatten(0, 1).contiguous()
+            ends = lens - (q_len - first - shorter)
             out = hopper.attention_decode(queries, kv, table, ends, q_len=shorter, **facts)
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     eights = hopper.row_eights_of(num_heads // num_kv_heads)
@@ -171,11 +174,10 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
 @needs_hopper
 def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
     """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position that it writes."""
-    num_steps, table = 40, make_table(3, 4)
-    kv, cos = (
-        make_pages("dense", (2, 13, 64, 128), torch.bfloat16),
-        randn(256, 128, dtype=torch.bfloat16, seed=7),
-    )
+    num_steps = 40
+    table = make_table(3, 4)
+    kv = make_pages("dense", (2, 13, 64, 128), torch.bfloat16)
+    cos = randn(256, 128, dtype=torch.bfloat16, seed=7)
     qkv = randn(num_steps, 3, 12 * 128, dtype=torch.bfloat16, seed=8)
     firsts = torch.tensor([20, 60, 130], device="cuda")
     positions = [firsts + step for step in range(num_steps)]
@@ -189,7 +191,8 @@ def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
         )
         return hopper.attention_decode(q, pages, table, lens[step], q_len=1, window=None, scale=0.1)
 
-    expected, pages = [], PagedKV(kv.k.clone(), kv.v.clone())
+    expected = []
+    pages = PagedKV(kv.k.clone(), kv.v.clone())
     for step in range(num_steps):
         expected.append(run(step, pages))
         torch.cuda.synchronize()
@@ -211,7 +214,9 @@ def test_prefill_is_the_reference_within_rounding(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    query_lens, context_lens, scale = (1, 700, 129, 64, 300), (5, 700, 1000, 2000, 301), head_dim**-0.5
+    query_lens = (1, 700, 129, 64, 300)
+    context_lens = (5, 700, 1000, 2000, 301)
+    scale = head_dim**-0.5
     table = make_table(5, 2048 // block_size)
     kv = make_pages(kv_format, (num_kv_heads, 1 + table.numel(), block_size, head_dim), dtype)
     q = randn(sum(query_lens), num_heads, head_dim, dtype=dtype, seed=3)
@@ -230,11 +235,10 @@ def test_prefill_is_the_reference_within_rounding(
 
 
 def test_a_captured_decode_serves_other_contexts() -> None:
-    kv, table = make_pages("dense", (2, 33, 64, 128), torch.bfloat16), make_table(2, 16)
-    q, lens = (
-        randn(2, 8, 128, dtype=torch.bfloat16, seed=3),
-        torch.tensor([1, 1], dtype=torch.int32, device="cuda"),
-    )
+    kv = make_pages("dense", (2, 33, 64, 128), torch.bfloat16)
+    table = make_table(2, 16)
+    q = randn(2, 8, 128, dtype=torch.bfloat16, seed=3)
+    lens = torch.tensor([1, 1], dtype=torch.int32, device="cuda")
     decode.attention_decode(q, kv, table, lens, q_len=1, window=None, scale=0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -251,7 +255,9 @@ def test_a_captured_decode_serves_other_contexts() -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 77])
 def test_rope_store_is_the_reference_within_a_rounding(kv_format: str, normed: bool, num_rows: int) -> None:
-    num_heads, num_kv_heads, head_dim = 8, 2, 128
+    num_heads = 8
+    num_kv_heads = 2
+    head_dim = 128
     qkv, cos, sin = (
         randn(n, m, dtype=torch.bfloat16, seed=n)
         for n, m in ((num_rows, 12 * head_dim), (99, head_dim), (98, head_dim))

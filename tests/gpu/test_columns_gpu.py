@@ -22,10 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Memory that nobody wrote holds NaN, which no tolerance lets through."""
-    filled, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        True,
-    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -37,7 +35,8 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.mark.parametrize("refitted", [False, True])
 def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bool) -> None:
     """The launch against the loop. Sums in another order may part them at a tie, and everything after it in the column of an output."""
-    generator, scheme = torch.Generator().manual_seed(0), scheme_named(name)
+    generator = torch.Generator().manual_seed(0)
+    scheme = scheme_named(name)
     x_TB = torch.randn(4 * size, size, generator=generator)
     h_BB = x_TB.t() @ x_TB / len(x_TB)
     scale_O = (0.5 + torch.rand(num_outputs, generator=generator)) / scheme.max_code
@@ -76,7 +75,9 @@ def errors_on(device: str, name: str) -> tuple[float, float]:
     )
     moment = SecondMoment()
     moment.update(x_TI.to(device))
-    w_OI, stats, scheme = w_OI.to(device), {"second_moment": moment}, scheme_named(name)
+    w_OI = w_OI.to(device)
+    stats = {"second_moment": moment}
+    scheme = scheme_named(name)
     rounded = Gptq().round(w_OI, stats, scheme, scale_dtype=torch.bfloat16).weight
     refined = Descent().refine(w_OI, rounded, stats).weight
     both = [output_error(w_OI, each.dequantize(torch.float32), moment.mean()) for each in (rounded, refined)]
@@ -86,13 +87,15 @@ def errors_on(device: str, name: str) -> tuple[float, float]:
 def coupled_loss_on(device: str) -> float:
     """What coupled rounds leave of the loss of rows whose errors add up."""
     generator = torch.Generator().manual_seed(1)
-    w_OI, few = torch.randn(200, 384, generator=generator), torch.randn(4, 200, generator=generator)
+    w_OI = torch.randn(200, 384, generator=generator)
+    few = torch.randn(4, 200, generator=generator)
     moment = SecondMoment()
     moment.update(
         (torch.randn(1024, 384, generator=generator) @ torch.randn(384, 384, generator=generator)).to(device)
     )
     outputs = OutputMoment(((few.t() @ few + 0.2 * torch.eye(200)).to(device),))
-    stats, scheme = {"second_moment": moment}, scheme_named("W4A16_G128")
+    stats = {"second_moment": moment}
+    scheme = scheme_named("W4A16_G128")
     rounded = Gptq().round(w_OI.to(device), stats, scheme, scale_dtype=torch.bfloat16).weight
     return float(
         Descent(coupled_rounds=3).refine(w_OI.to(device), rounded, stats, outputs).facts["coupled_loss"]

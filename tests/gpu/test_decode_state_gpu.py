@@ -16,7 +16,9 @@ BLOCK_SIZE = 4
 
 def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
-    num_rows, num_state_rows, embed_VD = 130, 140, torch.randn(1000, 1500, generator=generator)
+    num_rows = 130
+    num_state_rows = 140
+    embed_VD = torch.randn(1000, 1500, generator=generator)
     states = [
         DecodeState(
             max_rows=num_state_rows, max_model_len=64, block_size=BLOCK_SIZE, device=torch.device(device)
@@ -59,7 +61,9 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
 
 @pytest.mark.parametrize(("k", "num_rows"), [(1, 1), (4, 70), (7, 33)])
 def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int) -> None:
-    rng, block_size, device = random.Random(k), 16, {"cuda": torch.device("cuda"), "cpu": torch.device("cpu")}
+    rng = random.Random(k)
+    block_size = 16
+    device = {"cuda": torch.device("cuda"), "cpu": torch.device("cpu")}
     states = {
         name: SpeculativeState(
             max_rows=num_rows + 3, max_model_len=400, block_size=block_size, k=k, device=each

@@ -171,7 +171,8 @@ def test_graphs_and_overlap_change_no_token(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SERVED)
 def test_decoded_logits_are_the_scored_ones_within_rounding(scheme: str) -> None:
-    engine, rows = random_engine(SERVED[scheme], fp8_head="FP8" in scheme), {}
+    engine = random_engine(SERVED[scheme], fp8_head="FP8" in scheme)
+    rows = {}
     requests = [
         Request(each.id, each.prompt, replace(each.params, temperature=0.0))
         for each in strangers(5, first_seed=20)
@@ -189,14 +190,16 @@ def test_decoded_logits_are_the_scored_ones_within_rounding(scheme: str) -> None
     for done in engine.generate(requests):
         scored = engine.runner.score(torch.tensor([done.prompt + done.tokens]))[0]
         for position in range(len(done.prompt), len(done.prompt) + len(done.tokens)):
-            expected, logits = scored[position - 1], rows[done.id, position]
+            expected = scored[position - 1]
+            logits = rows[done.id, position]
             # Two roundings to bfloat16 a layer and branch, on the way of sqrt(layers); FP8 rounds to 3 bits of mantissa too.
             bits = 3 if "FP8" in scheme else 8
             assert float((logits - expected).norm() / expected.norm()) < 4 * 2.0 ** -(bits + 1) * 8**0.5
 
 
 def test_sampling_draws_the_same_tokens_as_on_the_cpu() -> None:
-    seeds, positions = torch.arange(50) * 77_777, torch.arange(50)
+    seeds = torch.arange(50) * 77_777
+    positions = torch.arange(50)
     torch.testing.assert_close(
         gumbel(seeds.cuda(), positions.cuda(), 999).cpu(),
         gumbel(seeds, positions, 999),

@@ -109,12 +109,14 @@ def test_a_row_is_the_same_in_every_batch(n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_no_plan_changes_a_bit(n: int, k: int) -> None:
-    linear, gpu = case(n, k), gpu_of(torch.device("cuda", 0))
+    linear = case(n, k)
+    gpu = gpu_of(torch.device("cuda", 0))
     for rows in (1, 9, 33, 65, 128):
         expected = linear(rows)
         for found in plans(Shape("fp8", n, k, False), rows, gpu):
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
-                x, packed = first_rows(linear.x, rows), linear.packed
+                x = first_rows(linear.x, rows)
+                packed = linear.packed
                 y = multiply(x, packed.streamed, None, dtype=packed.dtype, activation=None, chosen=chosen)
                 assert torch.equal(y, expected), f"M = {rows}: {chosen}"
 
@@ -132,7 +134,9 @@ def test_a_row_feels_neither_its_place_nor_its_neighbours() -> None:
 @pytest.mark.parametrize(("n", "k", "activation"), GATED)
 def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> None:
     """The same sums whether gated or not, where units are the same; else the instruction's order differs, and a rounding may."""
-    linear, plain, half = case(n, k, activation=activation), case(n, k), n // 2
+    linear = case(n, k, activation=activation)
+    plain = case(n, k)
+    half = n // 2
     for rows in ROWS:
         both = plain(rows)
         expected = activate(activation, both[:, :half]) * both[:, half:]
@@ -144,7 +148,8 @@ def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> N
 @pytest.mark.parametrize(("n", "k"), [(1008, 384), (4096, 4096), (6144, 1024), (28672, 512)])
 def test_bias_is_added_before_rounding_and_a_residual_after(n: int, k: int) -> None:
     linear = case(n, k)
-    bias, residual = randn(n, seed=7).to(torch.bfloat16), randn(128, n, seed=8).to(torch.bfloat16)
+    bias = randn(n, seed=7).to(torch.bfloat16)
+    residual = randn(128, n, seed=8).to(torch.bfloat16)
     for rows in (2, 16, 100):
         rounded = (linear(rows, out_dtype=torch.float32) + bias.float()).to(torch.bfloat16)
         assert torch.equal(linear(rows), linear(rows, out_dtype=torch.float32).to(torch.bfloat16))

@@ -68,16 +68,17 @@ def randn(*shape: int, seed: int) -> Tensor:
 def case(
     name: str, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, activation: str | None = None
 ) -> Case:
-    device, gated, x_TI = torch.device("cuda", 0), activation is not None, randn(128, k, seed=1).to(dtype)
-    x, x_f64 = x_TI, x_TI.double()
+    device = torch.device("cuda", 0)
+    gated = activation is not None
+    x_TI = randn(128, k, seed=1).to(dtype)
+    x = x_TI
+    x_f64 = x_TI.double()
     if name == "BF16":
         weight: Any = (randn(n, k, seed=2) / k**0.5).to(dtype)
         w_f64 = weight.double()
     else:
-        scheme, scale = (
-            SCHEMES[name.partition(" ")[0]],
-            randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001,
-        )
+        scheme = SCHEMES[name.partition(" ")[0]]
+        scale = randn(n, k // 128 if name.startswith("W4") else 1, seed=3).abs() / k**0.5 + 0.001
         if name.startswith("W4"):
             codes = randn(n, k, seed=2).mul(4).round().clamp(-8, 7).to(torch.int8)
             zero = (
@@ -153,7 +154,8 @@ def test_a_row_feels_neither_its_place_nor_its_neighbours(name: str) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
     linear = case(name, 1024, 4096, activation="silu" if gated else None)
-    device, weight = torch.device("cuda", 0), linear.streamed
+    device = torch.device("cuda", 0)
+    weight = linear.streamed
     tried = set()
     for rows in (1, 8, 16, 40):
         expected = linear(rows)
@@ -172,7 +174,8 @@ def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
     ("n", "k", "gated"), [(1024, 4096, False), (1008, 384, True), (6144, 1024, False), (28672, 512, True)]
 )
 def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool) -> None:
-    linear, gpu = case(name, n, k, activation="silu" if gated else None), gpu_of(torch.device("cuda", 0))
+    linear = case(name, n, k, activation="silu" if gated else None)
+    gpu = gpu_of(torch.device("cuda", 0))
     for rows in (1, 9, 33, 65, 128):
         expected = linear(rows)
         for found in hopper.plans(Shape(linear.streamed.format, n, k, gated), rows, gpu):
@@ -200,7 +203,8 @@ def test_gated_outputs_round_as_torch_does(name: str, activation: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bias_is_added_before_rounding_and_a_residual_after(name: str) -> None:
     linear = case(name, 208, 384)
-    bias, residual = randn(208, seed=7).to(torch.bfloat16), randn(128, 208, seed=8).to(torch.bfloat16)
+    bias = randn(208, seed=7).to(torch.bfloat16)
+    residual = randn(128, 208, seed=8).to(torch.bfloat16)
     for rows in (2, 16, 100):
         rounded = (linear(rows, out_dtype=torch.float32) + bias.float()).to(torch.bfloat16)
         assert torch.equal(linear(rows, bias_O=bias), rounded)

@@ -57,7 +57,8 @@ def assert_close(actual: Tensor, expected_f64: Tensor, depth: int) -> None:
 def check(linear: Any, x: Any, packed: Any, product_f64: Tensor, depth: int, dtype: torch.dtype) -> None:
     """Plain, with bias and residual, and in float32."""
     num_rows, n = product_f64.shape
-    bias, residual = randn(n, seed=8, dtype=dtype), randn(num_rows, n, seed=9, dtype=dtype)
+    bias = randn(n, seed=8, dtype=dtype)
+    residual = randn(num_rows, n, seed=9, dtype=dtype)
     before = residual.clone()
     assert_close(linear(x, packed, None), product_f64, depth)
     assert_close(
@@ -75,7 +76,8 @@ def check(linear: Any, x: Any, packed: Any, product_f64: Tensor, depth: int, dty
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(1, 64, 128), (129, 200, 384), (300, 1040, 640)])
 def test_dense16(num_rows: int, n: int, k: int, dtype: torch.dtype) -> None:
-    w_OI, x_TI = randn(n, k, dtype=dtype), randn(num_rows, k, seed=1, dtype=dtype)
+    w_OI = randn(n, k, dtype=dtype)
+    x_TI = randn(num_rows, k, seed=1, dtype=dtype)
     packed = prefill_dense16.repack([w_OI[:40], w_OI[40:]], dtype=dtype, device=CUDA, gated=False)
     check(prefill_dense16.linear, x_TI, packed, x_TI.double() @ w_OI.double().t(), k, dtype)
 

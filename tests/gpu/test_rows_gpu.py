@@ -63,7 +63,8 @@ def plain(rows: Tensor | QuantizedRows) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantized_rows_are_the_definitions_on_a_cpu(size: int, dtype: torch.dtype) -> None:
     spread = torch.tensor([[1.0], [0.0], [200.0], [1e-6], [1e-3]], device="cuda").to(dtype)
-    x, weight = randn(5, size, dtype=dtype) * spread, randn(size, dtype=dtype, seed=1)
+    x = randn(5, size, dtype=dtype) * spread
+    weight = randn(size, dtype=dtype, seed=1)
     gate_up = torch.cat((x, x.flip(0)), dim=1).clamp(-30, 30)
     for quant in quants():
         exact = on_cpu(quant)
@@ -113,7 +114,8 @@ def test_a_broken_row_stays_broken() -> None:
 def test_rms_norm_and_act_mul_are_within_a_rounding_of_float64(size: int, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     tiny = 2e-6  # 1 + erf near -1 in float32, and the subnormal numbers of float16, times the other factor
-    x, weight = randn(7, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    x = randn(7, size, dtype=dtype)
+    weight = randn(size, dtype=dtype, seed=1)
     expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(plain(rms_norm(x, weight, 1e-5)).double(), expected, rtol=4 * eps, atol=tiny)
     gate_up = randn(7, 2 * size, dtype=dtype, seed=2) * 3
@@ -128,7 +130,9 @@ def test_rms_norm_and_act_mul_are_within_a_rounding_of_float64(size: int, dtype:
 
 def test_bfloat16_results_are_the_references_but_for_last_bits() -> None:
     """A rounding of the reduction may fall the other way, in one element of a thousand at most; the product may make two units of one."""
-    x, weight, gate_up = randn(64, 4096), randn(4096, seed=1), randn(64, 8192, seed=2)
+    x = randn(64, 4096)
+    weight = randn(4096, seed=1)
+    gate_up = randn(64, 8192, seed=2)
     pairs = [(rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5))]
     pairs += [
         (act_mul(gate_up, name), act_mul_rows(gate_up, name))
@@ -141,7 +145,9 @@ def test_bfloat16_results_are_the_references_but_for_last_bits() -> None:
 
 @pytest.mark.parametrize("size", [65, 4096, 14336])
 def test_rows_keep_their_bits_in_any_company(size: int) -> None:
-    x, weight, gate_up = randn(600, size), randn(size, seed=1), randn(600, 2 * size, seed=2)
+    x = randn(600, size)
+    weight = randn(size, seed=1)
+    gate_up = randn(600, 2 * size, seed=2)
     for function in (
         lambda rows: rms_norm(x[rows], weight, 1e-5, DYNAMIC),
         lambda rows: act_mul(gate_up[rows], "silu", DYNAMIC),
@@ -151,7 +157,8 @@ def test_rows_keep_their_bits_in_any_company(size: int) -> None:
         assert isinstance(whole, QuantizedRows)
         for rows in (slice(0, 1), slice(599, 600), slice(3, 131), slice(100, 500)):
             assert same_rows(function(rows), QuantizedRows(whole.values_TK[rows], whole.scale_T[rows]))
-    x_f32, weight_f32 = x.to(torch.float32), weight.to(torch.float32)
+    x_f32 = x.to(torch.float32)
+    weight_f32 = weight.to(torch.float32)
     normed = plain(rms_norm(x_f32, weight_f32, 1e-5))
     for rows in (slice(0, 1), slice(599, 600), slice(3, 131)):  # at size 65 the rows also begin off 16 bytes
         assert same_bits(plain(rms_norm(x_f32[rows], weight_f32, 1e-5)), normed[rows])
@@ -179,7 +186,8 @@ def test_every_plan_gives_the_tokens_of_the_cpu_and_can_be_captured() -> None:
     ]
     for params in (greedy, drawn, filtered):
         expected = sample(logits.cpu(), params, range(12)).tokens_R
-        rows, positions = SamplingRows.of(params, torch.device("cuda")), torch.arange(12, device="cuda")
+        rows = SamplingRows.of(params, torch.device("cuda"))
+        positions = torch.arange(12, device="cuda")
         plan = SamplingPlan.of(params)
         assert torch.equal(sample_rows(logits, rows, positions, plan).tokens_R.cpu(), expected)
         graph = torch.cuda.CUDAGraph()

@@ -48,10 +48,8 @@ def config(**changes: Any) -> EngineConfig:
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
-    source, requests = (
-        make_source(target),
-        make_requests(4 if batch_size == 1 else batch_size + batch_size // 4),
-    )
+    source = make_source(target)
+    requests = make_requests(4 if batch_size == 1 else batch_size + batch_size // 4)
     sizes = config(max_batch_size=batch_size, kv_format=kv_format)
     plain = [
         (each.tokens, each.logprobs) for each in Engine(source, device=CUDA, config=sizes).generate(requests)
@@ -72,7 +70,8 @@ def test_steps_of_a_head_launched_ahead_give_what_plain_steps_give(monkeypatch: 
 @torch.no_grad()
 def test_most_first_proposals_are_those_of_the_module() -> None:
     """In bfloat16 two words may be as likely within rounding, so not all."""
-    source, head = make_source("BF16"), make_head("BF16")
+    source = make_source("BF16")
+    head = make_head("BF16")
     # `sync`: the host's tokens are those of the state.
     engine = Engine(
         source,
@@ -80,18 +79,19 @@ def test_most_first_proposals_are_those_of_the_module() -> None:
         config=config(max_batch_size=4, sync=True, speculative=Speculative(Eagle3(head), k=4)),
     )
     assert engine._speculation is not None
-    proposer, same = engine._speculation._proposer, list[bool]()
-    target, module = (
-        build_decoder(source, dtype=torch.float32, device=CUDA),
-        head.decoder(dtype=torch.float32, device=CUDA),
-    )
+    proposer = engine._speculation._proposer
+    same = list[bool]()
+    target = build_decoder(source, dtype=torch.float32, device=CUDA)
+    module = head.decoder(dtype=torch.float32, device=CUDA)
     propose = proposer.propose
 
     def checked(rows: Any, state: Any) -> Any:
         drafts = propose(rows, state)
         for row, proposed in zip(rows, drafts.tokens_RK[:, 0].tolist(), strict=True):
-            tokens, attention = torch.tensor([row.tokens], device=CUDA), FullAttention()
-            states, positions = [target.embed(tokens)], torch.arange(tokens.shape[1], device=CUDA)
+            tokens = torch.tensor([row.tokens], device=CUDA)
+            attention = FullAttention()
+            states = [target.embed(tokens)]
+            positions = torch.arange(tokens.shape[1], device=CUDA)
             for layer in target.layers:
                 states.append(layer(states[-1], positions, attention))
             hidden = module.fuse(torch.cat([states[depth] for depth in head.facts.layer_ids], dim=-1))[:, :-1]

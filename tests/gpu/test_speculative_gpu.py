@@ -73,10 +73,8 @@ def make_requests(num_requests: int) -> list[Request]:
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_speculation_in_graphs_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
-    source, requests = (
-        make_source(target),
-        make_requests(4 if batch_size == 1 else batch_size + batch_size // 4),
-    )
+    source = make_source(target)
+    requests = make_requests(4 if batch_size == 1 else batch_size + batch_size // 4)
     config = EngineConfig(
         max_batch_size=batch_size, max_model_len=512, kv_cache_bytes=1 << 28, kv_format=kv_format
     )
@@ -104,7 +102,9 @@ def stopping(source: RandomSource) -> RandomSource:
 
 def served_as_they_come(engine: Engine, requests: list[Request]) -> dict[str, tuple[Any, ...]]:
     """One arrives with every fifth step, or when there is nothing else to do."""
-    waiting, finished, num_steps = deque(requests), list[Finished](), 0
+    waiting = deque(requests)
+    finished = list[Finished]()
+    num_steps = 0
     while waiting or engine.has_work:
         if waiting and (num_steps % 5 == 0 or not engine.has_work):
             engine.add(waiting.popleft())
@@ -116,9 +116,11 @@ def served_as_they_come(engine: Engine, requests: list[Request]) -> dict[str, tu
 
 def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends within a step, requests that come and go, blocks taken on the way; and counts, where nothing lies behind an end."""
-    ahead, launch_next = list[bool](), Run.launch_next
+    ahead = list[bool]()
+    launch_next = Run.launch_next
     monkeypatch.setattr(Run, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
-    source, requests = stopping(make_source("W4A16_G128")), make_requests(14)
+    source = stopping(make_source("W4A16_G128"))
+    requests = make_requests(14)
     requests = [
         replace(each, params=replace(each.params, ignore_eos=idx % 3 == 0))
         for idx, each in enumerate(requests)

@@ -51,7 +51,9 @@ def theirs(model: Path, calibration: Tensor, tmp_path_factory: pytest.TempPathFa
 
 def ours(model: Path, tokens_NS: Tensor, scheme_name: str, directory: Path) -> dict[str, QuantizedWeight]:
     """Disk name of a linear -> its weight, quantized layer by layer behind layers that are quantized already."""
-    scheme, source, ctx = SCHEMES[scheme_name], Checkpoint(model), Context("cpu", 0, directory)
+    scheme = SCHEMES[scheme_name]
+    source = Checkpoint(model)
+    ctx = Context("cpu", 0, directory)
     passes = [RoundPass(Rtn(scale="min_max"), scheme, torch.bfloat16)]
     run_sequential(source, tokens_NS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
     return {
@@ -78,7 +80,8 @@ def test_static_input_scales_are_modelopts(
     """The first linears see the same inputs as modelopt's. Those behind them see what the compressed ones give, where modelopt looks at a
     dense model: the largest input moves by no more than one rounding to e4m3 does."""
     for name, weight in ours(model, calibration, "FP8_STATIC", tmp_path).items():
-        scale, expected = weight.input_scale, theirs[f"{name}.input"]
+        scale = weight.input_scale
+        expected = theirs[f"{name}.input"]
         assert scale is not None
         if name.startswith("model.layers.0.self_attn") and not name.endswith("o_proj"):
             assert scale == expected.to(torch.bfloat16).to(torch.float32), name

@@ -21,16 +21,15 @@ def pins() -> dict[str, str]:
 
 
 def test_every_direct_dependency_is_pinned_inside_the_range_that_the_package_states() -> None:
-    project, pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"], pins()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pins()
     for requirement in map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]]):
         assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 def test_cuda_packages_are_left_to_torch_and_media_packages_stay_out() -> None:
-    unwanted, asked = (
-        ("nvidia-", "cuda-", "triton", "torchvision", "torchaudio"),
-        {"triton", "nvidia-cuda-nvrtc"},
-    )
+    unwanted = ("nvidia-", "cuda-", "triton", "torchvision", "torchaudio")
+    asked = {"triton", "nvidia-cuda-nvrtc"}
     assert {name for name in pins() if name.startswith(unwanted)} == asked, (
         "the compilers that the dev extra asks for, and no more"
     )

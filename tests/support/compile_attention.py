@@ -51,20 +51,16 @@ def compile_all(sm: int) -> list[Any]:
         for page_dtype in (torch.bfloat16, FP8):
             k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
             scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []
-            kv, table, lens = (
-                PagedKV(k, v, *scales),
-                torch.zeros(2, 3, dtype=torch.int32),
-                torch.ones(2, dtype=torch.int32),
-            )
+            kv = PagedKV(k, v, *scales)
+            table = torch.zeros(2, 3, dtype=torch.int32)
+            lens = torch.ones(2, dtype=torch.int32)
             q = torch.zeros(16, 8, head_dim, dtype=torch.bfloat16)
             for q_len in (1, 8):
                 decode.attention_decode(q[: 2 * q_len], kv, table, lens, q_len=q_len, window=None, scale=1.0)
             prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), window=50, scale=1.0)
-            qkv, rope, rows = (
-                torch.zeros(16, 12 * head_dim, dtype=q.dtype),
-                torch.zeros(8, head_dim, dtype=q.dtype),
-                torch.zeros(16).long(),
-            )
+            qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
+            rope = torch.zeros(8, head_dim, dtype=q.dtype)
+            rows = torch.zeros(16).long()
             fused.rope_store(
                 qkv,
                 rope,

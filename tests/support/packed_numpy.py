@@ -44,9 +44,14 @@ def random_linear(
 
 
 def gptq_unpacked(leaves: dict[str, Array], *, bits: int) -> Linear:
-    qweight, qzeros = leaves["qweight"].view(np.uint32), leaves["qzeros"].view(np.uint32)
-    scales, g_idx = leaves["scales"], leaves["g_idx"]
-    (num_groups, n_size), k_size, per_word, mask = scales.shape, len(g_idx), 32 // bits, (1 << bits) - 1
+    qweight = leaves["qweight"].view(np.uint32)
+    qzeros = leaves["qzeros"].view(np.uint32)
+    scales = leaves["scales"]
+    g_idx = leaves["g_idx"]
+    (num_groups, n_size) = scales.shape
+    k_size = len(g_idx)
+    per_word = 32 // bits
+    mask = (1 << bits) - 1
     codes = [
         [int(qweight[k // per_word, n]) >> bits * (k % per_word) & mask for k in range(k_size)]
         for n in range(n_size)
@@ -61,11 +66,10 @@ def gptq_unpacked(leaves: dict[str, Array], *, bits: int) -> Linear:
 
 def gptq_packed(linear: Linear) -> dict[str, Array]:
     """Of 4 bits."""
-    (n_size, k_size), num_groups = linear.codes.shape, linear.zeros.shape[1]
-    qweight, qzeros = (
-        np.zeros((k_size // 8, n_size), np.uint32),
-        np.zeros((num_groups, n_size // 8), np.uint32),
-    )
+    (n_size, k_size) = linear.codes.shape
+    num_groups = linear.zeros.shape[1]
+    qweight = np.zeros((k_size // 8, n_size), np.uint32)
+    qzeros = np.zeros((num_groups, n_size // 8), np.uint32)
     for n in range(n_size):
         for k in range(k_size):
             qweight[k // 8, n] |= np.uint32(int(linear.codes[n, k]) << 4 * (k % 8))

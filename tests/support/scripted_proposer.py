@@ -50,7 +50,8 @@ class ScriptedProposer:
             for place, token in enumerate(
                 self._options.scripts[row.params.seed][len(row.tokens) :][: self._k]
             ):
-                every, position = self._options.wrong_every, len(row.tokens) + place
+                every = self._options.wrong_every
+                position = len(row.tokens) + place
                 tokens_RK[row_idx, place] = (
                     (token + 1) % self._vocab_size if every and position % every == 0 else token
                 )

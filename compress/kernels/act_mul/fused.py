@@ -68,7 +68,8 @@ def _act_mul_quantize(
 ) -> None:
     launch_dependents(PDL)
     wait(PDL)
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     y = _gated(gate_up_ptr + row.to(tl.int64) * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
     store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 
@@ -77,7 +78,9 @@ def act_mul(
     gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None
 ) -> Tensor | QuantizedRows:
     """[T, 2 F] -> [T, F]."""
-    num_rows, size, device = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2, gate_up_TF.device
+    num_rows = gate_up_TF.shape[0]
+    size = gate_up_TF.shape[1] // 2
+    device = gate_up_TF.device
     gate_up_TF = gate_up_TF.contiguous()
     if quant is None:
         out = torch.empty(num_rows, size, dtype=gate_up_TF.dtype, device=device)

@@ -43,7 +43,8 @@ def attention_decode(
     """
     if q_len > 1:
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
-        block_table_RB, context_lens_R = block_table_RB.repeat_interleave(q_len, dim=0), ends.flatten()
+        block_table_RB = block_table_RB.repeat_interleave(q_len, dim=0)
+        context_lens_R = ends.flatten()
     return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale)
 
 
@@ -56,7 +57,8 @@ def _attend(
     scale: float,
 ) -> Tensor:
     """[R, H, C]. J chunks of N positions a row; the batch of the products is K * (R * J + padding), in that order."""
-    (num_rows, num_heads, head_dim), num_kv_heads = q_RHC.shape, kv.k.shape[0]
+    (num_rows, num_heads, head_dim) = q_RHC.shape
+    num_kv_heads = kv.k.shape[0]
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
     block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
     num_chunks = block_table_RB.shape[1] // blocks_per_chunk
@@ -122,10 +124,13 @@ def _merge(o: Tensor, m: Tensor, total: Tensor) -> Tensor:
     if o.shape[2] == 1:
         return (o / total).squeeze(2)
     weight = (m - m.amax(dim=2, keepdim=True)).exp_()
-    o, total = o * weight, total * weight
-    out, denominator = o[:, :, 0], total[:, :, 0]
+    o = o * weight
+    total = total * weight
+    out = o[:, :, 0]
+    denominator = total[:, :, 0]
     for chunk in range(1, o.shape[2]):
-        out, denominator = out + o[:, :, chunk], denominator + total[:, :, chunk]
+        out = out + o[:, :, chunk]
+        denominator = denominator + total[:, :, chunk]
     return out / denominator
 
 

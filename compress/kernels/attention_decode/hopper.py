@@ -20,7 +20,8 @@ from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV,
 from compress.kernels.select import Kernel, Problem, register
 
 SM = 90
-LANES, WARPS = 16, 4
+LANES = 16
+WARPS = 4
 CLUSTERS = (4, 2, 1)
 """Blocks that may share a request and KV head."""
 BLOCKS_AT_ONCE = 264
@@ -112,7 +113,8 @@ def attention_decode(
     scale: float,
 ) -> Tensor:
     """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
-    num_kv_heads, (num_rows, num_heads, head_dim) = kv.k.shape[0], q_THC.shape
+    num_kv_heads = kv.k.shape[0]
+    (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
     dealt = {
         "row_eights": row_eights,
@@ -157,8 +159,11 @@ def attend(
     cluster: int,
 ) -> Tensor:
     """`attention_decode` with the work dealt out as given, which changes no bit."""
-    (num_kv_heads, _, block_size, head_dim), (num_rows, num_heads, _) = kv.k.shape, q_THC.shape
-    num_requests, group, device = num_rows // q_len, num_heads // num_kv_heads, q_THC.device
+    (num_kv_heads, _, block_size, head_dim) = kv.k.shape
+    (num_rows, num_heads, _) = q_THC.shape
+    num_requests = num_rows // q_len
+    group = num_heads // num_kv_heads
+    device = q_THC.device
     assert num_rows == num_requests * q_len
     assert q_THC.is_contiguous()
     assert kv.k[0].is_contiguous()

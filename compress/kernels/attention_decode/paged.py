@@ -94,7 +94,8 @@ def _attend_chunks(
     CODES: tl.constexpr = 1 if FORMAT == 0 else 2
     C_PAGE: tl.constexpr = C // CODES
     columns = tl.arange(0, C_TILE // CODES)
-    real_row, real_column = rows < q_len * G, columns < C_PAGE
+    real_row = rows < q_len * G
+    real_column = columns < C_PAGE
     offsets = tl.arange(0, TILE)
     within = offsets[:, None] * C_PAGE + columns[None, :]
     row_mask = real_row[:, None] & real_column[None, :]
@@ -153,9 +154,11 @@ def _attend_chunks(
         ) % TILES * TILE
         block = block_of(table_ptr, next_start, context_len, context_len, BLOCK_SIZE, TILE)
         if BLOCK_SIZE % TILE == 0:
-            k_at, v_at = k_ptr + slot * C_PAGE + within, v_ptr + slot * C_PAGE + within
+            k_at = k_ptr + slot * C_PAGE + within
+            v_at = v_ptr + slot * C_PAGE + within
         else:
-            k_at, v_at = k_ptr + (slot * C_PAGE)[:, None] + within, v_ptr + (slot * C_PAGE)[:, None] + within
+            k_at = k_ptr + (slot * C_PAGE)[:, None] + within
+            v_at = v_ptr + (slot * C_PAGE)[:, None] + within
         if FORMAT == 0:
             k = tl.load(k_at, mask=mask, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -239,7 +242,8 @@ def _merge_chunks(
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    request, query = token // q_len, token % q_len
+    request = token // q_len
+    query = token % q_len
     columns = tl.arange(0, C_TILE)
     part = (request * K + head // G) * max_chunks * (q_len * G) + query * G + head % G
     wait(PDL)
@@ -298,8 +302,10 @@ def attend(
     config: Config,
 ) -> Tensor:
     """`attention_decode` in a given configuration."""
-    (num_kv_heads, _, block_size, head_dim), (num_rows, num_heads, _) = kv.k.shape, q_THC.shape
-    num_requests, group = num_rows // q_len, num_heads // num_kv_heads
+    (num_kv_heads, _, block_size, head_dim) = kv.k.shape
+    (num_rows, num_heads, _) = q_THC.shape
+    num_requests = num_rows // q_len
+    group = num_heads // num_kv_heads
     assert num_rows == num_requests * q_len <= MAX_Q_LEN * num_requests
     assert q_THC.is_contiguous()
     assert kv.k[0].is_contiguous()

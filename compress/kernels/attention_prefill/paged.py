@@ -91,20 +91,25 @@ def _attend_keys(
             table_ptr, start + TILE, end_key, context_len, BLOCK_SIZE, TILE
         )  # one step early: one latency, not two
         if BLOCK_SIZE % TILE == 0:
-            k_at, v_at = k_ptr + slot * C + within, v_ptr + slot * C + within
+            k_at = k_ptr + slot * C + within
+            v_at = v_ptr + slot * C + within
         else:
-            k_at, v_at = k_ptr + (slot * C)[:, None] + within, v_ptr + (slot * C)[:, None] + within
+            k_at = k_ptr + (slot * C)[:, None] + within
+            v_at = v_ptr + (slot * C)[:, None] + within
         if TMA and not MASKED:
             k = k_tiles.load([(page_row + slot).to(tl.int32), 0])
             v = v_tiles.load([(page_row + slot).to(tl.int32), 0])
         elif MASKED:
             mask = (keys < context_len)[:, None] & (columns < C)[None, :]
-            k, v = tl.load(k_at, mask=mask, other=0), tl.load(v_at, mask=mask, other=0)
+            k = tl.load(k_at, mask=mask, other=0)
+            v = tl.load(v_at, mask=mask, other=0)
         elif C_TILE == C:
-            k, v = tl.load(k_at), tl.load(v_at)
+            k = tl.load(k_at)
+            v = tl.load(v_at)
         else:
             mask = (columns < C)[None, :]
-            k, v = tl.load(k_at, mask=mask, other=0), tl.load(v_at, mask=mask, other=0)
+            k = tl.load(k_at, mask=mask, other=0)
+            v = tl.load(v_at, mask=mask, other=0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
@@ -154,8 +159,10 @@ def _attention_prefill(
     wait(PDL)
     tile_ptr = tiles_ptr + tl.program_id(0) // K * 4
     kv_head = (tl.program_id(0) % K).to(tl.int64)
-    first_token, num_tokens = tl.load(tile_ptr).to(tl.int64), tl.load(tile_ptr + 1)
-    first_position, sequence = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3).to(tl.int64)
+    first_token = tl.load(tile_ptr).to(tl.int64)
+    num_tokens = tl.load(tile_ptr + 1)
+    first_position = tl.load(tile_ptr + 2)
+    sequence = tl.load(tile_ptr + 3).to(tl.int64)
     end = first_position + num_tokens
 
     rows = tl.arange(0, ROWS)
@@ -174,7 +181,9 @@ def _attention_prefill(
     total = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, C_TILE], tl.float32)
     # Keys on the window's edge, keys that every row sees, keys on the diagonal.
-    window_start, whole_start, whole_end = 0, 0, (first_position + 1) // TILE * TILE
+    window_start = 0
+    whole_start = 0
+    whole_end = (first_position + 1) // TILE * TILE
     if WINDOW > 0:
         window_start = tl.maximum(first_position + 1 - WINDOW, 0) // TILE * TILE
         whole_start = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, whole_end)
@@ -215,8 +224,10 @@ def _widen_pages(
     block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(
         tl.int64
     )
-    offsets, columns = tl.arange(0, BLOCK_SIZE), tl.arange(0, C_TILE)
-    within, mask = offsets[:, None] * C + columns[None, :], (columns < C)[None, :]
+    offsets = tl.arange(0, BLOCK_SIZE)
+    columns = tl.arange(0, C_TILE)
+    within = offsets[:, None] * C + columns[None, :]
+    mask = (columns < C)[None, :]
     source = (kv_head * num_blocks + block) * BLOCK_SIZE
     target = (kv_head * tl.num_programs(0) + tl.program_id(0)) * BLOCK_SIZE
     scale_at = 0 * offsets if STATIC else source + offsets
@@ -263,7 +274,8 @@ def attend(
     """`attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
         kv, block_table_RB = _widened(kv, block_table_RB, context_lens, q_THC.dtype)
-    (num_kv_heads, _, block_size, head_dim), (num_rows, num_heads, _) = kv.k.shape, q_THC.shape
+    (num_kv_heads, _, block_size, head_dim) = kv.k.shape
+    (num_rows, num_heads, _) = q_THC.shape
     group = num_heads // num_kv_heads
     assert num_rows == sum(query_lens)
     assert q_THC.is_contiguous()
@@ -354,7 +366,8 @@ def _query_tiles(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device
 ) -> Tensor:
     """int32 [tiles, 4]: first row among the T, number of tokens, position of the first, sequence. The same for all layers of a step."""
-    tiles, row = [], 0
+    tiles = []
+    row = 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
         for start in range(0, query_len, size):
             tiles.append(

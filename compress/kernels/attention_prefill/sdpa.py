@@ -35,7 +35,8 @@ def attention_prefill(
 
 
 def _attend(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
-    num_queries, num_keys = q_THC.shape[0], k_KLC.shape[1]
+    num_queries = q_THC.shape[0]
+    num_keys = k_KLC.shape[1]
     q, k, v = (
         each.clone(memory_format=torch.contiguous_format).unsqueeze(0)
         for each in (q_THC.transpose(0, 1), k_KLC, v_KLC)

@@ -24,12 +24,15 @@ from compress.artifact.atomic import write_atomic
 from compress.errors import EnvironmentUnfit
 
 NVRTC_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+_CLUSTER_DIMENSION = 4
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _DIGEST_SIZE = 32
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
 _MAP_TYPES = {1: 0, 2: 1, 8: 4}
-_MAP_SWIZZLE_128B, _MAP_PROMOTE_128B = 3, 2
+_MAP_SWIZZLE_128B = 3
+_MAP_PROMOTE_128B = 2
 """Of cuTensorMapEncodeTiled; types are unsigned integers by their bytes."""
 
 
@@ -132,7 +135,8 @@ def _encoded(
     rank = len(shape)  # the driver counts dimensions from the innermost
     sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
     steps = (ctypes.c_uint64 * max(1, rank - 1))(*(stride * element_size for stride in reversed(strides)))
-    box, ones = (ctypes.c_uint32 * rank)(*reversed(tile)), (ctypes.c_uint32 * rank)(*(1 for _ in tile))
+    box = (ctypes.c_uint32 * rank)(*reversed(tile))
+    ones = (ctypes.c_uint32 * rank)(*(1 for _ in tile))
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0, swizzle,
         _MAP_PROMOTE_128B, 0,
@@ -148,7 +152,8 @@ class Function:
     def __init__(self, source: Source, *, device: torch.device, shared_bytes: int, sm: int) -> None:
         self._driver = _driver()
         self._entry = source.entry
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._module = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
         image = compile_cubin(source, sm)
         with torch.cuda.device(device):
             torch.cuda.current_stream()
@@ -167,10 +172,12 @@ class Function:
         attributes = (_Attribute * 2)()
         count = 0
         if launch.cluster > 1:
-            attributes[count].id, attributes[count].value.cluster = _CLUSTER_DIMENSION, (launch.cluster, 1, 1)
+            attributes[count].id = _CLUSTER_DIMENSION
+            attributes[count].value.cluster = (launch.cluster, 1, 1)
             count += 1
         if launch.overlap:
-            attributes[count].id, attributes[count].value.flag = _PROGRAMMATIC_STREAM_SERIALIZATION, 1
+            attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[count].value.flag = 1
             count += 1
         stream = torch.cuda.current_stream(device).cuda_stream
         config = _Config(*launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count)
@@ -226,7 +233,8 @@ def _driver() -> ctypes.CDLL:
 
 
 def _version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from compress.kernels.build.triton import jit, tl, triton
 from compress.quant.scheme import Scheme
 
-OUTPUTS, WARPS = 64, 4
+OUTPUTS = 64
+WARPS = 4
 """Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
-DESCENT_OUTPUTS, DESCENT_COLUMNS = 32, 16
+DESCENT_OUTPUTS = 32
+DESCENT_COLUMNS = 16
 """Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
 
 
@@ -23,7 +25,8 @@ def launch_round(
 ) -> tuple[Tensor, Tensor]:
     """`round_block` in one launch."""
     size, num_outputs = w_BO.shape
-    codes_BO, errors_BO = torch.empty_like(w_BO), torch.empty_like(w_BO)
+    codes_BO = torch.empty_like(w_BO)
+    errors_BO = torch.empty_like(w_BO)
     _round[(triton.cdiv(num_outputs, OUTPUTS),)](
         *(w_BO, factor_BB, scale_BO, zero_BO, codes_BO, errors_BO, *factor_BB.stride(), size, num_outputs),
         BLOCK=triton.next_power_of_2(size),
@@ -48,11 +51,9 @@ def launch_descend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`descend_block` in one launch."""
     size, num_outputs = levels_BO.shape
-    new_BO, moves_BO, best_O = (
-        torch.empty_like(levels_BO),
-        torch.empty_like(levels_BO),
-        torch.empty_like(scale_O),
-    )
+    new_BO = torch.empty_like(levels_BO)
+    moves_BO = torch.empty_like(levels_BO)
+    best_O = torch.empty_like(scale_O)
     _descend_group[(triton.cdiv(num_outputs, DESCENT_OUTPUTS),)](
         *(
             levels_BO,
@@ -125,7 +126,8 @@ def _round(
     FLOAT: tl.constexpr,
 ) -> None:
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    mask, before = outputs < num_outputs, tl.arange(0, BLOCK)
+    mask = outputs < num_outputs
+    before = tl.arange(0, BLOCK)
     errors = tl.zeros((BLOCK, OUTPUTS), tl.float32)
     for i in range(size):
         at = i * num_outputs + outputs
@@ -185,12 +187,14 @@ def _descend_group(
     """A few columns at a time stand in registers; what they owe to those before comes in one go, since nothing is stored meanwhile that a
     load would have to wait for."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    mask, columns = outputs < num_outputs, tl.arange(0, COLUMNS)
+    mask = outputs < num_outputs
+    columns = tl.arange(0, COLUMNS)
     old_scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
     zero = tl.zeros_like(old_scale) if zero_ptr is None else tl.load(zero_ptr + outputs, mask=mask, other=0.0)
     scale = old_scale
     if slope_ptr is not None:
-        fall, curvature = tl.zeros_like(scale), tl.zeros_like(scale)
+        fall = tl.zeros_like(scale)
+        curvature = tl.zeros_like(scale)
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
             inside = (begin + columns < size)[:, None] & mask[None, :]
@@ -203,7 +207,8 @@ def _descend_group(
     tl.store(best_ptr + outputs, scale, mask=mask)
     for begin in range(0, size, COLUMNS):
         here = begin + columns
-        at, inside = here[:, None] * num_outputs + outputs[None, :], (here < size)[:, None] & mask[None, :]
+        at = here[:, None] * num_outputs + outputs[None, :]
+        inside = (here < size)[:, None] & mask[None, :]
         g = tl.load(g_ptr + at, mask=inside, other=0.0)
         if slope_ptr is not None:
             g += tl.load(slope_ptr + at, mask=inside, other=0.0) * turn[None, :]
@@ -214,7 +219,8 @@ def _descend_group(
                     h_ptr + (past + k) * row_stride + here * column_stride, mask=here < size, other=0.0
                 )
                 g += h[:, None] * move[None, :]
-        levels, moves = tl.zeros_like(g), tl.zeros_like(g)
+        levels = tl.zeros_like(g)
+        moves = tl.zeros_like(g)
         for i in tl.static_range(COLUMNS):
             is_column = (columns == i)[:, None]
             there = mask & (begin + i < size)
@@ -229,10 +235,8 @@ def _descend_group(
                 other=0.0,
             )
             g += h[:, None] * move[None, :]
-            levels, moves = (
-                tl.where(is_column, level[None, :], levels),
-                tl.where(is_column, move[None, :], moves),
-            )
+            levels = tl.where(is_column, level[None, :], levels)
+            moves = tl.where(is_column, move[None, :], moves)
         tl.store(new_ptr + at, levels, mask=inside)
         tl.store(moves_ptr + at, moves, mask=inside)
         tl.debug_barrier()  # what comes after reads what other lanes have stored

@@ -21,7 +21,8 @@ from compress.quant.scheme import Scheme
 
 Floats = npt.NDArray[np.float32]
 
-PRODUCT_SIZE, PRODUCT_OUTPUTS = 8192, 1024
+PRODUCT_SIZE = 8192
+PRODUCT_OUTPUTS = 1024
 """Numbers of R, and outputs, that one product of a row takes. OpenBLAS shares out 9216 numbers and more among threads of its own, which go
 on spinning where torch's are to run; fewer than eight columns at a time leave too much to the matrix products."""
 
@@ -30,7 +31,9 @@ def round_block(
     w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors e [B, O]."""
-    rows_BO, levels_BO, pivot_B1 = w_BO.clone(), torch.empty_like(w_BO), factor_BB.diagonal().unsqueeze(1)
+    rows_BO = w_BO.clone()
+    levels_BO = torch.empty_like(w_BO)
+    pivot_B1 = factor_BB.diagonal().unsqueeze(1)
     bounds = (np.broadcast_to(bound, w_BO.shape) for bound in _bounds(scheme, zero_BO, w_BO.shape[1]))
     columns = _columns(rows_BO, (factor_BB / -pivot_B1).t())
     each = zip(columns, scale_BO.numpy(), *bounds, levels_BO.numpy(), rows_BO.numpy(), strict=True)
@@ -52,7 +55,8 @@ def descend(
     zero_O: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """New levels, and what they move the values by [B, O], under scales that stay."""
-    new_BO, pull_B1 = torch.empty_like(levels_BO), pull_B.unsqueeze(1)
+    new_BO = torch.empty_like(levels_BO)
+    pull_B1 = pull_B.unsqueeze(1)
     rows_BO = torch.addcmul(levels_BO, g_BO / scale_O, pull_B1, value=-1)
     lowest_O, highest_O = _bounds(scheme, zero_O, levels_BO.shape[1])
     columns = _columns(rows_BO, h_BB * -pull_B1)
@@ -69,7 +73,9 @@ def _columns(rows_BO: Tensor, shares_BB: Tensor) -> Iterator[Floats]:
     size, num_outputs = rows_BO.shape
     shares_BB = shares_BB.contiguous()
     shares_BB.diagonal().fill_(1)
-    rows, shares, wanted_O = rows_BO.numpy(), shares_BB.numpy(), np.empty(num_outputs, np.float32)
+    rows = rows_BO.numpy()
+    shares = shares_BB.numpy()
+    wanted_O = np.empty(num_outputs, np.float32)
     pieces = [np.s_[first : first + PRODUCT_OUTPUTS] for first in range(0, num_outputs, PRODUCT_OUTPUTS)]
     parts = [(rows[:, piece], wanted_O[piece]) for piece in pieces]
     at_once = PRODUCT_SIZE // min(num_outputs, PRODUCT_OUTPUTS)

@@ -35,7 +35,9 @@ def descend(
     """New levels, and what they move the values by [B, O], under scales that stay."""
     if scheme.type == "int":
         return _descend_integers(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
-    g_BO, new_BO, moves_BO = g_BO.clone(), torch.empty_like(levels_BO), torch.empty_like(levels_BO)
+    g_BO = g_BO.clone()
+    new_BO = torch.empty_like(levels_BO)
+    moves_BO = torch.empty_like(levels_BO)
     for i, old_O in enumerate(levels_BO):
         new_BO[i] = nearest_codes(old_O * scale_O - g_BO[i] * pull_B[i], scheme, scale_O, zero_O)
         moves_BO[i] = (new_BO[i] - old_O) * scale_O
@@ -88,7 +90,9 @@ def _descend_integers(
     zero_O: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """In units of the scales, where a column is five small operations."""
-    g_BO, new_BO, steps_BO = g_BO / scale_O, torch.empty_like(levels_BO), torch.empty_like(levels_BO)
+    g_BO = g_BO / scale_O
+    new_BO = torch.empty_like(levels_BO)
+    steps_BO = torch.empty_like(levels_BO)
     lowest, highest = (
         torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O)
         for code in (scheme.min_code, scheme.max_code)

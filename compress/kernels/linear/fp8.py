@@ -39,7 +39,8 @@ def repack(
     return PackedFp8(stacked_codes(quantized, device), stacked_scales(quantized, device).flatten(), dtype)
 
 
-linear, hopper_linear = of_packed(stream), of_packed(multiply)
+linear = of_packed(stream)
+hopper_linear = of_packed(multiply)
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
 for _kernel in (

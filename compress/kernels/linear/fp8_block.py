@@ -77,5 +77,6 @@ def _refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | N
 
 for _device, _rows in ((None, DECODE_ROWS), *PREFILL_ROWS.items()):
     _supports = partial(_refusal, few_rows=_device is None, device=_device)
-    _name, _fn = f"reference.fp8_block.tile{_rows}", partial(linear, rows=_rows)
+    _name = f"reference.fp8_block.tile{_rows}"
+    _fn = partial(linear, rows=_rows)
     register(Kernel("linear", _name, min_sm=0, rank=0, supports=_supports, fn=_fn, repack=repack))

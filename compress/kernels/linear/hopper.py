@@ -133,13 +133,18 @@ def _consumers_of(tiles: int) -> int:
 
 def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: int | None = None) -> Plan:
     tiles, segments = unit_of(shape, gpu.num_sms)
-    k_slots, tokens = k_slots_of(tiles), 8 * token_tiles
-    parts, units, token_blocks = k_slots * segments, -(-shape.num_tiles // tiles), -(-num_rows // tokens)
-    num_items, num_chunks = units * token_blocks, shape.k // _CHUNK
+    k_slots = k_slots_of(tiles)
+    tokens = 8 * token_tiles
+    parts = k_slots * segments
+    units = -(-shape.num_tiles // tiles)
+    token_blocks = -(-num_rows // tokens)
+    num_items = units * token_blocks
+    num_chunks = shape.k // _CHUNK
     deep = 2 if shape.format != "fp8" and token_tiles <= 4 else 1
     steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
     # As hopper.cu lays it out: inbox | raw row | ring. The last warpgroup reads past its tiles.
-    tile_bytes, row_bytes = TILE_BYTES[shape.format], 1 if shape.format == "fp8" else 2
+    tile_bytes = TILE_BYTES[shape.format]
+    row_bytes = 1 if shape.format == "fp8" else 2
     inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
     x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
     places = deep * k_slots
@@ -270,7 +275,10 @@ def multiply(
 
     `chosen` is for measuring other plans than the best; none of them changes a bit.
     """
-    num_rows, device, n, k = x.shape[0], weight.data.device, weight.n, weight.k
+    num_rows = x.shape[0]
+    device = weight.data.device
+    n = weight.n
+    k = weight.k
     shape = Shape(weight.format, n, k, activation is not None)
     assert x.shape[1] == k
     assert out_dtype in (None, dtype, torch.float32)
@@ -337,7 +345,8 @@ def variant_of(
 
 def _weight_map(weight: Streamed, chosen: Plan, gated: bool) -> bytes:
     """Of the row tiles of a unit, in the chunks of a stage; of e4m3 gated: each 8 gate rows over their 8 up rows."""
-    tiles, places = chosen.tiles, chosen.places
+    tiles = chosen.tiles
+    places = chosen.places
     if weight.format != "fp8":
         return tile_map(
             weight.data.view(torch.int64), (tiles, places, weight.data.shape[-1] // 8), swizzled=False

@@ -21,7 +21,8 @@ from compress.kernels.select import Kernel, Problem, register
 from compress.quant.scheme import QuantizedWeight
 
 SCHEMES = ("INT8_DYNAMIC",)
-MULTIPLE, FEWEST_ROWS = 8, 32
+MULTIPLE = 8
+FEWEST_ROWS = 32
 MAX_K = ((1 << 31) - 1) // (127 * 128)
 """Products of 127 and -128 that an int32 sum holds."""
 
@@ -41,7 +42,8 @@ def repack(
     """Stacked along O."""
     assert not gated, "the reference applies no activation"
     quantized = coded(weights)
-    codes_OI, scale_O = stacked_codes(quantized, device), stacked_scales(quantized, device).flatten()
+    codes_OI = stacked_codes(quantized, device)
+    scale_O = stacked_scales(quantized, device).flatten()
     return PackedInt8(
         F.pad(codes_OI, (0, -codes_OI.shape[1] % MULTIPLE, 0, -codes_OI.shape[0] % MULTIPLE)), scale_O, dtype
     )

@@ -20,7 +20,8 @@ from compress.kernels.build.nvrtc import Launch
 
 Format = Literal["dense16", "w4", "w4_asym", "fp8"]
 FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8")
-WARPS, TILE_ROWS = 16, 16
+WARPS = 16
+TILE_ROWS = 16
 MAX_STAGES = 8
 TOKEN_TILES = (1, 2, 4, 8)
 """Token tiles of 8 that one block serves; more rows take several blocks."""
@@ -175,8 +176,11 @@ def _fit(
     """None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
     cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
     clustered = gpu.sm >= 90 and split.segments > 1
-    warps, tokens, num_parts = cover.tiles * split.parts, 8 * token_tiles, split.parts * split.segments
-    real_tokens, num_token_blocks = min(num_rows, tokens), -(-num_rows // tokens)
+    warps = cover.tiles * split.parts
+    tokens = 8 * token_tiles
+    num_parts = split.parts * split.segments
+    real_tokens = min(num_rows, tokens)
+    num_token_blocks = -(-num_rows // tokens)
     iterations = -(-(shape.k // shape.stage_k) // num_parts)
     # As stream.cu lays it out: arriving sums | x | weights; at the end sums lie over x and weights.
     own_rows = -(-cover.tiles * TILE_ROWS // split.segments)

@@ -45,7 +45,8 @@ def _dequantize(
 ) -> None:
     """`GROUPS` blocks of 16 rows x 128 columns side by side. 128 + code + ZERO (+ offset) is the number; offsets follow the 16 scales."""
     launch_dependents(PDL)
-    tile, rows = tl.program_id(0), tl.arange(0, 16)
+    tile = tl.program_id(0)
+    rows = tl.arange(0, 16)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     blocks = ((first_tile + tile) * num_groups + groups).to(tl.int64) * BLOCK_WORDS
     mask = groups < num_groups
@@ -125,7 +126,8 @@ def pieces(packed: PackedW4) -> Iterator[tuple[int, Tensor]]:
     """First row of a piece (of a gated weight: within either half) and its weight as `dequantize` gives it. Pieces share memory: one is
     over when the next is asked for.
     """
-    num_tiles, step = packed.blocks.shape[0], piece_tiles(packed)
+    num_tiles = packed.blocks.shape[0]
+    step = piece_tiles(packed)
     tile_rows = TILE // 2 if packed.gated else TILE
     scratch = None
     for first_tile in range(0, num_tiles, step):
@@ -137,7 +139,8 @@ def pieces(packed: PackedW4) -> Iterator[tuple[int, Tensor]]:
 def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tensor | None = None) -> Tensor:
     """Rows of these tiles: [1, P, K], or gate and up rows of a gated weight, [2, P, K]; in `scratch` if it is given, of no fewer rows."""
     halves = 2 if packed.gated else 1
-    tile_rows, half_size = TILE // halves, packed.n // halves
+    tile_rows = TILE // halves
+    half_size = packed.n // halves
     if scratch is None:
         scratch = torch.empty(
             halves, num_tiles * tile_rows, packed.k, dtype=packed.dtype, device=packed.blocks.device

@@ -119,7 +119,8 @@ def stream(
 
     `chosen` is for measuring other plans than the best; none of them changes a bit.
     """
-    num_rows, device = x.shape[0], weight.data.device
+    num_rows = x.shape[0]
+    device = weight.data.device
     shape = Shape(weight.format, weight.n, weight.k, activation is not None)
     assert x.shape[1] == weight.k
     assert out_dtype in (None, dtype, torch.float32)
@@ -135,7 +136,8 @@ def stream(
     if isinstance(x, RawRows):
         x = x.x_TK if raw is not None else prepare_rows(x)
     x_TI, x_scale_T = (x.values_TK, x.scale_T) if isinstance(x, QuantizedRows) else (x, None)
-    x_TI, residual_TO = readable(x_TI), None if residual_TO is None else residual_TO.contiguous()
+    x_TI = readable(x_TI)
+    residual_TO = None if residual_TO is None else residual_TO.contiguous()
     tensors = (weight.data, x_TI, weight.scale_O, x_scale_T, bias_O, residual_TO, y_TO, partials, arrivals)
     split = chosen.split
     copied = gpu.sm >= 90 and not chosen.resident and weight.format != "fp8"
@@ -170,8 +172,10 @@ def x_map(x_TI: Tensor, tokens: int, stage_k: int) -> bytes:
 def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
     """What a linear does to raw rows, alone and bit for bit."""
     x_TK = readable(raw.x_TK)
-    (num_rows, k), device = x_TK.shape, x_TK.device
-    quantizes, sm = quantizes_of(raw), gpu_of(device).sm
+    (num_rows, k) = x_TK.shape
+    device = x_TK.device
+    quantizes = quantizes_of(raw)
+    sm = gpu_of(device).sm
     if raw.quant is not None and sm < 90:  # no e4m3 instruction
         if raw.weight_K is not None:
             normed = prepare_rows(replace(raw, quant=None))

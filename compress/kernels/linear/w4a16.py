@@ -24,8 +24,10 @@ from compress.kernels.linear.stream import Streamed, kernels, of_packed, stream
 from compress.kernels.select import anything, register
 from compress.quant.scheme import QuantizedWeight
 
-GROUP, TILE = 128, 16
-CODE_BYTES, VECTOR_BYTES = 1024, 32
+GROUP = 128
+TILE = 16
+CODE_BYTES = 1024
+VECTOR_BYTES = 32
 """Of a block: its codes, and one 16-bit number for each of its rows."""
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 """What the bit trick adds to a code."""
@@ -69,7 +71,8 @@ def repack(
     zero_OG = None if symmetric else torch.cat([zero.to(device) for zero in zeros if zero is not None])
     n, k = codes_OI.shape
     rows = tile_rows(n, gated=gated).to(device)
-    tiles, groups = rows.shape[0], k // GROUP
+    tiles = rows.shape[0]
+    groups = k // GROUP
     real = rows.flatten().clamp(max=n - 1)
     parts = [
         _code_bytes(codes_OI[real].view(tiles, TILE, groups, GROUP)),
@@ -130,7 +133,8 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes[order], vector(CODE_BYTES)[order], zero
 
 
-linear, hopper_linear = of_packed(stream), of_packed(multiply)
+linear = of_packed(stream)
+hopper_linear = of_packed(multiply)
 
 SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
 for _kernel in (

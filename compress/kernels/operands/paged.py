@@ -83,7 +83,8 @@ class PagedKV:
                 new_KTC = _codes(new_f32 / scale_KT.unsqueeze(-1), pages.dtype)
             flat = pages.view(pages.shape[0], -1, pages.shape[3])
             if flat.dtype == FP8:  # index_copy_ knows no 8-bit floats; their bytes it does
-                flat, new_KTC = flat.view(torch.uint8), new_KTC.view(torch.uint8)
+                flat = flat.view(torch.uint8)
+                new_KTC = new_KTC.view(torch.uint8)
             flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
 
     def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
-FP8_MAX, INT8_MAX = 448.0, 127.0
+FP8 = torch.float8_e4m3fn
+INT8 = torch.int8
+FP8_MAX = 448.0
+INT8_MAX = 127.0
 LARGEST = {FP8: FP8_MAX, INT8: INT8_MAX}
 TINY_SCALE = 2.0**-40
 """Scale of a row of zeros; far above the least normal float32, so that x / scale cannot overflow."""
@@ -79,7 +81,8 @@ def dynamic_scale(x_f32: Tensor, largest: float = FP8_MAX) -> Tensor:
 
 def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
     """The definition that every kernel is held to."""
-    x_f32, largest = x_TK.to(torch.float32), LARGEST[quant.dtype]
+    x_f32 = x_TK.to(torch.float32)
+    largest = LARGEST[quant.dtype]
     if quant.group_size is not None:
         assert x_TK.shape[1] % quant.group_size == 0, (
             f"{x_TK.shape[1]} features are no whole groups of {quant.group_size}"

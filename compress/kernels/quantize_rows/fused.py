@@ -145,7 +145,8 @@ def _quantize_rows(
 ) -> None:
     launch_dependents(PDL)
     wait(PDL)
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
     store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 

@@ -32,7 +32,8 @@ def _rms_norm(
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
-    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0).to(
         tl.float32
     )

@@ -52,7 +52,8 @@ def _store(
     """Halves [h, C / 2] of the given heads to one slot of the pages: `PagedKV.write_`."""
     at = pages_ptr + heads * head_stride + slot * C + columns
     if FORMAT != 0:
-        first, second = first.to(tl.float32), second.to(tl.float32)
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
         if FORMAT == 1:
             absmax = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
             scale = tl.maximum(tl.div_rn(absmax, FP8_MAX + tl.zeros_like(absmax)), TINY_SCALE)
@@ -83,10 +84,8 @@ def _angles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Halves of a position's rows: cos and cos, sin and sin."""
     at = position * C + columns
-    cos_first, cos_second = (
-        tl.load(cos_ptr + at, mask=half, other=0.0),
-        tl.load(cos_ptr + at + C // 2, mask=half, other=0.0),
-    )
+    cos_first = tl.load(cos_ptr + at, mask=half, other=0.0)
+    cos_second = tl.load(cos_ptr + at + C // 2, mask=half, other=0.0)
     return (
         cos_first,
         cos_second,
@@ -146,13 +145,16 @@ def _rope_store(
     second = tl.load(at + C // 2, mask=mask, other=0.0)
     position = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    k_scale, v_scale = 1.0, 1.0
+    k_scale = 1.0
+    v_scale = 1.0
     if FORMAT == 2:
-        k_scale, v_scale = tl.load(k_scale_ptr), tl.load(v_scale_ptr)
+        k_scale = tl.load(k_scale_ptr)
+        v_scale = tl.load(v_scale_ptr)
     if position != guess:
         cos_first, cos_second, sin_first, sin_second = _angles(cos_ptr, sin_ptr, position, columns, half, C)
 
-    x, y = first.to(tl.float32), second.to(tl.float32)
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
     if norm_ptr is not None:
         root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
         weight_at = norm_ptr + heads * C + columns
@@ -166,18 +168,18 @@ def _rope_store(
     turned_second = (y * cos_second.to(tl.float32)).to(dtype).to(tl.float32) + (
         x * sin_second.to(tl.float32)
     ).to(dtype).to(tl.float32)
-    first, second = (
-        tl.where(rotated, turned_first.to(dtype), first),
-        tl.where(rotated, turned_second.to(dtype), second),
-    )
+    first = tl.where(rotated, turned_first.to(dtype), first)
+    second = tl.where(rotated, turned_second.to(dtype), second)
 
     is_q = mask & (heads < H)
     q_at = q_ptr + (row * H + heads) * C + columns
     tl.store(q_at, first, mask=is_q)
     tl.store(q_at + C // 2, second, mask=is_q)
-    is_k, is_v = rotated & (heads >= H), mask & (heads >= H + K)
+    is_k = rotated & (heads >= H)
+    is_v = mask & (heads >= H + K)
     if (tl.program_id(1) + 1) * HEADS > H:
-        k_heads, v_heads = (heads - H).to(tl.int64), (heads - H - K).to(tl.int64)
+        k_heads = (heads - H).to(tl.int64)
+        v_heads = (heads - H - K).to(tl.int64)
         _store(
             k_ptr,
             k_scale_ptr,
@@ -227,7 +229,8 @@ def rope_store(
     eps: float,
 ) -> Tensor:
     """q [T, H, C]; keys and values of the T rows are in the cache afterwards. `qk_norm` [H + K, C] is a weight for each q and k head."""
-    (num_kv_heads, _, _, head_dim), num_rows = kv.k.shape, qkv_TF.shape[0]
+    (num_kv_heads, _, _, head_dim) = kv.k.shape
+    num_rows = qkv_TF.shape[0]
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()

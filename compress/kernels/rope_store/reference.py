@@ -26,7 +26,8 @@ def rope_store(
     eps: float,
 ) -> Tensor:
     """q [T, H, C]; keys and values of the T rows are in the cache afterwards. `qk_norm` is a weight for each query and key head."""
-    num_kv_heads, head_dim = kv.k.shape[0], kv.head_dim
+    num_kv_heads = kv.k.shape[0]
+    head_dim = kv.head_dim
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     qk_THC, v_TKC = torch.split(qkv_THC, [num_heads + num_kv_heads, num_kv_heads], dim=1)
     if qk_norm is not None:

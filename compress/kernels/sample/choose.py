@@ -23,9 +23,11 @@ from torch import Tensor
 
 from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
 
-SPAN, DRAWN_SPAN = 2048, 1024
+SPAN = 2048
+DRAWN_SPAN = 1024
 """Tokens of a program. An H200 takes 128,256 logits of 1 and of 64 rows in 2.6 and 6.8 us, and draws from them in 9.6 and 87 us."""
-FILTER_SPAN, FILTER_WARPS = 4096, 32
+FILTER_SPAN = 4096
+FILTER_WARPS = 32
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ def choose(logits_RV: Tensor) -> Tensor:
 
 def choose_drawn(logits_RV: Tensor, draw: Draw, filtering: Filter | None = None) -> Tensor:
     """Tokens int64 [R], drawn where the temperature is above 0, from what `filtering` keeps."""
-    (num_rows, vocab_size), logits_RV = logits_RV.shape, logits_RV.contiguous()
+    (num_rows, vocab_size) = logits_RV.shape
+    logits_RV = logits_RV.contiguous()
     best_RP, ids_RP = _best_of_spans(logits_RV, DRAWN_SPAN)
     scores_RP, drawn_RP, mass_RP = (
         torch.empty_like(ids_RP, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int64)
@@ -67,7 +70,8 @@ def choose_drawn(logits_RV: Tensor, draw: Draw, filtering: Filter | None = None)
         logits_RV.new_empty(num_rows, filtered_size, dtype=dtype) for dtype in (torch.float32, torch.float64)
     )
     outputs = scores_RP, drawn_RP, mass_RP, scaled_RV, scores_RV
-    spans, options = _span_constants(ids_RP), pdl_options(logits_RV.device)
+    spans = _span_constants(ids_RP)
+    options = pdl_options(logits_RV.device)
     _best_drawn[ids_RP.shape](
         *(logits_RV, best_RP, ids_RP, draw.temperature_R, draw.log_min_p_R, draw.seeds_R, draw.positions_R),
         *outputs,
@@ -133,10 +137,12 @@ def _best(
 ) -> None:
     launch_dependents(PDL)
     wait(PDL)
-    row, span = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    span = tl.program_id(1)
     ids = span * SPAN + tl.arange(0, SPAN)
     logits = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=-float("inf"))
-    place, best = row * tl.num_programs(1) + span, tl.max(logits, axis=0)
+    place = row * tl.num_programs(1) + span
+    best = tl.max(logits, axis=0)
     tl.store(best_ptr + place, best)
     tl.store(ids_ptr + place, _lowest(logits, ids, best))
 
@@ -165,7 +171,8 @@ def _best_drawn(
     """For `_filter`, also s and the score of every token, and the probability of the span."""
     launch_dependents(PDL)
     wait(PDL)
-    row, span = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    span = tl.program_id(1)
     place = row * SPANS + span
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
@@ -239,9 +246,11 @@ def _filter(
     """Ends: every candidate is before the last, and the first of all tokens is kept. Where none has a score, logits are not numbers."""
     launch_dependents(PDL)
     wait(PDL)
-    row, spans = tl.program_id(0), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    spans = tl.arange(0, BLOCK)
     token = _merged(best_score_ptr, drawn_ptr, row, SPANS, BLOCK)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row).to(tl.float64)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row).to(tl.float64)
     kept = (tl.load(temperature_ptr + row) <= 0) | ((top_k == 0) & (top_p >= 1))
     total = tl.sum(tl.load(mass_ptr + row * SPANS + spans, mask=spans < SPANS, other=0), axis=0).to(
         tl.float64
@@ -249,8 +258,10 @@ def _filter(
     start = row.to(tl.int64) * VOCAB
     while kept == 0:
         limit = tl.load(scaled_ptr + start + token)
-        count, mass = tl.full([SPAN], 0, tl.int32), tl.full([SPAN], 0, tl.int64)
-        best, best_ids = tl.full([SPAN], -float("inf"), tl.float64), tl.full([SPAN], 0x7FFFFFFF, tl.int32)
+        count = tl.full([SPAN], 0, tl.int32)
+        mass = tl.full([SPAN], 0, tl.int64)
+        best = tl.full([SPAN], -float("inf"), tl.float64)
+        best_ids = tl.full([SPAN], 0x7FFFFFFF, tl.int32)
         for first in range(0, VOCAB, SPAN):
             ids = first + tl.arange(0, SPAN)
             scaled = tl.load(scaled_ptr + start + ids, mask=ids < VOCAB, other=-float("inf"))
@@ -259,8 +270,10 @@ def _filter(
             count += before.to(tl.int32)
             mass += tl.where(before, _mass(scaled), 0)
             better = before & (scores > best)
-            best, best_ids = tl.where(better, scores, best), tl.where(better, ids, best_ids)
-        rank, probability = tl.sum(count, axis=0), tl.sum(mass, axis=0).to(tl.float64)
+            best = tl.where(better, scores, best)
+            best_ids = tl.where(better, ids, best_ids)
+        rank = tl.sum(count, axis=0)
+        probability = tl.sum(mass, axis=0).to(tl.float64)
         next_best = tl.max(best, axis=0)
         kept = ((top_k == 0) | (rank < top_k)) & ((top_p >= 1) | (probability < top_p * total))
         kept = kept | (rank == 0) | (next_best == -float("inf"))

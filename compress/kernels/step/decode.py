@@ -56,7 +56,8 @@ def begin_step(
     state: StepState, num_rows: int, embed_VD: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Embedding [R, D], position and slot, int64 [R], of the token that each row feeds; its block is in the table afterwards."""
-    device, hidden_size = state.tokens_S.device, embed_VD.shape[1]
+    device = state.tokens_S.device
+    hidden_size = embed_VD.shape[1]
     if not _by_kernel(device):
         positions_R, slots_R = _begin_by_torch(state, num_rows, block_size)
         return F.embedding(state.tokens_S[:num_rows], embed_VD), positions_R, slots_R
@@ -84,7 +85,8 @@ def begin_step(
 
 def end_step(state: StepState, chosen_R: Tensor, logprobs_R: Tensor | None) -> None:
     """The state after a step that chose these tokens."""
-    device, (num_rows,) = state.tokens_S.device, chosen_R.shape
+    device = state.tokens_S.device
+    (num_rows,) = chosen_R.shape
     if not _by_kernel(device):
         return _end_by_torch(state, chosen_R, logprobs_R)
     _end[(-(-num_rows // _ROWS),)](

@@ -20,7 +20,10 @@ from torch import Tensor
 
 from compress.kernels.build.triton import interpreted, jit, launch_dependents, pdl_options, tl, triton, wait
 
-CONTEXT, RUNNING, END, STEP = -4, -3, -2, -1
+CONTEXT = -4
+RUNNING = -3
+END = -2
+STEP = -1
 _TOKENS = 128
 """Tokens of a program of `_place`."""
 _ROWS = 32
@@ -46,7 +49,8 @@ class VerifyState:
 
     def counts(self, num_rows: int) -> Tensor:
         """int64 [R]: the proposals of each row that may be kept."""
-        context_lens_R, ends_R = self.rows_SC[:num_rows, CONTEXT], self.rows_SC[:num_rows, END]
+        context_lens_R = self.rows_SC[:num_rows, CONTEXT]
+        ends_R = self.rows_SC[:num_rows, END]
         may_R = torch.minimum(ends_R - 1, self.held_SX[:num_rows, 0]) - context_lens_R
         return torch.minimum(may_R, self.proposed_S[:num_rows]).clamp(min=0)
 
@@ -55,7 +59,8 @@ def place_rows(
     context_lens_R: Tensor, table_RB: Tensor, q_len: int, *, block_size: int, last_position: int
 ) -> tuple[Tensor, Tensor]:
     """Positions, none of them above the last, and slots, int64 [T], of the last `q_len` tokens of each context."""
-    device, num_tokens = context_lens_R.device, len(context_lens_R) * q_len
+    device = context_lens_R.device
+    num_tokens = len(context_lens_R) * q_len
     if not _by_kernel(device):
         return _place_by_torch(context_lens_R, table_RB, q_len, block_size, last_position)
     positions_T, slots_T = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
@@ -82,10 +87,12 @@ def end_verify(
     state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None
 ) -> None:
     """The state after a step that chose these tokens, or from which, with `accepted` given, these come out."""
-    device, (num_rows, q_len) = tokens_RQ.device, tokens_RQ.shape
+    device = tokens_RQ.device
+    (num_rows, q_len) = tokens_RQ.shape
     if not _by_kernel(device):
         return _end_by_torch(state, tokens_RQ, accepted_R, logprobs_RQ)
-    (num_state_rows, columns), landed_columns = state.rows_SC.shape, state.landed_2SY.shape[2]
+    (num_state_rows, columns) = state.rows_SC.shape
+    landed_columns = state.landed_2SY.shape[2]
     _end[(-(-num_rows // _ROWS),)](
         *(state.rows_SC, state.held_SX, state.proposed_S, state.drafts_SK, tokens_RQ),
         *(tokens_RQ if accepted_R is None else accepted_R, tokens_RQ if logprobs_RQ is None else logprobs_RQ),
@@ -124,8 +131,10 @@ def _end_by_torch(
     counts_R = state.counts(num_rows).clamp(max=q_len - 1)
     if accepted_R is None:
         accepted_R = leading(state.drafts_SK[:num_rows, : q_len - 1] == tokens_RQ[:, :-1], counts_R)
-    rows_RC, came_R = state.rows_SC[:num_rows], accepted_R + 1
-    last_RN, running_R = rows_RC[:, :CONTEXT], rows_RC[:, RUNNING] != 0
+    rows_RC = state.rows_SC[:num_rows]
+    came_R = accepted_R + 1
+    last_RN = rows_RC[:, :CONTEXT]
+    running_R = rows_RC[:, RUNNING] != 0
     places_RN = came_R.unsqueeze(1) + torch.arange(last_RN.shape[1], device=came_R.device)
     next_RN = torch.cat((last_RN, tokens_RQ), dim=1).gather(1, places_RN)
     advanced_R4 = torch.stack(

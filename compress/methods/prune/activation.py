@@ -27,7 +27,8 @@ class Activation(Spec):
         return {"second_moment": SecondMoment}
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment, units = candidates.stats["second_moment"], candidates.units
+        moment = candidates.stats["second_moment"]
+        units = candidates.units
         assert isinstance(moment, SecondMoment)
         alive_I = (candidates.w_OI != 0).any(dim=0)  # what nothing reads, however large it is, does nothing
         score_U = (moment.mean().diagonal() * alive_I).view(-1, units.width).sum(dim=1).sqrt()

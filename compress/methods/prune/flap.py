@@ -26,7 +26,9 @@ class Flap(Spec):
         return {"second_moment": SecondMoment, "mean": Mean}
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment, mean, units = candidates.stats["second_moment"], candidates.stats["mean"], candidates.units
+        moment = candidates.stats["second_moment"]
+        mean = candidates.stats["mean"]
+        units = candidates.units
         assert isinstance(moment, SecondMoment)
         assert isinstance(mean, Mean)
         variance_I = (moment.mean().diagonal() - mean.mean().square()).clamp(min=0)

@@ -46,7 +46,8 @@ class Obs(Spec):
         return {"second_moment": SecondMoment}
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment, units = candidates.stats["second_moment"], candidates.units
+        moment = candidates.stats["second_moment"]
+        units = candidates.units
         assert isinstance(moment, SecondMoment)
         h_II = moment.mean()
         w_OI = torch.where(
@@ -85,24 +86,30 @@ def eliminate_columns_(w_OI: Tensor, p_II: Tensor, num_removed: int, *, block_si
     it were the next."""
     alive_I = torch.ones(w_OI.shape[1], dtype=torch.bool, device=w_OI.device)
     score_I = w_OI.new_zeros(w_OI.shape[1])
-    norm_I, diagonal_I = w_OI.square().sum(dim=0), p_II.diagonal().clone()
+    norm_I = w_OI.square().sum(dim=0)
+    diagonal_I = p_II.diagonal().clone()
     for begin in range(0, num_removed, block_size):
         num = min(block_size, num_removed - begin)
-        rows_BI, errors_BO = w_OI.new_zeros(num, w_OI.shape[1]), w_OI.new_zeros(num, w_OI.shape[0])
+        rows_BI = w_OI.new_zeros(num, w_OI.shape[1])
+        errors_BO = w_OI.new_zeros(num, w_OI.shape[0])
         for step in range(num):
-            waiting_BI, waiting_BO = rows_BI[:step], errors_BO[:step]
+            waiting_BI = rows_BI[:step]
+            waiting_BO = errors_BO[:step]
             loss_I = (norm_I / diagonal_I).masked_fill(~alive_I, torch.inf)
             j = loss_I.argmin().view(1)  # stays on the device: a step waits for no copy
-            score_I[j], alive_I[j] = loss_I[j], False
+            score_I[j] = loss_I[j]
+            alive_I[j] = False
             p_B = waiting_BI.index_select(1, j)
             row_I = p_II.index_select(0, j).squeeze(0) - (p_B * waiting_BI).sum(dim=0)
             error_O = w_OI.index_select(1, j).squeeze(1) - (p_B * waiting_BO).sum(dim=0)
             root = row_I.index_select(0, j).sqrt()
-            row_I, error_O = row_I / root, error_O / root
+            row_I = row_I / root
+            error_O = error_O / root
             along_I = error_O @ w_OI - (waiting_BO @ error_O) @ waiting_BI
             norm_I = (norm_I - 2 * row_I * along_I + error_O.square().sum() * row_I.square()).clamp_(min=0)
             diagonal_I = diagonal_I - row_I.square()
-            rows_BI[step], errors_BO[step] = row_I, error_O
+            rows_BI[step] = row_I
+            errors_BO[step] = error_O
         w_OI.addmm_(errors_BO.t(), rows_BI, alpha=-1)
         p_II.addmm_(rows_BI.t(), rows_BI, alpha=-1)
         norm_I, diagonal_I = w_OI.square().sum(dim=0), p_II.diagonal().clone()  # exact again
@@ -115,14 +122,16 @@ def eliminate_units(w_OI: Tensor, p_II: Tensor, units: Units, num_kept: int) -> 
     width = units.width
     alive_U = torch.ones(units.num_units, dtype=torch.bool, device=w_OI.device)
     score_U = w_OI.new_zeros(units.num_units)
-    left, may_lose = [units.of_part] * units.num_parts, num_kept // units.num_parts
+    left = [units.of_part] * units.num_parts
+    may_lose = num_kept // units.num_parts
     for _ in range(units.num_units - num_kept):
         open_U = alive_U & torch.tensor(
             [each > may_lose for each in left], device=alive_U.device
         ).repeat_interleave(units.of_part)
         loss_U = _unit_losses(w_OI, p_II, open_U, width)
         unit = int(loss_U.argmin())
-        score_U[unit], alive_U[unit] = loss_U[unit], False
+        score_U[unit] = loss_U[unit]
+        alive_U[unit] = False
         left[unit // units.of_part] -= 1
         inside = slice(unit * width, (unit + 1) * width)
         factor_CI = torch.linalg.solve(p_II[inside, inside], p_II[inside])

@@ -60,8 +60,13 @@ class PrunePass:
         rng: Callable[..., torch.Generator],
         losses: Mapping[tuple[int, str], Tensor],
     ) -> None:
-        self._cuts, self._scorer, self._compensation = cuts, scorer, compensation
-        self._arch, self._pruned, self._rng, self._losses = arch, pruned, rng, losses
+        self._cuts = cuts
+        self._scorer = scorer
+        self._compensation = compensation
+        self._arch = arch
+        self._pruned = pruned
+        self._rng = rng
+        self._losses = losses
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment, **self._scorer.stats(), **self._compensation.stats()}
@@ -88,7 +93,8 @@ class PrunePass:
             state.row(cut.linear).update(facts)
 
     def _decide(self, cut: Cut, state: LayerState) -> tuple[Tensor, Compensated, dict[str, Any]]:
-        w_OI, stats = state.weights[f"{cut.linear}.weight"], state.stats[cut.tap]
+        w_OI = state.weights[f"{cut.linear}.weight"]
+        stats = state.stats[cut.tap]
         units = cut.units(self._arch.layers[state.layer_idx])
         generator = self._rng("prune", str(state.layer_idx), cut.linear)
         candidates = Candidates(w_OI, units, stats, generator, self._losses.get((state.layer_idx, cut.tap)))
@@ -96,7 +102,8 @@ class PrunePass:
         assert int(choice.kept_U.sum()) == cut.num_kept, "a scorer keeps as many as it is asked for"
         kept_I = units.columns(choice.kept_U)
         result = self._compensation.compensate(w_OI, kept_I, stats)
-        moment, mean = stats["second_moment"], stats.get("mean")
+        moment = stats["second_moment"]
+        mean = stats.get("mean")
         assert isinstance(moment, SecondMoment)
         mean_I = mean.mean() if isinstance(mean, Mean) else None
         facts = {

@@ -23,7 +23,8 @@ class RandomUnits(Spec):
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
         """Among units that do something."""
-        moment, units = candidates.stats["second_moment"], candidates.units
+        moment = candidates.stats["second_moment"]
+        units = candidates.units
         assert isinstance(moment, SecondMoment)
         alive_I = (moment.mean().diagonal() != 0) & (candidates.w_OI != 0).any(dim=0)
         alive_U = alive_I.view(-1, units.width).any(dim=1)

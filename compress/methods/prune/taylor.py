@@ -72,7 +72,8 @@ class UnitLosses:
     ) -> None:
         if group.tap not in self._units:
             return
-        key, units = (layer.layer_idx, group.tap), self._units[group.tap]
+        key = (layer.layer_idx, group.tap)
+        units = self._units[group.tap]
         moved_TI = x_TI.to(torch.float32) * sum(
             (g_TO @ layer.linear(name).weight).to(torch.float32) for name, g_TO in gradients.items()
         )

@@ -26,7 +26,8 @@ class Wanda(Spec):
         return {"second_moment": SecondMoment}
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment, units = candidates.stats["second_moment"], candidates.units
+        moment = candidates.stats["second_moment"]
+        units = candidates.units
         assert isinstance(moment, SecondMoment)
         score_I = candidates.w_OI.abs().sum(dim=0) * moment.mean().diagonal().sqrt()
         score_U = score_I.view(-1, units.width).sum(dim=1)

@@ -53,7 +53,8 @@ class Awq(Spec):
         scale_dtype: torch.dtype,
         head_repeat: tuple[int, int],
     ) -> Tensor:
-        moment, magnitude = stats["second_moment"], stats["abs_mean"]
+        moment = stats["second_moment"]
+        magnitude = stats["abs_mean"]
         assert isinstance(moment, SecondMoment)
         assert isinstance(magnitude, AbsMean)
         h_II = moment.mean()
@@ -64,7 +65,8 @@ class Awq(Spec):
         for scale_I in _candidates(x_I, w_I, self.num_ratios):
             loss = rounding_loss(w_OI, scale_I, h_II, scheme, scale_dtype)
             if loss < best_loss:
-                best_I, best_loss = scale_I, loss
+                best_I = scale_I
+                best_loss = loss
         return best_I
 
 

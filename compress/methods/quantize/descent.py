@@ -147,7 +147,8 @@ class Descent(Spec):
             reached = coupled_loss(error_IO, h_II, segments)
             if reached >= loss:
                 break
-            point, loss = found, reached
+            point = found
+            loss = reached
         return Rounded(point.weight(weight), {"coupled_loss": round(loss / first, 4)} if first > 0 else {})
 
 
@@ -158,7 +159,8 @@ def coupled_loss(error_IO: Tensor, h_II: Tensor, segments: list[Tensor]) -> floa
 
 def newton_pulls(segments: list[Tensor]) -> list[list[Tensor]]:
     """By phase and segment: G_RR^-1 G_R of the phase's rows of the segment, [R, rows of the segment]."""
-    pulls, first = [list[Tensor]() for _ in range(PHASES)], 0
+    pulls = [list[Tensor]() for _ in range(PHASES)]
+    first = 0
     for segment_RR in segments:
         rows = len(segment_RR)
         missing = -rows % PHASES
@@ -233,7 +235,8 @@ class Point:
 
     def put_(self, rows: slice, some: "Point") -> None:
         """Codes and scales of some rows become those of `some`."""
-        self.levels_IO[:, rows], self.scale_GO[:, rows] = some.levels_IO, some.scale_GO
+        self.levels_IO[:, rows] = some.levels_IO
+        self.scale_GO[:, rows] = some.scale_GO
 
     def weight(self, before: QuantizedWeight) -> QuantizedWeight:
         """`before` with the codes and scales of this point."""
@@ -258,18 +261,18 @@ def visit_(
 ) -> Tensor:
     """The scales of one group, where there are slopes, and then its codes column by column go to their best stored values; what that moves
     the dequantized weights by, [N, O]. The pull is 1 / H_ii, and 0 where a code is to stay."""
-    columns, old_O, zero_O = (
-        point.columns(group),
-        point.scale_GO[group],
-        None if point.zero_GO is None else point.zero_GO[group],
-    )
-    levels_NO, scheme = point.levels_IO[columns], point.scheme
+    columns = point.columns(group)
+    old_O = point.scale_GO[group]
+    zero_O = None if point.zero_GO is None else point.zero_GO[group]
+    levels_NO = point.levels_IO[columns]
+    scheme = point.scheme
     if len(g_NO) <= BLOCK_SIZE and scheme.block_rows == 1:
         state = levels_NO, g_NO, h_NN, pull_N, scheme, old_O, zero_O
         found = descend_block(*state, slope_BO=slope_NO, scale_dtype=point.scale_dtype)
         point.levels_IO[columns], point.scale_GO[group], moves_NO = found
         return moves_NO
-    scale_O, g_NO = old_O, g_NO.clone()
+    scale_O = old_O
+    g_NO = g_NO.clone()
     if slope_NO is not None:
         parabola = (
             _shared((g_NO * levels_NO).sum(dim=0), scheme),

@@ -44,10 +44,12 @@ class Gptaq(Spec):
         return {"second_moment": SecondMoment, "cross_moment": CrossMoment}
 
     def target(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Tensor:
-        moment, cross = stats["second_moment"], stats["cross_moment"]
+        moment = stats["second_moment"]
+        cross = stats["cross_moment"]
         assert isinstance(moment, SecondMoment)
         assert isinstance(cross, CrossMoment)
-        h_II, w_f64_OI = moment.mean().to(torch.float64), w_OI.to(torch.float64)
+        h_II = moment.mean().to(torch.float64)
+        w_f64_OI = w_OI.to(torch.float64)
         alive_I = h_II.diagonal() != 0
         if not bool(alive_I.any()):
             return w_OI

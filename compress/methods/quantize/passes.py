@@ -28,7 +28,9 @@ class SmoothPass:
     """Finds and folds the smoother's scale for every pair of a layer, and moves the statistics along."""
 
     def __init__(self, smoother: Smoother, schemes: Schemes, stored_dtype: torch.dtype) -> None:
-        self._smoother, self._schemes, self._stored_dtype = smoother, schemes, stored_dtype
+        self._smoother = smoother
+        self._schemes = schemes
+        self._stored_dtype = stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         return self._smoother.stats()
@@ -76,13 +78,11 @@ class RoundPass:
         refiner: Refiner | None = None,
         target: Target | None = None,
     ) -> None:
-        self._rounder, self._refiner, self._target, self._schemes, self._stored_dtype = (
-            rounder,
-            refiner,
-            target,
-            schemes,
-            stored_dtype,
-        )
+        self._rounder = rounder
+        self._refiner = refiner
+        self._target = target
+        self._schemes = schemes
+        self._stored_dtype = stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         is_static = "tensor" in {each.activation for each in self._schemes.all}
@@ -140,7 +140,8 @@ class RoundPass:
             )
         )
         pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats, scheme)), rows)
-        before, h_II = _split_rows(rounded.weight, rows), _moment(stats)
+        before = _split_rows(rounded.weight, rows)
+        h_II = _moment(stats)
         for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):
             error = output_error(weight, piece.dequantize(), h_II)
             moved = (
@@ -170,7 +171,8 @@ class BaselinePass:
     """Notes the output error of plain nearest rounding before anything is changed: what the methods are compared with."""
 
     def __init__(self, schemes: Schemes, stored_dtype: torch.dtype) -> None:
-        self._schemes, self._stored_dtype = schemes, stored_dtype
+        self._schemes = schemes
+        self._stored_dtype = stored_dtype
 
     def stats(self) -> Mapping[str, StatFactory]:
         return {"second_moment": SecondMoment}
@@ -218,10 +220,8 @@ def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeigh
     scheme = weight.scheme
     scale_rows = [scheme.num_scale_rows(each) for each in rows]
     blocks = weight.codes_OI.split([each * scheme.block_rows for each in scale_rows])
-    codes, scales = (
-        [block[:each] for block, each in zip(blocks, rows, strict=True)],
-        weight.scale_OG.split(scale_rows),
-    )
+    codes = [block[:each] for block, each in zip(blocks, rows, strict=True)]
+    scales = weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [
         QuantizedWeight(weight.scheme, *each, weight.input_scale)

@@ -27,7 +27,8 @@ from compress.kernels.step.verify import leading
 from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, gumbel, uniform
 
 Rule = Literal["coupled", "rejection"]
-PROPOSAL_STREAM, KEEP_STREAM = 0x5DEECE66D5DEECE6, 0x2545F4914F6CDD1D
+PROPOSAL_STREAM = 0x5DEECE66D5DEECE6
+KEEP_STREAM = 0x2545F4914F6CDD1D
 """What seeds are combined with for the noise of a proposal, and of whether it is kept."""
 
 
@@ -69,7 +70,8 @@ def accept_by_rejection(
 
     A row that keeps all its proposals goes on with the model's own choice.
     """
-    (num_rows, num_drafts), vocab_size = drafts_RK.shape, logits_RQV.shape[2]
+    (num_rows, num_drafts) = drafts_RK.shape
+    vocab_size = logits_RQV.shape[2]
     p_RQV = distribution(logits_RQV.flatten(0, 1), rows.repeated(num_drafts + 1), plan).view(
         num_rows, -1, vocab_size
     )

@@ -41,7 +41,8 @@ class DraftModel:
 
     def build(self, setting: Setting) -> "DraftModelProposer":
         """Raises UsageError where the vocabularies differ."""
-        draft, target = self.source.arch, setting.arch
+        draft = self.source.arch
+        target = setting.arch
         if draft.vocab_size != target.vocab_size:
             raise UsageError(
                 f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft must have the model's tokenizer."
@@ -97,15 +98,18 @@ class DraftModelProposer:
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """k tokens for every row, whatever its limit."""
-        size, plan = self._graphs.num_rows(len(rows)), replace(state.plan, logprobs=False)
+        size = self._graphs.num_rows(len(rows))
+        plan = replace(state.plan, logprobs=False)
         tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
         return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
-        sampling, context_lens_R = state.sampling.first(num_rows), state.context_lens_S[:num_rows]
+        sampling = state.sampling.first(num_rows)
+        context_lens_R = state.context_lens_S[:num_rows]
         if self._probs_SKV is not None:
             sampling = stream(sampling, PROPOSAL_STREAM)
-        feed_RQ, tokens = state.last_SN[:num_rows, -2:], []
+        feed_RQ = state.last_SN[:num_rows, -2:]
+        tokens = []
         for step in range(state.k):
             q_len = feed_RQ.shape[1]
             logits_RV = state.logits(self._runner, feed_RQ, context_lens_R + step)[

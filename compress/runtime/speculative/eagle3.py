@@ -50,11 +50,10 @@ class Eagle3:
 
     def build(self, setting: Setting) -> "Eagle3Proposer":
         """Raises UsageError where the head is another model's."""
-        facts, target = self.head.facts, setting.arch
-        found, wanted = (
-            (facts.arch.vocab_size, facts.arch.hidden_size),
-            (target.vocab_size, target.hidden_size),
-        )
+        facts = self.head.facts
+        target = setting.arch
+        found = (facts.arch.vocab_size, facts.arch.hidden_size)
+        wanted = (target.vocab_size, target.hidden_size)
         if found != wanted or facts.layer_ids[-1] > target.num_layers:
             raise UsageError(
                 f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, and reads it after layer "
@@ -80,7 +79,8 @@ class Eagle3Weights:
 
 def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
     """Raises EnvironmentUnfit where no kernel supports a linear."""
-    arch, prefix = head.facts.arch, "layers.0."
+    arch = head.facts.arch
+    prefix = "layers.0."
     own = {
         name.removeprefix(prefix): weight for name, weight in head.weights.items() if name.startswith(prefix)
     }
@@ -111,7 +111,8 @@ class Eagle3Proposer:
     on_device = True
 
     def __init__(self, head: Eagle3Head, setting: Setting) -> None:
-        target, arch = setting.target, head.facts.arch
+        target = setting.target
+        arch = head.facts.arch
         self.feature_layers = head.facts.layer_ids
         self._head = head
         self._setting = setting
@@ -127,13 +128,16 @@ class Eagle3Proposer:
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Raises UsageError where the head has fewer positions than the engine serves."""
-        target, arch, own = self._setting.target, self._head.facts.arch, self._head.embed_VD
+        target = self._setting.target
+        arch = self._head.facts.arch
+        own = self._head.embed_VD
         if arch.max_position < pages.max_model_len:
             raise UsageError(
                 f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
                 f"set max_model_len to {arch.max_position} at most."
             )
-        device, dtype = target.device, target.dtype
+        device = target.device
+        dtype = target.dtype
         self._block_size = pages.block_size
         self._embed_VD = embed_VD if own is None else own.to(device=device, dtype=dtype)
         cache = KVCache(
@@ -151,7 +155,8 @@ class Eagle3Proposer:
         )
         self._graphs: Graphs[Tensor] = Graphs(device, target.max_batch_size)
         self._vocabulary_W = self._head.vocabulary_W.to(device)
-        max_rows, k = self._graphs.max_rows, self._setting.k
+        max_rows = self._graphs.max_rows
+        k = self._setting.k
         self._logits_SV = torch.full(
             (max_rows, arch.vocab_size), float("-inf"), dtype=torch.float32, device=device
         )
@@ -206,12 +211,15 @@ class Eagle3Proposer:
 
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """k tokens for every row, whatever its limit."""
-        size, plan = self._graphs.num_rows(len(rows)), replace(state.plan, logprobs=False)
+        size = self._graphs.num_rows(len(rows))
+        plan = replace(state.plan, logprobs=False)
         tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
         return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
-        sampling, lens_R, tokens = state.sampling.first(num_rows), state.context_lens_S[:num_rows], []
+        sampling = state.sampling.first(num_rows)
+        lens_R = state.context_lens_S[:num_rows]
+        tokens = []
         if self._probs_SKV is not None:
             sampling = stream(sampling, PROPOSAL_STREAM)
         hidden_RD = self._read(state, num_rows)
@@ -227,7 +235,8 @@ class Eagle3Proposer:
 
     def _read(self, state: SpeculativeState, num_rows: int) -> Tensor:
         """[R, D] of each sequence's last row, after the last k + 1 rows were fed: rows t of tokens t + 1."""
-        lens_R, q_len = state.context_lens_S[:num_rows], state.k + 1
+        lens_R = state.context_lens_S[:num_rows]
+        q_len = state.k + 1
         fed_R = (lens_R - 1).clamp(min=q_len)  # rows in the cache then
         steps_Q = torch.arange(q_len, device=state.device)
         positions_RQ = (fed_R - q_len).unsqueeze(1) + steps_Q
@@ -242,7 +251,9 @@ class Eagle3Proposer:
         self, state: SpeculativeState, tokens_RQ: Tensor, hidden_TD: Tensor, context_lens_R: Tensor
     ) -> Tensor:
         """g [T, D] of rows at the end of contexts of this length, made of these tokens and hidden states."""
-        q_len, outputs, layer = tokens_RQ.shape[1], [], self._weights.layer
+        q_len = tokens_RQ.shape[1]
+        outputs = []
+        layer = self._weights.layer
         for fed in state.fed(tokens_RQ, context_lens_R, max_rows=self._max_rows):
             qkv_TF, residual_TD = self._qkv(fed.tokens_T, hidden_TD[fed.rows], "decode")
             attend = self._layers.attend_decode(fed.table_RB, fed.context_lens_R, q_len=q_len)
@@ -252,7 +263,8 @@ class Eagle3Proposer:
 
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
         """(q, k and v side by side, what the layer adds to)."""
-        weights, norm = self._weights, self._layers.norm
+        weights = self._weights
+        norm = self._layers.norm
         normed_TD = norm(hidden_TD, weights.hidden_norm)
         pair = torch.cat(
             (norm(F.embedding(tokens_T, self._embed_VD), weights.layer.attn_norm), normed_TD), dim=1
@@ -263,7 +275,8 @@ class Eagle3Proposer:
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         """Float32 [R, V]; overwritten by the next call."""
-        head, logits_RV = self._weights.head, self._logits_SV[: len(hidden_RD)]
+        head = self._weights.head
+        logits_RV = self._logits_SV[: len(hidden_RD)]
         normed = self._layers.normed(hidden_RD, self._weights.norm, head, "decode")
         return logits_RV.index_copy_(1, self._vocabulary_W, head(normed, "decode", out_dtype=torch.float32))
 
@@ -277,7 +290,11 @@ def _chunk_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Which tokens of ragged chunks give a row of the head: all but the first of a sequence; and which hidden state goes with each, counted
     from those before the chunks, [R], and on through those of the chunks. Then the last tokens of each chunk, and whose they are."""
-    rows, sources, kept, owners, first = list[int](), list[int](), list[int](), list[int](), 0
+    rows = list[int]()
+    sources = list[int]()
+    kept = list[int]()
+    owners = list[int]()
+    first = 0
     for idx, (start, queries) in enumerate(zip(starts, query_lens, strict=True)):
         chunk = range(first, first + queries)
         rows += chunk if start else chunk[1:]

@@ -99,7 +99,8 @@ class SpeculativeStep:
 
     def read(self) -> list[list[int]]:
         """The tokens that come out of each row, and none for a request that had ended before. Once, as they are counted."""
-        serving, rows = [bool(each.blocks) for each in self.generations], self.verified.tokens
+        serving = [bool(each.blocks) for each in self.generations]
+        rows = self.verified.tokens
         self.count([row for row, serves in zip(rows, serving, strict=True) if serves])
         return [tokens if serves else [] for (_, tokens), serves in zip(rows, serving, strict=True)]
 
@@ -124,7 +125,9 @@ class Speculation:
         target: Target,
         scheduler: Scheduler,
     ) -> None:
-        self._proposer, self._runner, self._scheduler = proposer, runner, scheduler
+        self._proposer = proposer
+        self._runner = runner
+        self._scheduler = scheduler
         proposer.begin(pages, runner.embedding)
         graphs: Graphs[Tensor] = Graphs(target.device, target.max_batch_size)
         self._state = SpeculativeState(
@@ -137,10 +140,12 @@ class Speculation:
         self._steps = VerifySteps(
             runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate
         )
-        self._k, self._block_size = config.k, pages.block_size
+        self._k = config.k
+        self._block_size = pages.block_size
         self._generations: Sequence[Generation] = ()
         self._rows: list[RunningRow] = []
-        self._num_launched, self._any_kept = 0, False
+        self._num_launched = 0
+        self._any_kept = False
         self.last = self._nothing = Acceptance(0, (0,) * config.k, (0,) * config.k)
         self.total = self.last
 
@@ -165,14 +170,16 @@ class Speculation:
             RunningRow(each.tokens, each.end, each.blocks, each.request.params, self._limit(each))
             for each in generations
         ]
-        self._generations, self._num_launched = generations, 0
+        self._generations = generations
+        self._num_launched = 0
         self._any_kept = any(row.limit for row in self._rows)
         self._state.load(self._rows)
 
     def make_ready(self) -> bool:
         """Take blocks for the case that the last step keeps all that it may: first those that the next one cannot do without, then those of
         what it may propose. False where some request has all its tokens with the last step, or finds no block."""
-        generations, extend = self._generations, self._scheduler.extend
+        generations = self._generations
+        extend = self._scheduler.extend
         if any(each.num_left <= 1 for each in generations):
             return False
         held = [len(each.blocks) for each in generations]

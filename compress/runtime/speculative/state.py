@@ -84,12 +84,15 @@ class SpeculativeState:
             landed_2SY=shared_memory(2, max_rows, k + 3, dtype=torch.int64, device=device),
             landed_logprobs_2SN=shared_memory(2, max_rows, k + 1, dtype=torch.float32, device=device),
         )
-        self.last_SN, self.context_lens_S = self.step.rows_SC[:, :CONTEXT], self.step.rows_SC[:, CONTEXT]
+        self.last_SN = self.step.rows_SC[:, :CONTEXT]
+        self.context_lens_S = self.step.rows_SC[:, CONTEXT]
         self.table_SB = self.step.held_SX[:, 1:]
         self._rows = on_host(max_rows, k + 5)
         self._held = np.zeros((max_rows, num_columns), dtype=np.int64)
         self._held_in_turn = on_host(max_rows, num_columns), on_host(max_rows, num_columns)
-        self._drafts, self._counts, self._counted = on_host(max_rows, k), on_host(max_rows) + k, False
+        self._drafts = on_host(max_rows, k)
+        self._counts = on_host(max_rows) + k
+        self._counted = False
         self.sampling = SamplingRows.of((), device, pad_to=max_rows)
         self.sampling_of_all = SamplingRows.of(
             (), device, pad_to=max_rows * (k + 1)
@@ -99,7 +102,8 @@ class SpeculativeState:
 
     def load(self, rows: Sequence[RunningRow]) -> None:
         """Rows 0, 1, ... become these requests, the others fillers, no step begun. The device must have finished all earlier steps."""
-        num_last, spare = self.last_SN.shape[1], self.max_rows - len(rows)
+        num_last = self.last_SN.shape[1]
+        spare = self.max_rows - len(rows)
         loaded = []
         for row in rows:
             last = row.tokens[-num_last:]
@@ -109,7 +113,8 @@ class SpeculativeState:
         self._held[:] = PADDING_BLOCK
         self.hold({row_idx: row.blocks for row_idx, row in enumerate(rows)})
         if (params := [row.params for row in rows]) != self._params:
-            self._params, self.plan = params, SamplingPlan.of(params)
+            self._params = params
+            self.plan = SamplingPlan.of(params)
             self.sampling.copy_(SamplingRows.of(params, self.device, pad_to=self.max_rows))
             self.sampling_of_all.copy_(self.sampling.repeated(self.k + 1))
 
@@ -163,7 +168,8 @@ class SpeculativeState:
 
     def fed(self, tokens_RQ: Tensor, context_lens_R: Tensor, *, max_rows: int) -> Iterator[Fed]:
         """Rows that feed these tokens at the end of contexts of this length, in parts of at most `max_rows`."""
-        (num_rows, q_len), tokens_T = tokens_RQ.shape, tokens_RQ.flatten()
+        (num_rows, q_len) = tokens_RQ.shape
+        tokens_T = tokens_RQ.flatten()
         table_RB, last = (
             self.table_SB[:num_rows],
             self._last_position,
@@ -192,7 +198,8 @@ class SpeculativeState:
 
         No more rows go through the model at once than its decode kernels were chosen for.
         """
-        q_len, logits = tokens_RQ.shape[1], []
+        q_len = tokens_RQ.shape[1]
+        logits = []
         for fed in self.fed(tokens_RQ, context_lens_R, max_rows=runner.max_decode_rows):
             x_TD = F.embedding(fed.tokens_T, runner.embedding)
             own = None if features is None else Features(features.depths, features.rows_TE[fed.rows])

@@ -78,7 +78,8 @@ class VerifySteps:
 
     def launch(self, num_rows: int, step: int, drafts: Drafts, *, any_kept: bool) -> Verified:
         """Step 1, 2, ... of the loaded rows. Where no proposal can be kept, it is a plain decode step."""
-        state, plan = self._state, self._state.plan
+        state = self._state
+        plan = self._state.plan
         k = state.k if any_kept else 0
         state.propose(drafts.tokens_RK, drafts.counts)
         size = self._graphs.num_rows(num_rows)
@@ -94,7 +95,8 @@ class VerifySteps:
         """Logits [T, V]; the state is the next step's then."""
         state = self._state
         drafts_RK = state.step.drafts_SK[:num_rows, :k]
-        first_R, rows = state.context_lens_S[:num_rows], state.sampling.first(num_rows)
+        first_R = state.context_lens_S[:num_rows]
+        rows = state.sampling.first(num_rows)
         tokens_RQ = torch.cat((state.last_SN[:num_rows, -1:], drafts_RK), dim=1)
         depths = self._proposer.feature_layers
         features = Features.empty(depths, tokens_RQ.numel(), self._runner.embedding) if depths else None
@@ -111,17 +113,17 @@ class VerifySteps:
             kept = accept_forced(
                 tokens_RQ, drafts_RK, state.step.counts(num_rows), first_R, rows.seeds_R, self._forced_rate
             )
-            tokens_RQ, accepted_R = kept.tokens_RQ, kept.num_accepted_R
+            tokens_RQ = kept.tokens_RQ
+            accepted_R = kept.num_accepted_R
         elif k and self._rule == "rejection" and plan.draws:
-            probs_RKV, logits_RQV = (
-                None if probs_SKV is None else probs_SKV[:num_rows],
-                logits_TV.view(num_rows, 1 + k, -1),
-            )
+            probs_RKV = None if probs_SKV is None else probs_SKV[:num_rows]
+            logits_RQV = logits_TV.view(num_rows, 1 + k, -1)
             counts_R = state.step.counts(num_rows)
             kept = accept_by_rejection(
                 logits_RQV, tokens_RQ, drafts_RK, counts_R, first_R, rows, plan, probs_RKV
             )
-            tokens_RQ, accepted_R = kept.tokens_RQ, kept.num_accepted_R
+            tokens_RQ = kept.tokens_RQ
+            accepted_R = kept.num_accepted_R
         state.end(tokens_RQ, accepted_R, _logprobs(logits_TV, tokens_RQ) if plan.logprobs else None)
         return logits_TV
 

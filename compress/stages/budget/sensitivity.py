@@ -32,7 +32,8 @@ class Sensitivities:
     """A `GradientVisitor`. `loss` is (layer, tap) -> scheme name -> nats of KL a token."""
 
     def __init__(self, schemes: Sequence[Scheme], stored_dtype: torch.dtype) -> None:
-        self._schemes, self._stored_dtype = schemes, stored_dtype
+        self._schemes = schemes
+        self._stored_dtype = stored_dtype
         self._moved: dict[tuple[str, str], Tensor] = {}
         self._input: dict[tuple[str, str], ActivationQuant | None] = {}
         self._sums: dict[tuple[int, str], dict[str, float]] = {}
@@ -52,7 +53,8 @@ class Sensitivities:
     def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
         self._moved.clear()
         for group in layer.groups():
-            moment, largest = stats[group.tap]["second_moment"], stats[group.tap]["abs_max"]
+            moment = stats[group.tap]["second_moment"]
+            largest = stats[group.tap]["abs_max"]
             assert isinstance(moment, SecondMoment)
             assert isinstance(largest, AbsMax)
             h_II = moment.mean()

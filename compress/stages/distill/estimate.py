@@ -45,7 +45,8 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
     spec.refuse_nothing_to_learn(facts.specs)
     check_text(spec, facts, "distill")
     check_dense(facts.arch)
-    teacher, student = facts.source_arch or facts.arch, reshape(spec, facts.arch)
+    teacher = facts.source_arch or facts.arch
+    student = reshape(spec, facts.arch)
     check_seq_len(spec.seq_len, "distill: seq_len", student)
     check_seq_len(spec.seq_len, "distill: seq_len", teacher)
     num_trained = student.num_params if spec.lora is None else _lora_params(student, spec.lora.rank)
@@ -63,7 +64,8 @@ def training_estimate(
     looked = num_looks * spec.eval_samples * spec.seq_len
     trained = spec.num_steps * spec.batch_size * spec.seq_len
     asked = trained if spec.loss.top_k is None else min(trained, spec.num_windows * spec.seq_len)
-    student_flops, teacher_flops = forward_flops(student, spec.seq_len), forward_flops(teacher, spec.seq_len)
+    student_flops = forward_flops(student, spec.seq_len)
+    teacher_flops = forward_flops(teacher, spec.seq_len)
     flops = trained * 3 * student_flops + asked * teacher_flops + looked * (student_flops + teacher_flops)
     written = 0 if spec.sample is None else spec.num_windows * spec.seq_len
     flops += written * teacher_flops

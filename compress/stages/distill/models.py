@@ -71,7 +71,8 @@ def build_student(
         UsageError: it is the teacher itself, or its numbers are wrong.
         UnsupportedFormat: it is quantized.
     """
-    asked, dense = spec.student, inputs[Port.DENSE]
+    asked = spec.student
+    dense = inputs[Port.DENSE]
     if asked is None or asked.checkpoint is not None:
         path, digest = (
             (dense.path, dense.digest)
@@ -109,7 +110,8 @@ def check_pair(teacher: NamedTeacher, student: Arch, inputs: Inputs) -> None:
             "distributions cannot be compared. Name a teacher with the same tokenizer."
         )
     if (teacher.path / "tokenizer.json").is_file() and teacher.path != inputs.source.path:
-        (_, theirs), (_, ours) = load_tokenizer(teacher.path), load_tokenizer(inputs.source.path)
+        (_, theirs) = load_tokenizer(teacher.path)
+        (_, ours) = load_tokenizer(inputs.source.path)
         if theirs != ours:
             raise UsageError(
                 f"the teacher {teacher.name} has another tokenizer.json than {inputs.source.name}, so the same id may be another token. "

@@ -53,7 +53,8 @@ def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
         )
         return tokens
 
-    held_out, everything = draw(spec.eval_samples), draw(spec.eval_samples + spec.num_windows)
+    held_out = draw(spec.eval_samples)
+    everything = draw(spec.eval_samples + spec.num_windows)
     rest_NS = everything.tokens_NS[spec.eval_samples :]
     return Text(TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes)
 

@@ -53,7 +53,8 @@ def draft_together(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[Made, Tex
         Interrupted: asked to stop.
     """
     device = torch.device(ctx.device)
-    dtype, place = spec.computes_in(device), inputs.first(Port.QUANTIZED, Port.DENSE)[1]
+    dtype = spec.computes_in(device)
+    place = inputs.first(Port.QUANTIZED, Port.DENSE)[1]
     target = NamedTeacher("the compressed model", place.digest, place.path, open_weights(place.path))
     text = ctx.ranks.broadcast(
         prepared_text(spec, inputs.source, target.weights, ctx, device=device)

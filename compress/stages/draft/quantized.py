@@ -14,7 +14,8 @@ from compress.stages.quantize import quantize
 from compress.stages.quantize.layers import quantize_layers
 from compress.stages.quantize.spec import Quantize
 
-KEY, CALIBRATION = "quantized", "calibration"
+KEY = "quantized"
+CALIBRATION = "calibration"
 
 
 def quantized(
@@ -26,7 +27,8 @@ def quantized(
         UnsupportedFormat: the draft cannot be quantized so.
         Interrupted: asked to stop.
     """
-    leads, calibration = ctx.ranks.rank == 0, parts.root / CALIBRATION
+    leads = ctx.ranks.rank == 0
+    calibration = parts.root / CALIBRATION
     if leads:
         calibration.mkdir(exist_ok=True)
         save_token_set(tokens, calibration / TOKENS_NAME)

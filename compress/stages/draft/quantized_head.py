@@ -70,11 +70,9 @@ def rounded_head(
     device: torch.device,
 ) -> Eagle3Head:
     """The head with codes; one window after the other."""
-    scheme, rounder, refiner = (
-        head_scheme(spec, head.facts),
-        cast(Rounder, spec.round),
-        cast(Refiner | None, spec.refine),
-    )
+    scheme = head_scheme(spec, head.facts)
+    rounder = cast(Rounder, spec.round)
+    refiner = cast(Refiner | None, spec.refine)
     stats = _observed(
         head,
         target,

@@ -45,7 +45,8 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
-    scorer, compensation = cast(Scorer, spec.score), cast(Compensation, spec.compensate)
+    scorer = cast(Scorer, spec.score)
+    compensation = cast(Compensation, spec.compensate)
     method = Round(
         scorer, compensation, spec.unit, "block_influence" if spec.depth is None else spec.depth.score
     )
@@ -56,7 +57,8 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     rounds: list[dict[str, Any]] = []
     directory = ctx.scratch
     for idx, widths in enumerate(between(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)):
-        last, directory = directory, ctx.scratch / f"round-{idx}"
+        last = directory
+        directory = ctx.scratch / f"round-{idx}"
         source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
         rounds.append(facts)
         if idx > 0 and ctx.ranks.rank == 0:
@@ -98,7 +100,8 @@ def _source(spec: Prune, inputs: Inputs) -> WeightSource:
 
 
 def _size(arch: Arch) -> dict[str, int]:
-    widths, dtype = Widths.of(arch), getattr(torch, arch.dtype)
+    widths = Widths.of(arch)
+    dtype = getattr(torch, arch.dtype)
     named = {
         "heads": widths.num_heads,
         "kv_heads": widths.num_kv_heads,

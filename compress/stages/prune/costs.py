@@ -18,7 +18,8 @@ from compress.runtime.loader import Target as Place
 from compress.stages.prune.spec import Target
 from compress.validate.roofline import environment_facts, measure_bandwidth
 
-SEARCH_NAME, TIMES_NAME = "search", "times.json"
+SEARCH_NAME = "search"
+TIMES_NAME = "times.json"
 
 
 def depends(target: Target, device: str) -> dict[str, str]:
@@ -70,7 +71,8 @@ def _timer(target: Target, arch: Arch, ctx: Context) -> tuple[Callable[[Arch, st
             return table.linear_us(name, n, k, None, rows=target.rows, dtype=dtype)[0]
 
         return by_table, table.bytes_per_us
-    file, device = ctx.scratch / SEARCH_NAME / TIMES_NAME, torch.device(ctx.device)
+    file = ctx.scratch / SEARCH_NAME / TIMES_NAME
+    device = torch.device(ctx.device)
     known: dict[str, float] = json.loads(file.read_bytes()) if file.exists() else {}
     place = Place(
         device,

@@ -87,7 +87,8 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
 
 def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
     """Where what stays is not what was asked for."""
-    old, new = Widths.of(before), Widths.of(after)
+    old = Widths.of(before)
+    new = Widths.of(after)
     asked = (
         ("heads", spec.heads, old.num_heads, new.num_heads),
         ("ffn", spec.ffn, old.intermediate_size, new.intermediate_size),
@@ -105,7 +106,8 @@ def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
 
 
 def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
-    old, new = Widths.of(before), Widths.of(after)
+    old = Widths.of(before)
+    new = Widths.of(after)
     changed = [
         f"{name} {getattr(old, field)} -> {getattr(new, field)}"
         for name, field in (

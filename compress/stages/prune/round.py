@@ -29,7 +29,9 @@ from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.pruning import HeadUnit, LayerSubset, StoredLayers, Widths, resized, with_biases
 from compress.models.weights import WeightSource
 
-DONE_NAME, INFLUENCE_NAME, LOSSES_NAME = "round.json", "influence.json", "losses.safetensors"
+DONE_NAME = "round.json"
+INFLUENCE_NAME = "influence.json"
+LOSSES_NAME = "losses.safetensors"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Round:
     depth_score: str = "block_influence"
 
     def cuts(self, before: Arch, widths: Widths) -> tuple[Cut, ...]:
-        old, cuts = Widths.of(before), []
+        old = Widths.of(before)
+        cuts = []
         if widths.num_heads < old.num_heads:
             num_kept = widths.num_kv_heads if self.unit == "kv_group" else widths.num_heads
             cuts.append(Cut("attn.o", self.unit, num_kept))
@@ -60,7 +63,8 @@ def prune_round(
         UsageError: statistics that cannot be factorised.
         Interrupted: at a boundary; the same call resumes there.
     """
-    leads, done = ctx.ranks.rank == 0, directory / DONE_NAME
+    leads = ctx.ranks.rank == 0
+    done = directory / DONE_NAME
     if leads:
         directory.mkdir(parents=True, exist_ok=True)
     kept, influence = ctx.ranks.broadcast(
@@ -105,11 +109,13 @@ def _kept_layers(
     how: Round, source: WeightSource, num_kept: int, tokens_NS: Tensor, directory: Path, ctx: Context
 ) -> tuple[list[int], list[float]]:
     """Indices of the layers that stay, and how much each layer does where some go."""
-    num_layers, file = source.arch.num_layers, directory / INFLUENCE_NAME
+    num_layers = source.arch.num_layers
+    file = directory / INFLUENCE_NAME
     if num_kept == num_layers:
         return list(range(num_layers)), []
     if not file.exists():
-        scorer, sums = LAYER_SCORERS.get(how.depth_score)(), [0.0] * num_layers
+        scorer = LAYER_SCORERS.get(how.depth_score)()
+        sums = [0.0] * num_layers
 
         def look(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
             sums[idx] += float(scorer.influence(before_TD, after_TD))

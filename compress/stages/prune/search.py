@@ -36,7 +36,8 @@ from compress.stages.prune.widths import legal_channels, legal_heads, with_heads
 LOSSES_NAME = "losses.json"
 LEVELS = (0.875, 0.75, 0.5)
 """Shares kept at which an axis is measured; the last is also the least that stays of it."""
-MAX_CHANNEL_CHOICES, MAX_FRONTIER_POINTS = 17, 60
+MAX_CHANNEL_CHOICES = 17
+MAX_FRONTIER_POINTS = 60
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,11 @@ def _measured(
         raise UsageError(
             f"a target is searched on {target.num_samples + judged} calibration samples and there are {len(tokens_NS)}."
         )
-    fitted_NS, judging_NS = tokens_NS[: min(target.num_samples, len(tokens_NS) - judged)], tokens_NS[-judged:]
-    arch, leads, directory = source.arch, ctx.ranks.rank == 0, ctx.scratch / SEARCH_NAME
+    fitted_NS = tokens_NS[: min(target.num_samples, len(tokens_NS) - judged)]
+    judging_NS = tokens_NS[-judged:]
+    arch = source.arch
+    leads = ctx.ranks.rank == 0
+    directory = ctx.scratch / SEARCH_NAME
     dtype = compute_dtype(ctx.device, getattr(torch, arch.dtype))
     file = directory / LOSSES_NAME
     known: dict[str, float] = ctx.ranks.broadcast(
@@ -187,7 +191,8 @@ def _predicted(widths: Widths, measured: Mapping[Axis, Mapping[int, float]]) -> 
 
 def _interpolated(keep: int, curve: Mapping[int, float]) -> float:
     """On the line through what was measured; a level that lost less than one that keeps more counts as much."""
-    points, worst = [], 0.0
+    points = []
+    worst = 0.0
     for each in sorted(curve, reverse=True):
         worst = max(worst, curve[each])
         points.append((each, worst))

@@ -31,7 +31,8 @@ from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, ask
 from compress.stages.quantize.mixed import Budget, Mixed
 from compress.validate.roofline import environment_facts
 
-SENSITIVITIES_NAME, LATENCIES_NAME = "sensitivities.json", "latencies.json"
+SENSITIVITIES_NAME = "sensitivities.json"
+LATENCIES_NAME = "latencies.json"
 MAX_FRONTIER_POINTS = 100
 
 
@@ -121,7 +122,8 @@ def _sensitivities(
 
 def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -> Times:
     """Times of this device, measured once and kept."""
-    kept, device = ctx.scratch / LATENCIES_NAME, torch.device(ctx.device)
+    kept = ctx.scratch / LATENCIES_NAME
+    device = torch.device(ctx.device)
     if not kept.exists():
         ctx.progress.say("timing the kernels of each projection and scheme")
         dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
@@ -146,7 +148,8 @@ def _facts(
     arch: Arch,
 ) -> dict[str, Any]:
     """What the report shows. Costs are shares of the dense model's, KL in nats a token, as the sensitivities predict it."""
-    times, corners = costs.times, frontier(options)
+    times = costs.times
+    corners = frontier(options)
     if len(corners) > MAX_FRONTIER_POINTS:
         step = (len(corners) - 1) / (MAX_FRONTIER_POINTS - 1)
         corners = [corners[round(idx * step)] for idx in range(MAX_FRONTIER_POINTS)]

@@ -116,10 +116,8 @@ def largest_bytes(spec: Mixed, arch: Arch, units: Sequence[Unit], outer_bytes: i
     Raises:
         UsageError: as `costs_of`.
     """
-    budget, sizes = (
-        spec.budget,
-        [{name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes} for unit in units],
-    )
+    budget = spec.budget
+    sizes = [{name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes} for unit in units]
     most = sum(max(each.values()) for each in sizes)
     if not budget.of_time:
         return min(most, costs_of(budget, units, arch, outer_bytes=outer_bytes, times=None).limit)
@@ -145,7 +143,8 @@ def asked(units: Sequence[Unit]) -> list[tuple[str, int, int, Scheme | None]]:
 
 
 def times_of(device: str, rows: int, units: Sequence[Unit], arch: Arch) -> Times:
-    table, dtype = latency_table(device), getattr(torch, arch.dtype)
+    table = latency_table(device)
+    dtype = getattr(torch, arch.dtype)
     return {
         (name, n, k, name_of(scheme)): table.linear_us(name, n, k, scheme, rows=rows, dtype=dtype)
         for name, n, k, scheme in asked(units)

@@ -17,7 +17,8 @@ from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
 
 COLUMNS_OF_A_LAUNCH = 128
 """That are rounded, or descended, in one on a GPU (`kernels/columns`)."""
-LOSS, EXACT = {"cpu": 1.0, "cuda": 1.5}, {"cpu": 1.0, "cuda": 5.0}
+LOSS = {"cpu": 1.0, "cuda": 1.5}
+EXACT = {"cpu": 1.0, "cuda": 5.0}
 """Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or reports, on a GPU three in bf16
 with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."""
 
@@ -25,7 +26,8 @@ with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."
 def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`. With a target, also
     the activations of the source model, and their moments with the others."""
-    arch, scheme = facts.arch, spec.possible_schemes(facts.arch)[-1]
+    arch = facts.arch
+    scheme = spec.possible_schemes(facts.arch)[-1]
     spec.check_model(arch)
     calib = facts.specs.get("calibrate") or Calibrate()
     assert isinstance(calib, Calibrate)
@@ -45,12 +47,14 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         if kv_format is None
         else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
     )
-    peak, total = peak_bytes(work), sum(flops(work, products=_products(spec, facts.device)))
+    peak = peak_bytes(work)
+    total = sum(flops(work, products=_products(spec, facts.device)))
     if isinstance(spec.scheme, Mixed):
         before, more = _effort(
             spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width
         )
-        peak, total = max(peak, before), total + more
+        peak = max(peak, before)
+        total = total + more
     host = host_bytes(work)
     on_host = (
         [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"]
@@ -59,7 +63,8 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     )
     if spec.guide is not None:
         held, more = guide_effort(work, spec.guide)
-        peak, total = peak if host else max(peak, held), total + more
+        peak = peak if host else max(peak, held)
+        total = total + more
         on_host += (
             [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"]
             if host
@@ -67,7 +72,8 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         )
     if spec.tune is not None and scheme is not None:
         held, more = _tuning_effort(spec.tune, arch, work, linear_bytes(arch, scheme))
-        peak, total = max(peak, held), total + more
+        peak = max(peak, held)
+        total = total + more
     return Estimate(
         peak,
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
@@ -109,7 +115,8 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     said by columns: 18 us for both there."""
     if spec.only_cache:
         return 0
-    rounds, searches = isinstance(spec.round, Gptq), getattr(spec.round, "scale", "min_max") != "min_max"
+    rounds = isinstance(spec.round, Gptq)
+    searches = getattr(spec.round, "scale", "min_max") != "min_max"
     sweeps, coupled = _sweeps(spec)
     visits = sweeps + coupled * PHASES
     if device == "cpu":
@@ -150,7 +157,8 @@ def _effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: i
     schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
     layer = max(arch.layers, key=lambda each: each.intermediate_size)
     shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
-    params, largest = sum(n * k for n, k in shapes), max(n * k for n, k in shapes)
+    params = sum(n * k for n, k in shapes)
+    largest = max(n * k for n, k in shapes)
     hessians = 4 * sum(
         {
             layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears

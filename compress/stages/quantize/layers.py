@@ -38,7 +38,8 @@ def quantization_passes(
     passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
     if spec.smooth is not None:
         passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
-    refiner, target = cast(Refiner | None, spec.refine), cast(Target | None, spec.target)
+    refiner = cast(Refiner | None, spec.refine)
+    target = cast(Target | None, spec.target)
     passes.append(RoundPass(cast(Rounder, spec.round), schemes, stored_dtype, refiner, target))
     return passes
 
@@ -49,10 +50,8 @@ def quantize_layers(
     """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
     layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
     source = open_weights(inputs[Port.DENSE].path)
-    stored_dtype, tokens = (
-        getattr(torch, source.arch.dtype),
-        load_token_set(inputs[Port.CALIB].path / TOKENS_NAME),
-    )
+    stored_dtype = getattr(torch, source.arch.dtype)
+    tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
     tokens_NS = tokens.tokens_NS
     chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
     assert chosen is not None
@@ -61,7 +60,8 @@ def quantize_layers(
     if spec.guide is not None and ctx.ranks.rank == 0:
         make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
     ctx.ranks.broadcast(None)  # nobody reads the guide before it is written
-    passes, kv_scales = quantization_passes(spec, scheme, stored_dtype), spec.kv_format() == FP8_STATIC
+    passes = quantization_passes(spec, scheme, stored_dtype)
+    kv_scales = spec.kv_format() == FP8_STATIC
     rows = run_sequential(
         source,
         tokens_NS if passes or kv_scales else tokens_NS[:1, :1],

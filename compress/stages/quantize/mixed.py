@@ -10,7 +10,8 @@ from compress.kernels.latency import latency_table
 from compress.quant.scheme import DENSE, SCHEMES, Scheme
 from compress.recipe import Spec, checked_by
 
-_SIZES, _LATENCIES = ("size_ratio", "size_gb"), ("latency_ratio", "latency_us")
+_SIZES = ("size_ratio", "size_gb")
+_LATENCIES = ("latency_ratio", "latency_us")
 
 
 def scheme_or_dense(name: str) -> Scheme | None:

@@ -57,8 +57,10 @@ def tune_scales(
         UsageError: too few samples, or a loss that is not finite.
         Interrupted: asked to stop; the same call goes on from there.
     """
-    device, directory = torch.device(ctx.device), ctx.scratch / DIRECTORY
-    held_out_NS, training_NS = tokens.tokens_NS[::HELD_OUT], _without(tokens.tokens_NS, HELD_OUT)
+    device = torch.device(ctx.device)
+    directory = ctx.scratch / DIRECTORY
+    held_out_NS = tokens.tokens_NS[::HELD_OUT]
+    training_NS = _without(tokens.tokens_NS, HELD_OUT)
     if len(training_NS) < spec.batch_size:
         raise UsageError(
             f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples."
@@ -68,10 +70,8 @@ def tune_scales(
         return load_weights(ctx.scratch / layer_name(idx), schemes, prefix=f"layers.{idx}.")
 
     decoder = build_decoder(source, dtype=compute_dtype, device=device)
-    student, teacher = (
-        in_tuning(decoder, layer, dtype=compute_dtype, device=device),
-        Teacher(decoder, device=device),
-    )
+    student = in_tuning(decoder, layer, dtype=compute_dtype, device=device)
+    teacher = Teacher(decoder, device=device)
     if spec.batch_size * training_NS.shape[1] > RECOMPUTED_TOKENS:
         checkpoint_layers_(student)
     steps_of_epoch = len(training_NS) // spec.batch_size

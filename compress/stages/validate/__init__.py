@@ -45,7 +45,8 @@ from compress.validate.gates import GateResult, evaluate
 from compress.validate.report import build_report, render_html
 from compress.validate.roofline import device_key, environment_facts
 
-REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+REPORT_JSON = "report.json"
+REPORT_HTML = "report.html"
 
 
 def _depends(spec: Validate, device: str) -> Mapping[str, str]:
@@ -93,13 +94,17 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         UsageError: as `measure`.
     """
     _, candidate = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
-    measured, device = measure(spec, inputs, candidate.path, ctx), torch.device(ctx.device)
-    manifest, made = open_artifact(candidate.path).manifest, dense_facts(inputs)
+    measured = measure(spec, inputs, candidate.path, ctx)
+    device = torch.device(ctx.device)
+    manifest = open_artifact(candidate.path).manifest
+    made = dense_facts(inputs)
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
-    sizes, draft = sizes_of(measured.paths["source"], candidate.path), draft_path(inputs)
+    sizes = sizes_of(measured.paths["source"], candidate.path)
+    draft = draft_path(inputs)
     draft_bytes = None if draft is None else size_of(draft)
     kv_cache = served_cache(manifest, measured.candidate)
-    quantized, speculation = quantization(inputs), measured.speculation
+    quantized = quantization(inputs)
+    speculation = measured.speculation
     artifact = {
         "digest": candidate.digest,
         "source": inputs.source.name,

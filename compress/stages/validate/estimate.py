@@ -16,7 +16,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     Raises:
         UsageError: sequences that the model is too short for, or gates on a draft that nothing makes.
     """
-    arch, source_arch = facts.arch, facts.source_arch or facts.arch
+    arch = facts.arch
+    source_arch = facts.source_arch or facts.arch
     own = spec.speculative
     speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram")
     check_seq_len(spec.seq_len, "validate: seq_len", arch)

@@ -51,7 +51,8 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     device = torch.device(ctx.device)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
     proposers = proposers_of(spec.speculative, inputs)
-    num_steps, steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers), count()
+    num_steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers)
+    steps = count()
     ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
     engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
     candidate = engines["candidate"]
@@ -76,7 +77,8 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
             candidate, latency["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype)
         )
     del engines  # room for engines that speculate
-    speculation, conditions = None, dict[str, Any]()
+    speculation = None
+    conditions = dict[str, Any]()
     if proposers:
         step = next(steps), num_steps
         speculation, conditions = speculate(
@@ -106,7 +108,8 @@ def _engines(
         )
         for side, path in paths.items()
     }
-    source, candidate = engines["source"].arch, engines["candidate"].arch
+    source = engines["source"].arch
+    candidate = engines["candidate"].arch
     if source.vocab_size != candidate.vocab_size:
         raise UsageError(
             f"the source {inputs.source.name} has {source.vocab_size} tokens and the artifact {candidate.vocab_size}: it was not made from "

@@ -114,7 +114,8 @@ class Validate(Spec):
 
     def engine_config(self, *, speculates: bool) -> EngineConfig:
         """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""
-        latency, own = self.latency, self.speculative if speculates else None
+        latency = self.latency
+        own = self.speculative if speculates else None
         batch_sizes = (1, *(latency.batch_sizes if latency else ()), *(own.batch_sizes if own else ()))
         lengths = [
             self.seq_len,

@@ -93,14 +93,13 @@ def speculate(
     how many of the stage this is."""
     own = spec.speculative
     assert own is not None
-    prompts, titles = {}, {}
+    prompts = {}
+    titles = {}
     for category, card in spec.prompt_data.items():
         sizes = {"num_samples": own.num_prompts, "seq_len": own.prompt_tokens}
         tokens, facts = read_tokens(inputs.source, card, **sizes, seed=ctx.seed, offline=ctx.offline)
-        prompts[category], titles[category] = (
-            [tuple(row) for row in tokens.tokens_NS.tolist()],
-            facts["title"],
-        )
+        prompts[category] = [tuple(row) for row in tokens.tokens_NS.tolist()]
+        titles[category] = facts["title"]
     conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
 
     def engine_for(speculative: Speculative) -> Engine:

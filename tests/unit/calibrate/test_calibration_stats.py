@@ -56,7 +56,8 @@ def test_the_mean_is_that_of_all_tokens(kind: Kind) -> None:
 def test_trees_over_any_runs_of_shards_join_to_the_same_bits(kind: Kind, cuts: set[int]) -> None:
     xs = samples()
     whole = merged(shards(kind, xs)).mean()
-    stats, joined = shards(kind, xs), MergeTree[SecondMoment | AbsMean]()
+    stats = shards(kind, xs)
+    joined = MergeTree[SecondMoment | AbsMean]()
     edges = [0, *sorted(cuts), NUM_SHARDS]
     for begin, end in zip(edges, edges[1:], strict=False):
         part = MergeTree[SecondMoment | AbsMean](begin)
@@ -122,7 +123,8 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
 def test_rescaling_is_the_statistic_of_rescaled_inputs(kind: Kind) -> None:
     xs = samples()
     scale_D = torch.exp(torch.randn(12, generator=torch.Generator().manual_seed(1)))
-    rescaled, direct = merged(shards(kind, xs)), merged(shards(kind, [x_TD / scale_D for x_TD in xs]))
+    rescaled = merged(shards(kind, xs))
+    direct = merged(shards(kind, [x_TD / scale_D for x_TD in xs]))
     rescaled.rescale_(scale_D)
     assert torch.allclose(
         rescaled.mean(), direct.mean(), rtol=1e-4, atol=1e-6 * float(direct.mean().abs().max())
@@ -131,7 +133,8 @@ def test_rescaling_is_the_statistic_of_rescaled_inputs(kind: Kind) -> None:
 
 @BOTH
 def test_merging_nothing_changes_nothing(kind: Kind) -> None:
-    full, empty = merged(shards(kind, samples())), kind()
+    full = merged(shards(kind, samples()))
+    empty = kind()
     before = full.mean()
     full.merge(empty)  # type: ignore[arg-type]
     assert torch.equal(full.mean(), before)
@@ -159,7 +162,8 @@ def test_shards_cut_the_samples_into_even_runs(num_samples: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(num_ranks: int) -> None:
-    xs, scale_D = samples(), torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.1
+    xs = samples()
+    scale_D = torch.rand(12, generator=torch.Generator().manual_seed(3)) + 0.1
     tree: MergeTree[AbsMax] = MergeTree()
     for rank in range(num_ranks):
         stat = AbsMax()

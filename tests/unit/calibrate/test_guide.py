@@ -24,7 +24,8 @@ from compress.recipe import parse_spec, read_yaml
 from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tiny_tokens
 
-NUM_SAMPLES, SEQ_LEN = 5, 12
+NUM_SAMPLES = 5
+SEQ_LEN = 12
 SCHEMES = {
     "sym": Scheme("sym", 4, symmetric=True, group_size=16),
     "asym": Scheme("asym", 4, symmetric=False, group_size=16),
@@ -41,16 +42,15 @@ def test_a_guide_says_what_gradients_of_the_whole_graph_say(
     monkeypatch.setattr(guides, "SEGMENT_ROWS", 24)
     monkeypatch.setattr(guides, "TOKENS_OF_A_WALK", 3 * SEQ_LEN)  # two walks; moments are of the first
     source = tiny_source(tiny_arch(config))
-    tokens_NS, ctx = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN), Context("cpu", 3, tmp_path)
+    tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
+    ctx = Context("cpu", 3, tmp_path)
     make_guide(Guide(share=0.6, windows=windows), source, tokens_NS, ctx, compute_dtype=torch.float32)
     gradients = _of_the_whole_graph(
         source, tokens_NS, torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
     )
     for layer_idx in range(source.arch.num_layers):
-        layer, told = (
-            build_decoder(source, dtype=torch.float32, device=torch.device("cpu")).layers[layer_idx],
-            GuideFiles(tmp_path),
-        )
+        layer = build_decoder(source, dtype=torch.float32, device=torch.device("cpu")).layers[layer_idx]
+        told = GuideFiles(tmp_path)
         for group in layer.groups():  # type: ignore[operator]
             g_NSO = torch.cat([gradients[layer_idx, name] for name in group.linears], dim=-1)
             expected_NS = torch.ones(tokens_NS.shape)
@@ -104,7 +104,8 @@ def _of_the_whole_graph(source: Any, tokens_NS: Tensor, draws_NS: Tensor) -> dic
 
 def test_a_guide_is_made_once(tmp_path: Path) -> None:
     source = tiny_source(tiny_arch(LLAMA))
-    tokens_NS, ctx = tiny_tokens(source.arch, 2, SEQ_LEN), Context("cpu", 3, tmp_path)
+    tokens_NS = tiny_tokens(source.arch, 2, SEQ_LEN)
+    ctx = Context("cpu", 3, tmp_path)
     make_guide(Guide(), source, tokens_NS, ctx, compute_dtype=torch.float32)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     make_guide(Guide(), source, tokens_NS, ctx, compute_dtype=torch.float32)
@@ -121,7 +122,8 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     weights_NS = torch.rand(NUM_SAMPLES, SEQ_LEN, generator=generator) + 0.1
     weights = {group.tap: weights_NS for group in layer.groups()}
     factories = {"second_moment": SecondMoment, "cross_moment": CrossMoment, "abs_max": AbsMax}
-    samples, beside = Samples.of(x_NSD), Samples.of(source_NSD)
+    samples = Samples.of(x_NSD)
+    beside = Samples.of(source_NSD)
     flow = Flow(samples, beside, Shards.of(NUM_SAMPLES), Room(None, samples), OneRank())
     trees = observe_shards(Stream(layer, samples), factories, flow, Stream(layer, beside, beside), weights)
     stats = together(trees, OneRank())["attn_in"]
@@ -138,7 +140,8 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
 def test_a_gram_of_bfloat16_numbers_is_summed_in_float32() -> None:
     generator = torch.Generator().manual_seed(4)
     a_TD, b_TD = (torch.randn(700, 96, generator=generator).to(torch.bfloat16) for _ in range(2))
-    a_MK, b_KN = torch.randn(300, 96, generator=generator), torch.randn(96, 40, generator=generator)
+    a_MK = torch.randn(300, 96, generator=generator)
+    b_KN = torch.randn(96, 40, generator=generator)
     before_MN = a_MK @ b_KN
     assert torch.allclose(
         add_gram(None, a_TD, b_TD).double(), a_TD.double().t() @ b_TD.double(), rtol=1e-5, atol=1e-3
@@ -178,7 +181,8 @@ def _coupled_problem(rows: int = 40, columns: int = 32) -> tuple[Tensor, SecondM
 
 def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
     w_OI, stat, outputs = _coupled_problem()
-    segments, error_IO = list(outputs.segments), 0.1 * w_OI.t()
+    segments = list(outputs.segments)
+    error_IO = 0.1 * w_OI.t()
     for phase in range(PHASES):
         rows = slice(phase, None, PHASES)
         moved = error_IO.clone()
@@ -192,7 +196,8 @@ def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
 @pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than phases"])
 def test_coupled_rounds_lower_the_coupled_loss(scheme: Scheme, rows: int) -> None:
     w_OI, stat, outputs = _coupled_problem(rows)
-    stats, exact = {"second_moment": stat}, [each.double() for each in outputs.segments]
+    stats = {"second_moment": stat}
+    exact = [each.double() for each in outputs.segments]
     rounded = Rtn(scale="min_max").round(w_OI, stats, scheme, scale_dtype=torch.float32).weight
     losses = []
     for rounds in (0, 1, 4):

@@ -24,7 +24,8 @@ from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 
-NUM_SAMPLES, SEQ_LEN = 11, 13
+NUM_SAMPLES = 11
+SEQ_LEN = 13
 COARSE = Scheme(
     "W2", 2, symmetric=True, group_size=None
 )  # so coarse that linears as they were would give other moments
@@ -41,10 +42,8 @@ def run(
     out: Path, passes: list[LayerPass], source: WeightSource, *, scheme: Scheme = W8, stop_after: int = 99
 ) -> list[Row]:
     out.mkdir(exist_ok=True)
-    ctx, tokens_NS = (
-        Context("cpu", 0, out, stop_signal=StopAfter(stop_after)),
-        tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN),
-    )
+    ctx = Context("cpu", 0, out, stop_signal=StopAfter(stop_after))
+    tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     return run_sequential(
         source,
         tokens_NS,
@@ -74,7 +73,8 @@ class Look:
     def apply(self, state: LayerState) -> None:
         ((tap, stats),) = state.stats.items()
         assert [group.tap for group in state.groups] == [tap]
-        moment, cross = stats["second_moment"], stats["cross_moment"]
+        moment = stats["second_moment"]
+        cross = stats["cross_moment"]
         assert isinstance(moment, SecondMoment)
         assert isinstance(cross, CrossMoment)
         self.seen.append((state.layer_idx, tap, moment.mean(), cross.mean()))
@@ -86,7 +86,9 @@ class Mixed:
     kv_format: str | None = None
 
     def __init__(self, source: WeightSource, directory: Path, layer_idx: int, tap: str) -> None:
-        self._source, self._directory, self._end = source, directory, (layer_idx, TAPS.index(tap))
+        self._source = source
+        self._directory = directory
+        self._end = (layer_idx, TAPS.index(tap))
         self.arch = source.arch
 
     def outer(self) -> Weights:
@@ -103,7 +105,8 @@ class Mixed:
 @torch.no_grad()
 def inputs_at(weights: WeightSource, layer_idx: int, tap: str) -> Tensor:
     """[T, I]: a hook on a whole decoder, no runner involved."""
-    decoder, read = build_decoder(weights, dtype=torch.float32, device=torch.device("cpu")), list[Tensor]()
+    decoder = build_decoder(weights, dtype=torch.float32, device=torch.device("cpu"))
+    read = list[Tensor]()
     linear = next(linear for linear, its in weights.arch.layers[layer_idx].linears.items() if its == tap)
     decoder.get_submodule(f"layers.{layer_idx}.{linear}").register_forward_pre_hook(
         lambda _, inputs: read.append(inputs[0].flatten(0, 1))

@@ -40,7 +40,8 @@ def quantized(source: WeightSource, out: Path, *, in_turn: bool = False) -> list
     out.mkdir(parents=True, exist_ok=True)
     tokens = tiny_tokens(source.arch, 5, 24)
     passes = quantization_passes(W4, SCHEMES["W4A16_G32"], torch.bfloat16)
-    scheme, ctx = SCHEMES["W4A16_G32"], Context("cpu", 0, out)
+    scheme = SCHEMES["W4A16_G32"]
+    ctx = Context("cpu", 0, out)
     return run_sequential(
         source,
         tokens,
@@ -60,7 +61,8 @@ class Stored:
     kv_format: str | None = "FP8_STATIC"
 
     def __init__(self, source: WeightSource, directory: Path) -> None:
-        self._source, self._directory = source, directory
+        self._source = source
+        self._directory = directory
 
     @property
     def arch(self) -> Arch:
@@ -96,7 +98,8 @@ def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linear
 ) -> None:
     source = tiny_source(tiny_arch(config, **WIDTHS))
     rows = quantized(source, tmp_path, in_turn=in_turn)
-    listening, dense = Listening(), Listening()
+    listening = Listening()
+    dense = Listening()
     for of, attention in ((Stored(source, tmp_path), listening), (source, dense)):
         build_decoder(of, dtype=torch.float32, device=CPU)(
             tiny_tokens(source.arch, 5, 24), attention=attention
@@ -147,7 +150,8 @@ def test_the_stated_error_is_that_of_the_caches_own_rounding() -> None:
     x_TKC[7, 0, 0] = 900.0  # cut
     x_TKC[9, 2, 1] = 2**-11  # becomes zero, whatever is near
     x_TKC[9, 0, 1] = 0.0  # was zero
-    stat, rest = CacheError(8), CacheError(8)
+    stat = CacheError(8)
+    rest = CacheError(8)
     stat.update(x_TKC[:120].flatten(1))
     rest.update(x_TKC[120:].flatten(1))
     stat.merge(rest)
@@ -217,7 +221,8 @@ def test_the_name_of_a_cache_is_checked_and_without_one_nothing_is_said() -> Non
 def test_the_engine_serves_the_cache_that_its_model_states_unless_told_otherwise(tmp_path: Path) -> None:
     source = tiny_source(tiny_arch(LLAMA, **WIDTHS))
     quantized(source, tmp_path)
-    stored, tokens = Stored(source, tmp_path), tiny_tokens(source.arch, 2, 24, seed=9).to(torch.int64)
+    stored = Stored(source, tmp_path)
+    tokens = tiny_tokens(source.arch, 2, 24, seed=9).to(torch.int64)
 
     def engine(of: WeightSource, kv_format: str | None = None) -> Engine:
         return Engine(of, device=CPU, config=EngineConfig(max_model_len=32, kv_format=kv_format))
@@ -246,7 +251,8 @@ def test_the_engine_serves_the_cache_that_its_model_states_unless_told_otherwise
 
     with torch.inference_mode():
         expected = build_decoder(stored, dtype=torch.float32, device=CPU)(tokens, attention=Rounding())
-        served, unrounded = engine(stored).runner.score(tokens), dense.runner.score(tokens)
+        served = engine(stored).runner.score(tokens)
+        unrounded = dense.runner.score(tokens)
     shift = float((expected - unrounded).square().mean().sqrt())
     # Rounding moves logits by `shift`; a tie that float32 decides the other way moves one number of thousands by as much as all of them.
     assert float((served - expected).square().mean().sqrt()) < shift / 10

@@ -41,7 +41,8 @@ class Said:
 def run(out: Path, how: str) -> tuple[dict[str, bytes], list[str]]:
     out.mkdir()
     spec = SPECS[how]
-    source, said = tiny_source(tiny_arch(QWEN3, dtype="bfloat16")), Said()
+    source = tiny_source(tiny_arch(QWEN3, dtype="bfloat16"))
+    said = Said()
     sequential.run_sequential(
         source,
         tiny_tokens(source.arch, 5, 13),

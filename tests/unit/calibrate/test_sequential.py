@@ -30,7 +30,8 @@ from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source, tiny_tokens
 
-NUM_SAMPLES, SEQ_LEN = 11, 13
+NUM_SAMPLES = 11
+SEQ_LEN = 13
 W8 = SCHEMES["W8A16"]
 AWQ_GPTQ = Quantize.model_validate(
     {"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "round": {"kind": "gptq"}}
@@ -130,7 +131,8 @@ def test_plain_rounding_does_not_depend_on_calibration(config: dict[str, Any], t
         for name, value in source.outer().items()
     )
     for idx in range(3):
-        stored, original = load_weights(tmp_path / layer_name(idx), W8), source.layer(idx)
+        stored = load_weights(tmp_path / layer_name(idx), W8)
+        original = source.layer(idx)
         assert stored.keys() == original.keys()
         for name, value in original.items():
             assert isinstance(value, Tensor)
@@ -329,7 +331,8 @@ def test_smoothing_is_stored_with_the_weights_it_was_folded_into(
     )
     stored = load_weights(tmp_path / layer_name(0), W8)
     x_NSD = inputs_of_layer(source, tmp_path, 0)
-    outputs, taps = [], []
+    outputs = []
+    taps = []
     for weights in (source.layer(0), stored):
         layer = DecoderLayer(source.arch, 0)
         fill_(layer, weights, dtype=torch.float32, device=torch.device("cpu"))

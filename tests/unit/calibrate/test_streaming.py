@@ -42,7 +42,8 @@ def test_the_next_layer_is_read_while_this_one_is_worked_on() -> None:
 
 
 def test_one_file_at_a_time_is_written() -> None:
-    free, order = threading.Event(), list[str]()
+    free = threading.Event()
+    order = list[str]()
 
     def slow() -> None:
         free.wait(10)
@@ -61,7 +62,8 @@ def run(out: Path, source: WeightSource) -> Any:
     out.mkdir(exist_ok=True)
     spec = Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}})
     passes = quantization_passes(spec, SCHEMES["W8A16"], torch.bfloat16)
-    tokens, ctx = tiny_tokens(source.arch, 3, 13), Context("cpu", 0, out)
+    tokens = tiny_tokens(source.arch, 3, 13)
+    ctx = Context("cpu", 0, out)
     return sequential.run_sequential(
         source, tokens, passes, out, ctx, scheme=SCHEMES["W8A16"], compute_dtype=torch.float32
     )
@@ -88,7 +90,8 @@ def test_a_layer_that_cannot_be_read_stops_the_run_with_its_reason(
 def test_a_layer_that_cannot_be_written_stops_the_run_before_the_next(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, source = sequential._store, tiny_source(tiny_arch(QWEN3, dtype="bfloat16"))
+    store = sequential._store
+    source = tiny_source(tiny_arch(QWEN3, dtype="bfloat16"))
 
     def full(out: Path, idx: int, *args: Any) -> None:
         if idx == failing:

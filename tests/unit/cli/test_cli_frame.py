@@ -394,7 +394,8 @@ class Clock:
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
-    out, clock = io.StringIO(), Clock()
+    out = io.StringIO()
+    clock = Clock()
     with progress("quantize", stream=out, peak_bytes=lambda: 3 << 30, clock=clock) as report:
         for layer in range(32):
             clock.now_s += 1.0

@@ -192,7 +192,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def test_a_hub_dataset_is_streamed_at_its_commit(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS))
-    calls, load_dataset = [], datasets.load_dataset
+    calls = []
+    load_dataset = datasets.load_dataset
 
     def local(path, **options):
         calls.append((path, options))

@@ -228,7 +228,8 @@ def ngrams(document: Document, size: int) -> list[tuple[str, ...]]:
 )
 def test_overlap_counts_like_sets_of_tuples(texts, size):
     documents = [Document(str(idx), text) for idx, text in enumerate(texts)]
-    calibration, evaluation = documents[: len(documents) // 2], documents[len(documents) // 2 :]
+    calibration = documents[: len(documents) // 2]
+    evaluation = documents[len(documents) // 2 :]
     seen = {gram for d in calibration for gram in ngrams(d, size)}
     held_out = [gram for d in evaluation for gram in ngrams(d, size)]
     shared = [gram for gram in held_out if gram in seen]

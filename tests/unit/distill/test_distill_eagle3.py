@@ -17,7 +17,8 @@ from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder, tiny_source
 
 CPU = torch.device("cpu")
-VOCAB, WORDS = 61, 50
+VOCAB = 61
+WORDS = 50
 
 
 def make_arch() -> Arch:
@@ -59,8 +60,11 @@ def targeted(decoder: Decoder, head: Eagle3Decoder, words: Tensor) -> Target:
 
 def test_unrolled_steps_are_those_of_drafting_from_each_token() -> None:
     """Row t of all steps, from a sequence that ends at t and grows by one row a step."""
-    arch, words = make_arch(), torch.arange(WORDS)
-    decoder, head, tokens_BS = tiny_decoder(arch), make_head(arch, words), make_text(2, 11, seed=0)
+    arch = make_arch()
+    words = torch.arange(WORDS)
+    decoder = tiny_decoder(arch)
+    head = make_head(arch, words)
+    tokens_BS = make_text(2, 11, seed=0)
     embedded, features, _ = targeted(decoder, head, words).asked(tokens_BS)
     steps = list(unrolled(head, embedded, features, 4))
     assert [each.shape[1] for each in steps] == [10, 9, 8, 7]
@@ -75,12 +79,17 @@ def test_unrolled_steps_are_those_of_drafting_from_each_token() -> None:
 
 def test_a_head_begins_as_the_targets_last_layer() -> None:
     """Where the embedding is left out of what it reads, it says what the target would after that layer once more."""
-    arch, words, tokens_BS = make_arch(), torch.arange(WORDS), make_text(2, 11, seed=0)
-    decoder, head = tiny_decoder(arch), make_head(arch, words)
+    arch = make_arch()
+    words = torch.arange(WORDS)
+    tokens_BS = make_text(2, 11, seed=0)
+    decoder = tiny_decoder(arch)
+    head = make_head(arch, words)
     for name in ("q", "k", "v"):
         head.layers[0].attn.get_submodule(name).get_parameter("weight").data[:, : arch.hidden_size] = 0
     _, features, _ = targeted(decoder, head, words).asked(tokens_BS)
-    positions, attention, deepest = torch.arange(10), FullAttention(), features[:, :10, -arch.hidden_size :]
+    positions = torch.arange(10)
+    attention = FullAttention()
+    deepest = features[:, :10, -arch.hidden_size :]
     expected = decoder.norm(decoder.layers[-1](deepest, positions, attention))
     out = head(torch.randn(2, 10, arch.hidden_size), head.fuse(features[:, :10]), positions, attention)
     torch.testing.assert_close(
@@ -90,8 +99,10 @@ def test_a_head_begins_as_the_targets_last_layer() -> None:
 
 def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
     """Every divergence of the target, restricted to the head's words, from itself: a head that hands the target's hidden states through."""
-    arch, words = make_arch(), torch.arange(0, WORDS)
-    decoder, head = tiny_decoder(arch), make_head(arch, words)
+    arch = make_arch()
+    words = torch.arange(0, WORDS)
+    decoder = tiny_decoder(arch)
+    head = make_head(arch, words)
     target = targeted(decoder, head, words)
     tokens_BS = make_text(3, 12, seed=2)
     _, _, final_BSD = target.asked(tokens_BS[:, :-1])
@@ -105,7 +116,8 @@ def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
 def test_a_trained_head_is_accepted_more_often(target: Decoder, kind: str) -> None:
     words = torch.arange(WORDS)
     head = make_head(target.arch, words)
-    asked, held_out = targeted(target, head, words), make_text(32, 17, seed=10_000)
+    asked = targeted(target, head, words)
+    held_out = make_text(32, 17, seed=10_000)
     before = measure_eagle3(head, asked, held_out, CPU, compute_dtype=torch.float32)
     config = TrainConfig(
         num_steps=150, batch_size=16, micro_batch_size=16, peak_lr=3e-3, compute_dtype=torch.float32
@@ -121,11 +133,10 @@ def test_a_trained_head_is_accepted_more_often(target: Decoder, kind: str) -> No
 
 
 def test_a_run_that_is_cut_ends_with_the_same_bits() -> None:
-    arch, words = make_arch(), torch.arange(WORDS)
-    decoder, config = (
-        tiny_decoder(arch),
-        TrainConfig(6, 4, 2, 1e-3, optimizer="muon", log_every=3, compute_dtype=torch.float32),
-    )
+    arch = make_arch()
+    words = torch.arange(WORDS)
+    decoder = tiny_decoder(arch)
+    config = TrainConfig(6, 4, 2, 1e-3, optimizer="muon", log_every=3, compute_dtype=torch.float32)
 
     def training() -> tuple[Eagle3Decoder, Training]:
         head = make_head(arch, words)

@@ -15,7 +15,8 @@ from compress.distill.losses import Divergence, Kind, TopK, divergence_rows, kee
 from compress.errors import UsageError
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-NUM_TOKENS, VOCAB = 7, 23
+NUM_TOKENS = 7
+VOCAB = 23
 
 
 def logits(seed: int, spread: float = 3.0) -> Tensor:
@@ -44,7 +45,8 @@ def expected(
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient in float64 through autograd; `kept` lists the tokens that are told apart."""
     z = student.double().requires_grad_()
-    p, q = (teacher.double() / loss.temperature).softmax(-1), (z / loss.temperature).softmax(-1)
+    p = (teacher.double() / loss.temperature).softmax(-1)
+    q = (z / loss.temperature).softmax(-1)
     if kept is not None:
         p, q = (
             torch.cat((each.gather(-1, kept), 1 - each.gather(-1, kept).sum(-1, keepdim=True)), dim=-1)
@@ -62,7 +64,9 @@ def expected(
 def test_loss_and_gradient_are_those_of_the_textbook(
     kind: Kind, temperature: float, hard_frac: float, num_kept: int | None
 ) -> None:
-    loss, student, teacher = Divergence(kind, temperature, hard_frac), logits(0), logits(1)
+    loss = Divergence(kind, temperature, hard_frac)
+    student = logits(0)
+    teacher = logits(1)
     kept = None if num_kept is None else keep_top(teacher, num_kept, temperature)
     got = divergence_rows(student, teacher if kept is None else kept, labels(), loss)
     want = expected(student, teacher, loss, None if kept is None else kept.ids_TK)
@@ -76,7 +80,9 @@ def test_loss_and_gradient_are_those_of_the_textbook(
 def test_divergences_are_divergences_and_buckets_never_say_more(
     kind: Kind, seed: int, spread: float, num_kept: int
 ) -> None:
-    student, teacher, loss = logits(seed, spread), logits(seed + 1, spread), Divergence(kind)
+    student = logits(seed, spread)
+    teacher = logits(seed + 1, spread)
+    loss = Divergence(kind)
     full, gradient = divergence_rows(student, teacher, labels(), loss)
     bucketed, bucketed_gradient = divergence_rows(student, keep_top(teacher, num_kept), labels(), loss)
     slack = 1e-4 * (1 + full)
@@ -103,7 +109,8 @@ def test_a_tail_that_subtraction_would_lose_is_kept() -> None:
 @pytest.mark.parametrize("kind", ["tv", "lk"])
 def test_where_nothing_is_kept_loss_and_gradient_are_numbers(kind: Kind) -> None:
     student, teacher = torch.zeros(2, 1, VOCAB)
-    student[0, 3], teacher[0, 5] = 500.0, 500.0
+    student[0, 3] = 500.0
+    teacher[0, 5] = 500.0
     loss_T, gradient_TV = divergence_rows(student, teacher, labels()[:1], Divergence(kind))
     assert torch.isfinite(loss_T).all()
     assert float(loss_T) >= 1
@@ -119,12 +126,11 @@ def test_a_vocabulary_without_a_tail_is_refused() -> None:
 def test_slices_give_loss_and_gradients_of_the_whole(
     top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, loss = torch.Generator().manual_seed(2), Divergence("forward_kl", 1.5, 0.2)
-    hidden, head, teacher = (
-        torch.randn(NUM_TOKENS, 6, generator=generator),
-        torch.randn(VOCAB, 6, generator=generator),
-        logits(1),
-    )
+    generator = torch.Generator().manual_seed(2)
+    loss = Divergence("forward_kl", 1.5, 0.2)
+    hidden = torch.randn(NUM_TOKENS, 6, generator=generator)
+    head = torch.randn(VOCAB, 6, generator=generator)
+    teacher = logits(1)
 
     def targets(part: slice) -> Tensor | TopK:
         return teacher[part] if top_k is None else keep_top(teacher[part], top_k, loss.temperature)
@@ -132,7 +138,8 @@ def test_slices_give_loss_and_gradients_of_the_whole(
     results = []
     for values in (1 << 22, 2 * VOCAB):  # one slice; slices of two tokens and one
         monkeypatch.setattr(head_module, "SLICE_VALUES", {"cpu": values})
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        h = hidden.clone().requires_grad_()
+        w = head.clone().requires_grad_()
         mean = mean_divergence(h, w, targets, labels(), loss)
         (3 * mean).backward()
         assert h.grad is not None

@@ -20,7 +20,9 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
 
 CPU = torch.device("cpu")
-NUM_PROMPTS, PROMPT, LENGTH = 24, 24, 120
+NUM_PROMPTS = 24
+PROMPT = 24
+LENGTH = 120
 
 
 def test_the_expected_acceptance_length_is_what_the_engine_finds_on_the_models_own_text() -> None:

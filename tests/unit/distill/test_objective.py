@@ -54,7 +54,8 @@ def test_where_every_token_is_kept_as_often_a_step_has_the_length_of_the_formula
 
 
 def test_measured_is_what_the_logits_say() -> None:
-    student, teacher = tiny_decoder(ARCH, seed=1), tiny_decoder(ARCH, seed=2)
+    student = tiny_decoder(ARCH, seed=1)
+    teacher = tiny_decoder(ARCH, seed=2)
     found = measure(student, Teacher(teacher, device=CPU), WINDOWS, CPU, compute_dtype=torch.float32)
     tokens = WINDOWS.to(torch.int64)
     log_q, log_p = (each(tokens[:, :-1]).double().log_softmax(-1) for each in (student, teacher))
@@ -71,7 +72,8 @@ def test_measured_is_what_the_logits_say() -> None:
 
 
 def test_kept_logits_are_nearly_the_teacher_and_are_filled_where_they_are_missing(tmp_path: Path) -> None:
-    teacher, student = Teacher(tiny_decoder(ARCH, seed=2), device=CPU), tiny_decoder(ARCH, seed=1)
+    teacher = Teacher(tiny_decoder(ARCH, seed=2), device=CPU)
+    student = tiny_decoder(ARCH, seed=1)
     logits = kept(tmp_path)
     calls: list[int] = []
     logits.fill(teacher, OneRank(), calls.append, device=CPU, at_once=4)
@@ -102,10 +104,8 @@ def test_what_is_kept_has_a_name_that_says_what_it_is(tmp_path: Path, changes: d
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path, optimizer: Any) -> None:
     def training() -> Training:
-        student, teacher = (
-            tiny_decoder(ARCH, seed=1).requires_grad_(True),
-            Teacher(tiny_decoder(ARCH, seed=2), device=CPU),
-        )
+        student = tiny_decoder(ARCH, seed=1).requires_grad_(True)
+        teacher = Teacher(tiny_decoder(ARCH, seed=2), device=CPU)
         config = TrainConfig(20, 8, 4, 1e-2, optimizer, compute_dtype=torch.float32, log_every=4)
         return Training(
             student,
@@ -118,7 +118,9 @@ def test_a_restored_training_goes_on_with_the_same_bits(tmp_path: Path, optimize
     def facts(rows: list[Any]) -> list[tuple[Any, ...]]:
         return [(row.step, row.num_tokens, row.loss, row.grad_norm, row.learning_rate) for row in rows]
 
-    undisturbed, cut, resumed = training(), training(), training()
+    undisturbed = training()
+    cut = training()
+    resumed = training()
     whole = list(undisturbed.rows())
     assert whole[-1].loss < 0.7 * whole[0].loss
     first = [row for _, row in zip(range(2), cut.rows(), strict=False)]

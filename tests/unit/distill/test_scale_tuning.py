@@ -31,10 +31,8 @@ SCHEME = Scheme("sym3", 3, symmetric=True, group_size=16)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_gradients_of_scales_are_those_of_the_dequantized_weight(scheme: Scheme) -> None:
     generator = torch.Generator().manual_seed(2)
-    w_OI, x = (
-        torch.randn(24, 48, generator=generator),
-        torch.randn(2, 5, 48, generator=generator).requires_grad_(True),
-    )
+    w_OI = torch.randn(24, 48, generator=generator)
+    x = torch.randn(2, 5, 48, generator=generator).requires_grad_(True)
     bias_O = torch.randn(24, generator=generator)
     weight = round_to_nearest(w_OI, scheme, *min_max_scale(grouped(w_OI, scheme), scheme, torch.float32))
     linear = TunedLinear(weight, bias_O, device=torch.device("cpu"))

@@ -95,7 +95,8 @@ def trained(decoder: Decoder) -> Decoder:
 
 
 def test_lora_starts_at_the_model_trains_its_terms_alone_and_merges_into_what_it_computed() -> None:
-    decoder, plain = tiny_decoder(tiny_arch()), tiny_decoder(tiny_arch())
+    decoder = tiny_decoder(tiny_arch())
+    plain = tiny_decoder(tiny_arch())
     add_lora_(decoder, 4, alpha=8.0, generator=torch.Generator().manual_seed(0))
     assert torch.equal(decoder(TOKENS), plain(TOKENS))
     names = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}

@@ -66,7 +66,8 @@ def test_a_run_repeats_itself_bit_for_bit() -> None:
 def test_micro_batches_add_up_to_the_batch() -> None:
     """One optimizer step of one large batch, whole or in parts, up to the order of summation."""
     stream = TokenStream(repeating(), seq_len=24, batch_size=4, seed=0)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for micro_batch_size in (4, 2, 1):
         (row,) = train(
             decoder(),
@@ -84,7 +85,8 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 
 
 def test_the_loss_is_the_cross_entropy_of_the_next_token() -> None:
-    model, tokens_BS = decoder(), repeating()[:50].view(2, 25)
+    model = decoder()
+    tokens_BS = repeating()[:50].view(2, 25)
     log_probs = model(tokens_BS[:, :-1]).detach().double().log_softmax(-1)
     expected = -sum(float(log_probs[b, s, tokens_BS[b, s + 1]]) for b in range(2) for s in range(24)) / 48
     assert float(next_token(model, tokens_BS).detach()) == pytest.approx(expected, rel=1e-5)
@@ -171,10 +173,12 @@ def batches(stream: TokenStream, steps: Iterator[int] | range) -> Tensor:
 
 
 def test_an_epoch_shows_each_window_once_and_the_next_cuts_elsewhere() -> None:
-    tokens, seq_len = torch.arange(1000), 16
+    tokens = torch.arange(1000)
+    seq_len = 16
     stream = TokenStream(tokens, seq_len=seq_len, batch_size=6, seed=3)
     per_epoch = (1000 - 1 - seq_len) // seq_len // 6
-    first, second = batches(stream, range(per_epoch)), batches(stream, range(per_epoch, 2 * per_epoch))
+    first = batches(stream, range(per_epoch))
+    second = batches(stream, range(per_epoch, 2 * per_epoch))
     for epoch in (first, second):
         assert epoch.shape == (6 * per_epoch, seq_len + 1)
         assert torch.equal(epoch, epoch[:, :1] + torch.arange(seq_len + 1))  # windows of neighbours

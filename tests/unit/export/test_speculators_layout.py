@@ -98,7 +98,8 @@ def peer_step(
 ) -> Tensor:
     """One step as other programs compute it: a Llama layer of `transformers` whose q, k and v read the two halves side by side."""
     layer_config = LlamaConfig(**config, attn_implementation="eager")
-    layer, norm = LlamaDecoderLayer(layer_config, 0), LlamaRMSNorm(64, eps=layer_config.rms_norm_eps)
+    layer = LlamaDecoderLayer(layer_config, 0)
+    norm = LlamaRMSNorm(64, eps=layer_config.rms_norm_eps)
     for name in ("q_proj", "k_proj", "v_proj"):
         old = getattr(layer.self_attn, name)
         setattr(layer.self_attn, name, torch.nn.Linear(128, old.out_features, bias=False))

@@ -45,7 +45,8 @@ if INTERPRETED:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
     def pages(kv_format: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> PagedKV:
-        k, v = randn(*shape), randn(*shape, seed=1)
+        k = randn(*shape)
+        v = randn(*shape, seed=1)
         if kv_format == "dense":
             return PagedKV(k.to(dtype), v.to(dtype))
         scales = (
@@ -80,7 +81,8 @@ if INTERPRETED:
         k, v = kv.gather(blocks_B, context_len, torch.float64)
         q = q_TC.double().unflatten(1, (k.shape[0], -1))
         s = torch.einsum("qkgc,klc->kgql", q, k) * scale
-        at, keys = torch.arange(context_len - len(q), context_len).unsqueeze(1), torch.arange(context_len)
+        at = torch.arange(context_len - len(q), context_len).unsqueeze(1)
+        keys = torch.arange(context_len)
         unseen = (keys > at) | (keys <= at - window if window else torch.tensor(False))
         return torch.einsum("kgql,klc->qkgc", s.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1, 2)
 
@@ -104,7 +106,9 @@ if INTERPRETED:
     def test_decode_is_attention_over_the_pages(
         kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype
     ) -> None:
-        context_lens, q_len, scale = [4, 130, 333], 3, head_dim**-0.5
+        context_lens = [4, 130, 333]
+        q_len = 3
+        scale = head_dim**-0.5
         table = block_table(3, -(-400 // block_size))
         kv = pages(kv_format, (2, 1 + table.numel(), block_size, head_dim), dtype)
         q = randn(9, 2 * group, head_dim, dtype=dtype, seed=3)
@@ -119,7 +123,8 @@ if INTERPRETED:
     @pytest.mark.parametrize("window", [None, 100])
     def test_a_decode_row_keeps_its_bits_in_any_company(window: int | None) -> None:
         # numpy's products depend on the height of a tile, a GPU's do not: 4 queries of 4 heads fill the tile of one query.
-        context_lens, q_len = torch.tensor([300, 8, 135]), 4
+        context_lens = torch.tensor([300, 8, 135])
+        q_len = 4
         table = block_table(3, 20)
         kv = pages("dense", (2, 61, 16, 64), torch.float32)
         q = randn(3, q_len, 8, 64, seed=3)
@@ -150,7 +155,8 @@ if INTERPRETED:
         assert torch.equal(alone, whole[2])
 
     def test_a_padding_row_gives_zeros_where_it_has_no_position() -> None:
-        kv, table = pages("dense", (1, 2, 16, 64), torch.float32), torch.zeros(1, 4, dtype=torch.int32)
+        kv = pages("dense", (1, 2, 16, 64), torch.float32)
+        table = torch.zeros(1, 4, dtype=torch.int32)
         out = decode.attention_decode(
             randn(4, 2, 64), kv, table, torch.tensor([1]), q_len=4, window=None, scale=1.0
         )
@@ -162,7 +168,9 @@ if INTERPRETED:
     def test_prefill_is_attention_over_the_pages(
         kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype
     ) -> None:
-        query_lens, context_lens, scale = (1, 70, 77), (1, 70, 333), head_dim**-0.5
+        query_lens = (1, 70, 77)
+        context_lens = (1, 70, 333)
+        scale = head_dim**-0.5
         table = block_table(3, -(-400 // block_size))
         kv = pages(kv_format, (2, 1 + table.numel(), block_size, head_dim), dtype)
         q = randn(sum(query_lens), 2 * group, head_dim, dtype=dtype, seed=3)
@@ -174,7 +182,8 @@ if INTERPRETED:
             assert_close(part, expected_f64(rows, kv, table[idx], context_lens[idx], window, scale))
 
     def test_a_prefilled_sequence_keeps_its_bits_in_any_company() -> None:
-        table, kv = block_table(2, 10), pages("dense", (2, 21, 16, 64), torch.float32)
+        table = block_table(2, 10)
+        kv = pages("dense", (2, 21, 16, 64), torch.float32)
         q = randn(120, 4, 64, seed=3)
         both = prefill.attention_prefill(q, kv, table, (50, 70), (150, 70), window=None, scale=0.125)
         one = prefill.attention_prefill(

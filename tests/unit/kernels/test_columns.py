@@ -29,7 +29,8 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), (24, 70)])
 def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
-    scheme, w_BO = scheme_named(name), randn(size, num_outputs, seed=0)
+    scheme = scheme_named(name)
+    w_BO = randn(size, num_outputs, seed=0)
     factor_BB = torch.triu(randn(size, size + 5, seed=1) * 0.2)[:, :size] + 2 * torch.eye(size)
     scale_BO = (
         w_BO.abs().amax()
@@ -96,11 +97,10 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype:
 @inside
 def test_factors_may_lie_in_memory_in_any_order() -> None:
     """On CUDA, Cholesky factors come as transposed views."""
-    scheme, w_BO = scheme_named("W4A16_G128"), randn(16, 5, seed=9)
-    factor_BB, scale_BO = (
-        torch.triu(randn(16, 16, seed=10) * 0.2) + 2 * torch.eye(16),
-        torch.full((16, 5), 0.2),
-    )
+    scheme = scheme_named("W4A16_G128")
+    w_BO = randn(16, 5, seed=9)
+    factor_BB = torch.triu(randn(16, 16, seed=10) * 0.2) + 2 * torch.eye(16)
+    scale_BO = torch.full((16, 5), 0.2)
     codes, errors = fused.launch_round(w_BO, factor_BB, scheme, scale_BO, None)
     transposed = factor_BB.t().contiguous().t()
     assert transposed.stride() == (1, 16)
@@ -112,7 +112,8 @@ def test_factors_may_lie_in_memory_in_any_order() -> None:
 @inside
 def test_codes_halfway_go_to_the_even_one_and_saturate() -> None:
     w_BO = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 100.0, -100.0, 1e9]])
-    scheme, ones = scheme_named("W4A16_G128"), torch.ones(1, 8)
+    scheme = scheme_named("W4A16_G128")
+    ones = torch.ones(1, 8)
     codes, _ = fused.launch_round(w_BO, torch.ones(1, 1), scheme, ones, None)
     assert codes.tolist() == [[0, 2, 2, 0, -2, 7, -8, 7]]
     grid = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -20,10 +20,8 @@ INTEGERS = pytest.mark.parametrize("name", ["W4A16_G128", "W4A16_G128_ASYM"])
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Memory that nobody wrote holds NaN."""
-    filled, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        True,
-    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -85,7 +83,8 @@ def assert_kept(tensors: list[Any], before: list[Any]) -> None:
 def test_rounding_takes_the_nearest_code_of_what_is_left_of_a_column(
     name: str, size: int, num_outputs: int, layout: str
 ) -> None:
-    scheme, generator = scheme_named(name), torch.Generator().manual_seed(size)
+    scheme = scheme_named(name)
+    generator = torch.Generator().manual_seed(size)
     w_BO = torch.randn(size, num_outputs, generator=generator)
     factor_BB = laid_out(torch.linalg.cholesky(torch.linalg.inv(moment(size, generator)), upper=True), layout)
     scale_BO = scales(scheme, size, num_outputs, generator=generator) * 2
@@ -96,18 +95,14 @@ def test_rounding_takes_the_nearest_code_of_what_is_left_of_a_column(
     assert_kept(state, before)
 
     levels_BO = codes_BO if zero_BO is None else codes_BO - zero_BO
-    w, factor, ideal_BO = (
-        w_BO.double(),
-        factor_BB.double(),
-        torch.empty(size, num_outputs, dtype=torch.float64),
-    )
+    w = w_BO.double()
+    factor = factor_BB.double()
+    ideal_BO = torch.empty(size, num_outputs, dtype=torch.float64)
     wanted_BO = torch.empty_like(ideal_BO)
     for i in range(size):
         left_O = w[i] - factor[:i, i] @ ideal_BO[:i]
-        wanted_BO[i], ideal_BO[i] = (
-            left_O / scale_BO[i],
-            (left_O - levels_BO[i].double() * scale_BO[i]) / factor[i, i],
-        )
+        wanted_BO[i] = left_O / scale_BO[i]
+        ideal_BO[i] = (left_O - levels_BO[i].double() * scale_BO[i]) / factor[i, i]
     clear_O = assert_nearest(levels_BO, wanted_BO, scheme, zero_BO)
     torch.testing.assert_close(errors_BO.double(), ideal_BO, rtol=1e-4, atol=1e-4)
 
@@ -127,14 +122,13 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
     name: str, size: int, num_outputs: int, layout: str, scale_dtype: torch.dtype | None
 ) -> None:
     """With scales that stay, and with scales that are refitted and stored. A column without a pull stays as it is."""
-    scheme, generator = scheme_named(name), torch.Generator().manual_seed(size)
+    scheme = scheme_named(name)
+    generator = torch.Generator().manual_seed(size)
     h_BB = laid_out(moment(size, generator), layout)
     pull_B = 1 / h_BB.diagonal()
     pull_B[3::10] = 0
-    scale_O, zero_O = (
-        scales(scheme, num_outputs, generator=generator),
-        zeros(scheme, num_outputs, generator=generator),
-    )
+    scale_O = scales(scheme, num_outputs, generator=generator)
+    zero_O = zeros(scheme, num_outputs, generator=generator)
     levels_BO = (
         torch.randn(size, num_outputs, generator=generator)
         .mul(scheme.max_code / 2)
@@ -151,7 +145,10 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
     new_BO, new_O, moves_BO = descend_block(*state, **refit)
     assert_kept([*state, *refit.values()], before)
 
-    old, new, h, scale = levels_BO.double(), new_BO.double(), h_BB.double(), new_O.double()
+    old = levels_BO.double()
+    new = new_BO.double()
+    h = h_BB.double()
+    scale = new_O.double()
     ideal_BO = new * scale - old * scale_O.double()
     g_BO = h @ (old * scale - w_BO.double())
     wanted_BO = old - pull_B.double().unsqueeze(1) * (g_BO / scale + torch.tril(h, -1) @ (new - old))
@@ -170,13 +167,13 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
 @OUTPUTS
 def test_where_sums_are_exact_the_loops_agree_to_the_bit(name: str, num_outputs: int) -> None:
     """All numbers are few bits, so that no order of summation rounds, and every hundredth column stands halfway between two codes."""
-    scheme, generator, size = scheme_named(name), torch.Generator().manual_seed(0), 128
+    scheme = scheme_named(name)
+    generator = torch.Generator().manual_seed(0)
+    size = 128
     h_BB = torch.randint(-3, 4, (size, size), generator=generator).float()
     h_BB = (h_BB + h_BB.t()) / 64 + torch.eye(size)
-    pull_B, scale_O = (
-        2.0 ** torch.randint(-1, 1, (size,), generator=generator),
-        2.0 ** torch.randint(-6, -2, (num_outputs,), generator=generator),
-    )
+    pull_B = 2.0 ** torch.randint(-1, 1, (size,), generator=generator)
+    scale_O = 2.0 ** torch.randint(-6, -2, (num_outputs,), generator=generator)
     zero_O = zeros(scheme, num_outputs, generator=generator)
     levels_BO = torch.randint(
         scheme.min_code, scheme.max_code + 1, (size, num_outputs), generator=generator
@@ -184,7 +181,8 @@ def test_where_sums_are_exact_the_loops_agree_to_the_bit(name: str, num_outputs:
     levels_BO -= 0 if zero_O is None else zero_O
     g_BO = torch.randint(-100, 101, (size, num_outputs), generator=generator) / 32 * scale_O
     state = levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O
-    found, expected = host.descend(*state), reference.descend(*state)
+    found = host.descend(*state)
+    expected = reference.descend(*state)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     wanted_BO = levels_BO - pull_B.unsqueeze(1) * (
@@ -200,9 +198,11 @@ def test_codes_halfway_go_to_the_even_one_and_saturate() -> None:
 
 
 def test_floats_go_through_the_loops_in_torch() -> None:
-    scheme, generator = scheme_named("FP8_DYNAMIC"), torch.Generator().manual_seed(0)
+    scheme = scheme_named("FP8_DYNAMIC")
+    generator = torch.Generator().manual_seed(0)
     h_BB = moment(24, generator)
-    w_BO, scale_O = torch.randn(24, 5, generator=generator), scales(scheme, 5, generator=generator)
+    w_BO = torch.randn(24, 5, generator=generator)
+    scale_O = scales(scheme, 5, generator=generator)
     rounding = w_BO, torch.linalg.cholesky(h_BB, upper=True), scheme, scale_O.expand(24, 5).contiguous(), None
     codes_BO, errors_BO = round_block(*rounding)
     assert all(map(torch.equal, (codes_BO, errors_BO), reference.round_block(*rounding)))

@@ -8,7 +8,8 @@ from compress.kernels.step.decode import StepState, begin_step, end_step, shared
 from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_COLUMNS = 4, 6
+BLOCK_SIZE = 4
+NUM_COLUMNS = 6
 
 
 def test_in_the_interpreter() -> None:
@@ -63,7 +64,8 @@ def test_sequences_grow_through_their_blocks_and_fillers_stay(
         pytest.skip("kernels run in the interpreter")
     monkeypatch.setattr(decode_step, "_by_kernel", lambda device: by_kernel)
     generator = torch.Generator().manual_seed(num_rows)
-    num_state_rows, num_steps = num_rows + 3, 9
+    num_state_rows = num_rows + 3
+    num_steps = 9
     context = torch.randint(1, 2 * BLOCK_SIZE + 1, (num_state_rows,), generator=generator)
     running = (torch.arange(num_state_rows) % 3 != 1).long()
     blocks = 1 + torch.arange(num_state_rows * NUM_COLUMNS).view(
@@ -96,10 +98,8 @@ def test_sequences_grow_through_their_blocks_and_fillers_stay(
         assert torch.equal(x, fed)
         assert torch.equal(positions, expected[:num_rows])
         assert torch.equal(slots, here[:num_rows])
-        chosen, logprobs = (
-            torch.randint(50, (num_rows,), generator=generator),
-            torch.randn(num_rows, generator=generator),
-        )
+        chosen = torch.randint(50, (num_rows,), generator=generator)
+        logprobs = torch.randn(num_rows, generator=generator)
         landed = state.landed_tokens_2S[(step + 1) % 2].clone()
         end_step(state, chosen, logprobs if step % 3 else None)
         assert torch.equal(state.tokens_S[:num_rows], chosen)

@@ -21,7 +21,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine import Engine
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
 
-CPU, SCHEME = torch.device("cpu"), SCHEMES["FP8_BLOCK"]
+CPU = torch.device("cpu")
+SCHEME = SCHEMES["FP8_BLOCK"]
 GROUPS = ActivationQuant(group_size=128)
 ARCH = tiny_arch(
     LLAMA,
@@ -90,9 +91,11 @@ def test_rows_without_whole_groups_are_a_programmers_error() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_linear_is_the_sum_over_groups_and_blocks(rows: int, dtype: torch.dtype) -> None:
     """Element by element in float64, with blocks that begin with each linear's own first row."""
-    sizes, k = (200, 7, 128), 384
+    sizes = (200, 7, 128)
+    k = 384
     x = quantize(randn(9, k, seed=5), GROUPS)
-    bias_O, residual_TO = randn(sum(sizes), seed=6).to(dtype), randn(9, sum(sizes), seed=7).to(dtype)
+    bias_O = randn(sum(sizes), seed=6).to(dtype)
+    residual_TO = randn(9, sum(sizes), seed=7).to(dtype)
     weight = packed(*sizes, in_features=k, dtype=dtype)
     expected = torch.zeros(9, sum(sizes), dtype=torch.float64)
     first = 0
@@ -117,7 +120,8 @@ def test_the_linear_is_the_sum_over_groups_and_blocks(rows: int, dtype: torch.dt
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize(("n", "k"), [(192, 256), (7, 128), (1024, 384)])
 def test_a_row_has_the_same_bits_in_any_company(rows: int, n: int, k: int) -> None:
-    x, weight = quantize(randn(70, k, seed=5), GROUPS), packed(n, in_features=k)
+    x = quantize(randn(70, k, seed=5), GROUPS)
+    weight = packed(n, in_features=k)
     whole = linear(x, weight, None, rows=rows)
     for part in (*(slice(0, count) for count in (1, 3, 4, 5, 63, 65)), slice(7, 8), slice(13, 70, 2)):
         alone = linear(QuantizedRows(x.values_TK[part], x.scale_T[part]), weight, None, rows=rows)
@@ -175,7 +179,8 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
 
     together = rounded(tuple(linears))
     for name, w_OI in linears.items():
-        alone, found = rounded((name,))[name], together[name]
+        alone = rounded((name,))[name]
+        found = together[name]
         assert found.shape == w_OI.shape
         assert found.scale_OG.shape == (-(-len(w_OI) // 128), 2)
         assert (alone.scale_OG != found.scale_OG).float().mean() <= (
@@ -190,7 +195,8 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
 
 def test_a_shared_scale_is_refitted_to_the_least_error_of_all_its_rows() -> None:
     """Against a fine grid around it, the codes standing still."""
-    moment, w_OI = SecondMoment(), randn(150, 128, seed=2)
+    moment = SecondMoment()
+    w_OI = randn(150, 128, seed=2)
     moment.update(randn(400, 128) @ (randn(128, 128, seed=1) * 128**-0.5 + 0.3 * torch.eye(128)))
     given = nearest_weight(w_OI, SCHEME, torch.float32)
     off = QuantizedWeight(SCHEME, given.codes_OI, given.scale_OG * 1.01)
@@ -213,7 +219,9 @@ class Blocks:
     """A source with every linear of its layers in blocks."""
 
     def __init__(self, source: MemorySource) -> None:
-        self._source, self.arch, self.kv_format = source, source.arch, source.kv_format
+        self._source = source
+        self.arch = source.arch
+        self.kv_format = source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self._source.outer()
@@ -247,8 +255,10 @@ def test_the_engine_serves_what_the_decoder_computes_of_inputs_rounded_in_groups
         each.register_forward_pre_hook(rounded_inputs)
     tokens = tiny_tokens(ARCH, 3, 40, seed=5)
     engine = Engine(source, device=CPU)
-    served, expected = engine.runner.score(tokens), decoder(tokens)
-    of_rounding, difference = (unrounded(tokens) - expected).abs(), (served - expected).abs()
+    served = engine.runner.score(tokens)
+    expected = decoder(tokens)
+    of_rounding = (unrounded(tokens) - expected).abs()
+    difference = (served - expected).abs()
     assert difference.median() < 1e-4 * of_rounding.median()
     assert difference.max() < of_rounding.max()
     rows = [row for row in engine.kernel_report() if row["op"] == "linear" and row["layer"] is not None]

@@ -13,7 +13,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.engine import Engine
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source, tiny_tokens
 
-CPU, SCHEME = torch.device("cpu"), SCHEMES["INT8_DYNAMIC"]
+CPU = torch.device("cpu")
+SCHEME = SCHEMES["INT8_DYNAMIC"]
 ARCH = tiny_arch(
     LLAMA,
     hidden_size=128,
@@ -46,7 +47,8 @@ def packed(*rows: int, in_features: int, dtype: torch.dtype = torch.float32) -> 
     ("rows", "n", "k"), [(1, 1, 1), (4, 7, 129), (17, 64, 65), (33, 200, 1031), (3, 40, 14336)]
 )
 def test_the_product_is_that_of_whole_numbers(rows: int, n: int, k: int) -> None:
-    x_TK, w_OI = codes(rows, k), codes(n, k, seed=1)
+    x_TK = codes(rows, k)
+    w_OI = codes(n, k, seed=1)
     padded_OI = torch.nn.functional.pad(w_OI, (0, -k % 8, 0, -n % 8))
     assert torch.equal(
         int_product(x_TK, padded_OI)[:, :n].to(torch.int64), x_TK.to(torch.int64) @ w_OI.to(torch.int64).t()
@@ -54,7 +56,8 @@ def test_the_product_is_that_of_whole_numbers(rows: int, n: int, k: int) -> None
 
 
 def test_the_longest_sum_of_the_largest_numbers_does_not_overflow() -> None:
-    x_TK, w_OI = torch.full((1, MAX_K), 127, dtype=INT8), torch.full((8, MAX_K), -128, dtype=INT8)
+    x_TK = torch.full((1, MAX_K), 127, dtype=INT8)
+    w_OI = torch.full((8, MAX_K), -128, dtype=INT8)
     padded_OI = torch.nn.functional.pad(w_OI, (0, -MAX_K % 8))
     assert int_product(x_TK, padded_OI).unique().tolist() == [-127 * 128 * MAX_K]
     problem = Problem("linear", 8, MAX_K + 1, 1, 8, True, "INT8_DYNAMIC", torch.bfloat16, "cpu", 0)
@@ -76,7 +79,8 @@ def test_the_linear_is_the_product_of_both_rounded_factors(dtype: torch.dtype) -
     torch.testing.assert_close(
         linear(rows, layout, None, out_dtype=torch.float32).double(), exact, rtol=2e-7 * 2, atol=0
     )
-    bias_O, residual_TO = torch.randn(57).to(dtype), torch.randn(11, 57).to(dtype)
+    bias_O = torch.randn(57).to(dtype)
+    residual_TO = torch.randn(11, 57).to(dtype)
     assert torch.equal(linear(rows, layout, bias_O, residual_TO=residual_TO), residual_TO + (y_TO + bias_O))
 
 
@@ -134,7 +138,9 @@ class Int8:
     """A source with every linear in INT8, the head too."""
 
     def __init__(self, source: MemorySource) -> None:
-        self._source, self.arch, self.kv_format = source, source.arch, source.kv_format
+        self._source = source
+        self.arch = source.arch
+        self.kv_format = source.kv_format
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         outer = self._source.outer()
@@ -161,7 +167,8 @@ def test_the_engine_serves_what_the_decoder_computes_of_rounded_inputs() -> None
         )
     tokens = tiny_tokens(ARCH, 3, 40, seed=5)
     engine = Engine(source, device=CPU)
-    served, expected = engine.runner.score(tokens), decoder(tokens)
+    served = engine.runner.score(tokens)
+    expected = decoder(tokens)
     of_rounding = (unrounded(tokens) - expected).abs()
     difference = (served - expected).abs()
     assert difference.median() < 1e-4 * of_rounding.median()

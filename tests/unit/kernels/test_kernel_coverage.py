@@ -58,7 +58,8 @@ def test_every_op_scheme_and_linear_is_answered_by_the_kernel_that_would_be_sele
 
 
 def test_fused_linears_stack_the_rows_of_their_parts() -> None:
-    layer, arch = ARCH.layers[0], ARCH
+    layer = ARCH.layers[0]
+    arch = ARCH
     parts = {
         "qkv": ("attn.q", "attn.k", "attn.v"),
         "o": ("attn.o",),

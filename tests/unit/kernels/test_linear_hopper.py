@@ -13,7 +13,8 @@ from compress.kernels.linear.plan import Format, Gpu, Shape
 from compress.kernels.operands.rows import ActivationQuant, RawRows
 from compress.kernels.select import Problem, select
 
-H200, H100_PCIE = Gpu(90, 132, 232448), Gpu(90, 114, 232448)
+H200 = Gpu(90, 132, 232448)
+H100_PCIE = Gpu(90, 114, 232448)
 SHAPES = {  # n, k, gated
     "tiny": (48, 128, False),
     "odd": (1008, 2944, False),
@@ -110,7 +111,8 @@ def test_the_kernel_compiles(
     raw = RawRows(
         torch.empty(rows, 8), torch.empty(8), 1e-5, ActivationQuant() if weight_format == "fp8" else None
     )
-    shape, activation = Shape(weight_format, *SHAPES[name]), "silu" if SHAPES[name][2] else None
+    shape = Shape(weight_format, *SHAPES[name])
+    activation = "silu" if SHAPES[name][2] else None
     for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
         variant = variant_of(
             chosen, shape, torch.bfloat16, activation, None, raw=given if chosen.keep else None

@@ -26,7 +26,9 @@ from compress.kernels.select import Problem, candidates, select
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
-H200, A100, RTX3090 = Gpu(90, 132, 232448), Gpu(80, 108, 166912), Gpu(86, 82, 101376)
+H200 = Gpu(90, 132, 232448)
+A100 = Gpu(80, 108, 166912)
+RTX3090 = Gpu(86, 82, 101376)
 CPU = torch.device("cpu")
 SHAPES = {  # n, k, gated
     "tiny": (64, 128, False),
@@ -73,7 +75,8 @@ def test_unpacking_inverts_packing(name: str, dtype: torch.dtype, rows: tuple[in
 
 def fragment(w_16_16: Tensor, lane: int) -> Tensor:
     """What the PTX manual (mma.m16n8k16) gives a lane of the A operand: registers 0..3, low and high half."""
-    g, t = lane // 4, lane % 4
+    g = lane // 4
+    t = lane % 4
     return torch.stack(
         [w_16_16[g + 8 * (j % 2), 2 * t + 8 * (j // 2) : 2 * t + 8 * (j // 2) + 2] for j in range(4)]
     )

@@ -27,7 +27,10 @@ if INTERPRETED:
     from compress.kernels.rope_store.fused import rope_store
 
     FORMATS = ["dense", "token_head", "static"]
-    BLOCK_SIZE, NUM_BLOCKS, NUM_POSITIONS, NUM_ROWS = 16, 5, 40, 5
+    BLOCK_SIZE = 16
+    NUM_BLOCKS = 5
+    NUM_POSITIONS = 40
+    NUM_ROWS = 5
 
     def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -44,10 +47,8 @@ if INTERPRETED:
     def arguments(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         qkv_TF = randn(NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
         qkv_TF[3] = 0
-        cos_PC, sin_PC = (
-            randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=1),
-            randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=2),
-        )
+        cos_PC = randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=1)
+        sin_PC = randn(NUM_POSITIONS, head_dim, dtype=dtype, seed=2)
         return qkv_TF, cos_PC, sin_PC, torch.tensor([3, 0, 39, 7, 7]), torch.tensor([16, 79, 31, 40, 41])
 
     def bits(x: Tensor) -> Tensor:
@@ -148,7 +149,8 @@ if INTERPRETED:
     @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 2.0**120), (torch.float16, 2.0**8)])
     def test_integer_widening_is_exact(dtype: torch.dtype, factor: float) -> None:
         codes = every_code()
-        even, odd = torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype)
+        even = torch.empty(128, dtype=dtype)
+        odd = torch.empty(128, dtype=dtype)
         _decode[(1,)](codes.view(torch.int16), even, odd, SIZE=128, INTERPRETED=True)
         assert torch.equal(
             torch.stack((even, odd), dim=1).flatten().double() * factor, codes.view(FP8).double()

@@ -131,13 +131,15 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("size", SIZES)
     def test_rms_norm_is_the_reference(size: int) -> None:
-        x, weight = extreme_rows(size), randn(size, seed=1)
+        x = extreme_rows(size)
+        weight = randn(size, seed=1)
         torch.testing.assert_close(
             rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5), rtol=4e-7, atol=1e-12
         )
 
     def test_rms_norm_takes_a_weight_for_each_head() -> None:
-        x, weight = randn(3, 5, 24), randn(5, 24, seed=1)
+        x = randn(3, 5, 24)
+        weight = randn(5, 24, seed=1)
         torch.testing.assert_close(
             rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5), rtol=4e-7, atol=1e-12
         )
@@ -152,7 +154,8 @@ if INTERPRETED:
 
     @pytest.mark.parametrize("quant", QUANTS)
     def test_what_leaves_quantized_is_the_rounded_result_quantized(quant: ActivationQuant) -> None:
-        x, weight = extreme_rows(384, torch.float16), randn(384, dtype=torch.float16, seed=1)
+        x = extreme_rows(384, torch.float16)
+        weight = randn(384, dtype=torch.float16, seed=1)
         normed = rms_norm(x, weight, 1e-5)
         assert isinstance(normed, Tensor)
         assert_same_rows(rms_norm(x, weight, 1e-5, quant), quantize(normed, quant))
@@ -163,7 +166,8 @@ if INTERPRETED:
             assert_same_rows(act_mul(gate_up, activation, quant), quantize(product, quant))
 
     def test_rows_are_independent() -> None:
-        x, weight = randn(9, 200), randn(200, seed=1)
+        x = randn(9, 200)
+        weight = randn(200, seed=1)
         together = rms_norm(x, weight, 1e-5, DYNAMIC)
         assert isinstance(together, QuantizedRows)
         for row in range(9):
@@ -175,14 +179,18 @@ if INTERPRETED:
     @pytest.mark.parametrize("vocab_size", [1, 7, SPAN, SPAN + 1, 2 * SPAN + 500])
     def test_the_lowest_id_among_the_largest_is_chosen(vocab_size: int) -> None:
         logits = randn(4, vocab_size).round()  # many equals
-        logits[1], logits[2], logits[3] = 0.0, float("-inf"), -0.0
+        logits[1] = 0.0
+        logits[2] = float("-inf")
+        logits[3] = -0.0
         logits[3, vocab_size // 2] = 0.0
         assert torch.equal(choose(logits), logits.argmax(dim=-1))
 
     def test_drawing_is_argmax_with_the_noise_of_seed_position_and_token() -> None:
         logits = randn(4, SPAN + 300) * 2
-        temperature, min_p = torch.tensor([0.0, 1.0, 0.5, 3.0]), torch.tensor([0.3, 0.0, 0.2, 0.01])
-        seeds, positions = torch.tensor([1, 0, (1 << 63) - 1, 7]), torch.tensor([3, 0, 70_000, 12])
+        temperature = torch.tensor([0.0, 1.0, 0.5, 3.0])
+        min_p = torch.tensor([0.3, 0.0, 0.2, 0.01])
+        seeds = torch.tensor([1, 0, (1 << 63) - 1, 7])
+        positions = torch.tensor([3, 0, 70_000, 12])
         tokens = choose_drawn(logits, Draw(temperature, min_p.log(), seeds, positions))
         scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp_min(1e-30).unsqueeze(1)
         noisy = (scaled.double() + gumbel(seeds, positions, logits.shape[1])).masked_fill(

@@ -67,11 +67,11 @@ def test_tokens_are_where_their_blocks_are(
     if by_kernel and not INTERPRETED:
         pytest.skip("kernels run in the interpreter")
     monkeypatch.setattr(verify_step, "_by_kernel", lambda device: by_kernel)
-    rng, block_size, last = random.Random(num_rows), 4, 20
-    lengths, blocks = (
-        [rng.randint(q_len, 24) for _ in range(num_rows)],
-        [[rng.randrange(99) for _ in range(6)] for _ in range(num_rows)],
-    )
+    rng = random.Random(num_rows)
+    block_size = 4
+    last = 20
+    lengths = [rng.randint(q_len, 24) for _ in range(num_rows)]
+    blocks = [[rng.randrange(99) for _ in range(6)] for _ in range(num_rows)]
     rows = torch.tensor([[POISON, length, POISON] for length in lengths])  # strided, as a state's columns are
     held = torch.tensor([[POISON, *own] for own in blocks])
     positions, slots = place_rows(rows[:, 1], held[:, 1:], q_len, block_size=block_size, last_position=last)
@@ -89,10 +89,8 @@ class Account:
 
     def __init__(self, rng: random.Random, k: int) -> None:
         self.tokens = [rng.randrange(5) for _ in range(rng.choice([1, 2, k, k + 1, 9]))]
-        self.end, self.held = (
-            len(self.tokens) + rng.choice([0, 1, 2, 30]),
-            len(self.tokens) + rng.choice([0, 1, 40]),
-        )
+        self.end = len(self.tokens) + rng.choice([0, 1, 2, 30])
+        self.held = len(self.tokens) + rng.choice([0, 1, 40])
         self.running = rng.random() < 0.8
 
     def columns(self, k: int) -> list[int]:
@@ -111,7 +109,8 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
     if by_kernel and not INTERPRETED:
         pytest.skip("kernels run in the interpreter")
     monkeypatch.setattr(verify_step, "_by_kernel", lambda device: by_kernel)
-    rng, num_state_rows = random.Random(k), num_rows + 3
+    rng = random.Random(k)
+    num_state_rows = num_rows + 3
     rows = [Account(rng, k) for _ in range(num_state_rows)]
     state = VerifyState(
         rows_SC=torch.tensor([[*row.columns(k), 0] for row in rows]),
@@ -142,8 +141,10 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
             same = (state.drafts_SK[row_idx, : q_len - 1] == chosen[row_idx, :-1]).tolist()[: counts[row_idx]]
             kept.append(rng.randint(0, counts[row_idx]) if given else (*same, False).index(False))
         logprobs = torch.randn(num_rows, q_len)
-        here, before = step % 2, state.landed_2SY[(step + 1) % 2].clone()
-        state.landed_2SY[here], state.landed_logprobs_2SN[here] = POISON, POISON
+        here = step % 2
+        before = state.landed_2SY[(step + 1) % 2].clone()
+        state.landed_2SY[here] = POISON
+        state.landed_logprobs_2SN[here] = POISON
         filler = state.rows_SC[[not row.running for row in rows]].clone()
         assert state.counts(num_state_rows).tolist() == [
             row.count(int(meant)) for row, meant in zip(rows, state.proposed_S, strict=True)

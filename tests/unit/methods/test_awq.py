@@ -55,7 +55,8 @@ def fake_quantized(w_OI: Tensor, scheme: Scheme) -> Tensor:
         scale = w_OGN.abs().amax(-1, keepdim=True) * 2 / steps
         zero = torch.zeros_like(scale)
     else:
-        low, high = w_OGN.amin(-1, keepdim=True).clamp(max=0), w_OGN.amax(-1, keepdim=True).clamp(min=0)
+        low = w_OGN.amin(-1, keepdim=True).clamp(max=0)
+        high = w_OGN.amax(-1, keepdim=True).clamp(min=0)
         scale = (high - low) / steps
         zero = torch.round(scheme.min_code - low / scale)
     codes = (torch.round(w_OGN / scale) + zero).clamp(scheme.min_code, scheme.max_code)
@@ -64,7 +65,8 @@ def fake_quantized(w_OI: Tensor, scheme: Scheme) -> Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_the_loss_is_that_of_replayed_linears(scheme: Scheme) -> None:
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     for seed in range(3):
         scale_I = torch.exp(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
         outputs_TO = x_TI.double() @ w_OI.double().t()
@@ -77,7 +79,8 @@ def test_the_loss_is_that_of_replayed_linears(scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_the_scale_found_is_never_worse_than_none(scheme: Scheme) -> None:
     for seed in range(4):
-        stats, w_OI = statistics(inputs(seed)), weights(seed=seed + 10)
+        stats = statistics(inputs(seed))
+        w_OI = weights(seed=seed + 10)
         scale_I = Awq().scale(w_OI, stats, scheme, scale_dtype=torch.bfloat16, head_repeat=(1, 0))
         assert scale_I.shape == (SIZE,)
         assert bool((scale_I > 0).all())
@@ -93,15 +96,18 @@ def test_large_inputs_are_protected() -> None:
     h_II = moment(stats)
     plain = rounding_loss(weights(), torch.ones(SIZE), h_II, SCHEMES["sym"], torch.bfloat16)
     assert rounding_loss(weights(), scale_I, h_II, SCHEMES["sym"], torch.bfloat16) < 0.8 * plain
-    loudest, quietest = x_TI.abs().mean(0).argmax(), x_TI.abs().mean(0).argmin()
+    loudest = x_TI.abs().mean(0).argmax()
+    quietest = x_TI.abs().mean(0).argmin()
     assert scale_I[loudest] > scale_I[quietest]
 
 
 def test_linears_that_share_an_input_are_searched_together() -> None:
     """The loss of the stack is the sum of the losses, so the scale minimises the sum over the same candidates."""
     stats = statistics(inputs())
-    h_II, scale_I = moment(stats), torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) + 0.5
-    one, two = weights(5, seed=3), 10 * weights(9, seed=4)
+    h_II = moment(stats)
+    scale_I = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) + 0.5
+    one = weights(5, seed=3)
+    two = 10 * weights(9, seed=4)
     parts = sum(rounding_loss(each, scale_I, h_II, SCHEMES["sym"], torch.bfloat16) for each in (one, two))
     assert rounding_loss(
         torch.cat((one, two)), scale_I, h_II, SCHEMES["sym"], torch.bfloat16

@@ -14,7 +14,8 @@ from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.quant.scheme import QuantizedWeight, Scheme
 
-SIZE, GROUP = 48, 16
+SIZE = 48
+GROUP = 16
 SCHEMES = {
     "sym": Scheme("sym", 4, symmetric=True, group_size=GROUP),
     "asym": Scheme("asym", 4, symmetric=False, group_size=GROUP),
@@ -73,7 +74,8 @@ def exhaustive_sweep(
 
     Returns codes, scales, and per row whether a second-best choice ever came within 1e-5 of the best.
     """
-    codes, scale = weight.codes_OI.double(), weight.scale_OG.double()
+    codes = weight.codes_OI.double()
+    scale = weight.scale_OG.double()
     zero = torch.zeros_like(scale) if weight.zero_point_OG is None else weight.zero_point_OG.double()
     members = SIZE // scale.shape[1]
     storable = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
@@ -114,7 +116,8 @@ def test_a_sweep_is_the_exhaustive_one(
     scheme: Scheme, refit: bool, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compress.methods.quantize.descent.BLOCK_SIZE", block_size)
-    stat, w_OI = moment(), weights(12)
+    stat = moment()
+    w_OI = weights(12)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     found = Descent(sweeps=1, refit=refit).refine(w_OI, start, {"second_moment": stat}).weight
     codes, scale, close_O = exhaustive_sweep(start, w_OI, damped(stat, 0.01), refit=refit)
@@ -131,12 +134,14 @@ def test_a_sweep_is_the_exhaustive_one(
 def test_no_sweep_raises_the_loss_of_any_row(
     scheme: Scheme, start: Rtn | Gptq, scale_dtype: torch.dtype
 ) -> None:
-    stats, w_OI = {"second_moment": moment()}, weights(40)
+    stats = {"second_moment": moment()}
+    w_OI = weights(40)
     h_II = damped(stats["second_moment"], 0.01)
     weight = start.round(w_OI, stats, scheme, scale_dtype=scale_dtype).weight
     first = loss_of(weight, w_OI, h_II)
     for _ in range(4):
-        before, weight = weight, Descent(sweeps=1).refine(w_OI, weight, stats).weight
+        before = weight
+        weight = Descent(sweeps=1).refine(w_OI, weight, stats).weight
         assert bool((loss_of(weight, w_OI, h_II) <= loss_of(before, w_OI, h_II) * (1 + 1e-4)).all())
     share = float(loss_of(weight, w_OI, h_II).sum() / first.sum())
     assert share < (
@@ -147,7 +152,8 @@ def test_no_sweep_raises_the_loss_of_any_row(
 @EACH_SCHEME
 def test_sweeps_compose(scheme: Scheme) -> None:
     """Three at once, or one and two: a sweep keeps no memory but codes and scales."""
-    stats, w_OI = {"second_moment": moment()}, weights(40)
+    stats = {"second_moment": moment()}
+    w_OI = weights(40)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     together = Descent(sweeps=3).refine(w_OI, start, stats).weight
     apart = Descent(sweeps=2).refine(w_OI, Descent(sweeps=1).refine(w_OI, start, stats).weight, stats).weight
@@ -161,7 +167,8 @@ def test_sweeps_compose(scheme: Scheme) -> None:
 
 @EACH_SCHEME
 def test_after_many_sweeps_no_single_code_can_be_bettered(scheme: Scheme) -> None:
-    stat, w_OI = moment(), weights(4)
+    stat = moment()
+    w_OI = weights(4)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     weight = Descent(sweeps=60).refine(w_OI, start, {"second_moment": stat}).weight
     h_II = damped(stat, 0.01)
@@ -194,7 +201,8 @@ def test_a_refit_finds_the_scale_that_made_the_weights(scheme: Scheme) -> None:
 
 @EACH_SCHEME
 def test_uncorrelated_inputs_of_one_size_leave_nearest_codes(scheme: Scheme) -> None:
-    stat, w_OI = SecondMoment(), weights()
+    stat = SecondMoment()
+    w_OI = weights()
     stat.update(torch.eye(SIZE))
     start = Rtn(scale="mse").round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     refined = Descent(refit=False).refine(w_OI, start, {"second_moment": stat})
@@ -209,7 +217,8 @@ def test_inputs_that_never_fire_keep_their_codes(scheme: Scheme) -> None:
     )
     dead = torch.tensor([0, 7, 20, SIZE - 1])
     x_TI[:, dead] = 0
-    stat, silent = SecondMoment(), SecondMoment()
+    stat = SecondMoment()
+    silent = SecondMoment()
     stat.update(x_TI)
     silent.update(torch.zeros(5, SIZE))
     w_OI = weights()

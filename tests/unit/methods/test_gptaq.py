@@ -29,7 +29,8 @@ from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 
-SIZE, TOKENS = 64, 3000
+SIZE = 64
+TOKENS = 3000
 FOUR_BITS = Scheme("sym", 4, symmetric=True, group_size=32)
 W8 = SCHEMES["W8A16"]
 COARSE = Scheme("W2", 2, symmetric=True, group_size=None)
@@ -55,7 +56,8 @@ class Case:
         return Case(source_TI @ lost + 0.02 * randn(TOKENS, SIZE, seed=4), source_TI, randn(9, SIZE, seed=5))
 
     def stats(self) -> dict[str, Stat]:
-        moment, cross = SecondMoment(), CrossMoment()
+        moment = SecondMoment()
+        cross = CrossMoment()
         moment.update(self.x_TI)
         cross.update_beside(self.x_TI, self.source_TI)
         return {"second_moment": moment, "cross_moment": cross}
@@ -128,7 +130,8 @@ def test_inputs_that_are_not_finite_are_refused(broken: float) -> None:
 
 
 def test_a_scale_folded_into_the_producer_moves_the_target_along() -> None:
-    case, scale_I = Case.make(), torch.exp(0.5 * randn(SIZE, seed=8))
+    case = Case.make()
+    scale_I = torch.exp(0.5 * randn(SIZE, seed=8))
     plain = Gptaq(strength=1, damping=1e-9).target(case.w_OI, case.stats())
     stats = case.stats()
     for stat in stats.values():
@@ -156,7 +159,8 @@ def test_the_cross_moment_adds_up_over_samples_and_shards() -> None:
 
 # ------------------------------------------------------------------------------------------------------- in the runner
 
-NUM_SAMPLES, SEQ_LEN = 11, 13
+NUM_SAMPLES = 11
+SEQ_LEN = 13
 SPEC = {"scheme": "W8A16", "smooth": {"kind": "awq", "num_ratios": 3}, "round": {"kind": "gptq"}}
 WITH_TARGET = Quantize.model_validate({**SPEC, "target": {"kind": "gptaq"}})
 
@@ -170,10 +174,8 @@ def run(
     out: Path, passes: list[LayerPass], source: WeightSource, *, scheme: Scheme = W8, stop_after: int = 99
 ) -> dict[str, bytes]:
     out.mkdir(exist_ok=True)
-    ctx, tokens_NS = (
-        Context("cpu", 0, out, stop_signal=StopAfter(stop_after)),
-        tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN),
-    )
+    ctx = Context("cpu", 0, out, stop_signal=StopAfter(stop_after))
+    tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     run_sequential(source, tokens_NS, passes, out, ctx, scheme=scheme, compute_dtype=torch.float32)
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -202,7 +204,10 @@ class Upto:
     kv_format: str | None = None
 
     def __init__(self, source: WeightSource, directory: Path, scheme: Scheme, end: int) -> None:
-        self._source, self._directory, self._scheme, self._end = source, directory, scheme, end
+        self._source = source
+        self._directory = directory
+        self._scheme = scheme
+        self._end = end
         self.arch = source.arch
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -219,10 +224,8 @@ class Upto:
 @torch.no_grad()
 def inputs_of(weights: WeightSource, layer_idx: int, linears: dict[str, str]) -> dict[str, Tensor]:
     """Tap -> inputs [T, I] of a layer's linears over the calibration tokens: hooks on a whole decoder, no runner involved."""
-    decoder, read = (
-        build_decoder(weights, dtype=torch.float32, device=torch.device("cpu")),
-        dict[str, Tensor](),
-    )
+    decoder = build_decoder(weights, dtype=torch.float32, device=torch.device("cpu"))
+    read = dict[str, Tensor]()
     for linear, tap in linears.items():
         module = decoder.get_submodule(f"layers.{layer_idx}.{linear}")
         module.register_forward_pre_hook(
@@ -242,10 +245,8 @@ def test_the_runner_compares_the_inputs_with_those_of_the_source_model(
     )  # nothing is compressed before the first layer
     for idx in range(1, source.arch.num_layers):
         linears = dict(source.arch.layers[idx].linears)
-        of_source, of_ours = (
-            inputs_of(source, idx, linears),
-            inputs_of(Upto(source, tmp_path, COARSE, idx), idx, linears),
-        )
+        of_source = inputs_of(source, idx, linears)
+        of_ours = inputs_of(Upto(source, tmp_path, COARSE, idx), idx, linears)
         for tap, x_TI in of_ours.items():
             expected = (of_source[tap] - x_TI).double().t() @ x_TI.double() / len(x_TI)
             assert torch.allclose(
@@ -256,10 +257,8 @@ def test_the_runner_compares_the_inputs_with_those_of_the_source_model(
 
 def test_looking_at_the_source_moves_no_other_number(source: WeightSource, tmp_path: Path) -> None:
     without = quantization_passes(Quantize.model_validate(SPEC), W8, torch.bfloat16)
-    plain, watched = (
-        run(tmp_path / "plain", without, source),
-        run(tmp_path / "watched", [Look(), *without], source),
-    )
+    plain = run(tmp_path / "plain", without, source)
+    watched = run(tmp_path / "watched", [Look(), *without], source)
     assert plain == watched
     with_target = run(tmp_path / "target", quantization_passes(WITH_TARGET, W8, torch.bfloat16), source)
     assert [name for name in plain if plain[name] != with_target[name]] != []

@@ -13,7 +13,8 @@ from compress.methods.quantize.rtn import Rtn
 from compress.quant.numerics import output_error
 from compress.quant.scheme import QuantizedWeight, Scheme
 
-SIZE, GROUP = 96, 32
+SIZE = 96
+GROUP = 32
 SCHEMES = {
     "sym": Scheme("sym", 4, symmetric=True, group_size=GROUP),
     "asym": Scheme("asym", 4, symmetric=False, group_size=GROUP),
@@ -53,20 +54,23 @@ def textbook_codes(
 
     Returns codes and, for each weight, its distance from the nearest tie in units of a code: two implementations may differ at a tie only.
     """
-    w, h = w_OI.double().numpy().copy(), h_II.double().numpy().copy()
+    w = w_OI.double().numpy().copy()
+    h = h_II.double().numpy().copy()
     dead = h.diagonal() == 0
     w[:, dead] = 0
     h[dead, dead] = 1
     h += damping * h.diagonal().mean() * np.eye(len(h))
     inverse = np.linalg.inv(h)
-    scheme, (rows, columns) = weight.scheme, w.shape
+    scheme = weight.scheme
+    (rows, columns) = w.shape
     groups = weight.scale_OG.shape[1]
     scale = np.repeat(weight.scale_OG.double().numpy(), columns // groups, axis=1)
     zero = np.zeros_like(w)
     if weight.zero_point_OG is not None:
         zero = np.repeat(weight.zero_point_OG.double().numpy(), columns // groups, axis=1)
     order = np.argsort(-h_II.diagonal().numpy(), kind="stable") if act_order else np.arange(columns)
-    codes, margin = np.zeros((rows, columns)), np.zeros((rows, columns))
+    codes = np.zeros((rows, columns))
+    margin = np.zeros((rows, columns))
     for p in order:
         exact = w[:, p] / scale[:, p]
         codes[:, p] = np.clip(np.round(exact) + zero[:, p], scheme.min_code, scheme.max_code)
@@ -81,7 +85,8 @@ def textbook_codes(
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_codes_are_those_of_the_textbook(scheme: Scheme, act_order: bool) -> None:
-    w_OI, stats = weights(), moment(inputs())
+    w_OI = weights()
+    stats = moment(inputs())
     method = Gptq(act_order=act_order, block_size=40, scale="min_max")
     rounded = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
     assert rounded.facts == {"damping": method.damping, "dead_inputs": 0}
@@ -98,7 +103,8 @@ def test_codes_are_those_of_the_textbook(scheme: Scheme, act_order: bool) -> Non
 
 @pytest.mark.parametrize("scheme", ALL_SCHEMES.values(), ids=ALL_SCHEMES)
 def test_the_block_size_does_not_decide_codes(scheme: Scheme) -> None:
-    w_OI, stats = weights(16), moment(inputs())
+    w_OI = weights(16)
+    stats = moment(inputs())
     codes = [
         Gptq(block_size=block_size).round(w_OI, stats, scheme, scale_dtype=torch.bfloat16).weight.codes_OI
         for block_size in (1, 7, 32, 96, 500)
@@ -116,7 +122,8 @@ def test_the_block_size_does_not_decide_codes(scheme: Scheme) -> None:
 def test_the_output_error_is_below_that_of_nearest_rounding(
     scheme: Scheme, act_order: bool, scale: str
 ) -> None:
-    w_OI, stats = weights(32), moment(inputs())
+    w_OI = weights(32)
+    stats = moment(inputs())
     h_II = stats["second_moment"].mean()
     gptq = (
         Gptq.model_validate({"act_order": act_order, "scale": scale})
@@ -132,14 +139,17 @@ def test_the_output_error_is_below_that_of_nearest_rounding(
 
 
 def test_uncorrelated_inputs_of_one_size_leave_plain_rounding() -> None:
-    w_OI, scheme = weights(), SCHEMES["sym"]
+    w_OI = weights()
+    scheme = SCHEMES["sym"]
     stat = moment(torch.eye(SIZE))
     codes = Gptq(scale="min_max").round(w_OI, stat, scheme, scale_dtype=torch.bfloat16).weight.codes_OI
     assert torch.equal(codes, Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight.codes_OI)
 
 
 def test_a_permutation_of_features_within_groups_permutes_the_codes() -> None:
-    w_OI, x_TI, scheme = weights(16), inputs(), SCHEMES["sym"]
+    w_OI = weights(16)
+    x_TI = inputs()
+    scheme = SCHEMES["sym"]
     generator = torch.Generator().manual_seed(4)
     shuffle = torch.cat(
         [begin + torch.randperm(GROUP, generator=generator) for begin in range(0, SIZE, GROUP)]
@@ -157,7 +167,8 @@ def test_a_permutation_of_features_within_groups_permutes_the_codes() -> None:
 
 
 def test_inputs_that_never_fire_get_weight_zero_and_are_counted() -> None:
-    w_OI, x_TI = weights(), inputs()
+    w_OI = weights()
+    x_TI = inputs()
     dead = torch.tensor([0, 5, 40, 95])
     x_TI[:, dead] = 0
     for scheme in SCHEMES.values():
@@ -210,8 +221,10 @@ def test_a_hessian_of_broken_activations_is_an_error(poison: float) -> None:
 
 
 def test_the_statistics_and_the_weights_are_left_as_they_were() -> None:
-    w_OI, stats = weights(), moment(inputs())
-    w_before, h_before = w_OI.clone(), stats["second_moment"].mean().clone()
+    w_OI = weights()
+    stats = moment(inputs())
+    w_before = w_OI.clone()
+    h_before = stats["second_moment"].mean().clone()
     Gptq().round(w_OI, stats, SCHEMES["asym"], scale_dtype=torch.bfloat16)
     assert torch.equal(w_OI, w_before)
     assert torch.equal(stats["second_moment"].mean(), h_before)

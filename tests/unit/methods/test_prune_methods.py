@@ -21,7 +21,9 @@ from compress.methods.prune.taylor import UnitLosses
 from compress.models.pruning import Units
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder, tiny_source, tiny_tokens
 
-OUT, IN, TOKENS = 5, 12, 200
+OUT = 5
+IN = 12
+TOKENS = 200
 
 
 def inputs(seed: int = 0, size: int = IN) -> Tensor:
@@ -60,7 +62,10 @@ def greedy(
     w_OI: Tensor, h_II: Tensor, units: list[list[int]], num_removed: int
 ) -> tuple[list[int], list[float]]:
     """By trying every unit that is left each time: the order, and how much the loss grows each time."""
-    left, order, grown, before = list(range(len(units))), list[int](), list[float](), 0.0
+    left = list(range(len(units)))
+    order = list[int]()
+    grown = list[float]()
+    before = 0.0
     for _ in range(num_removed):
         losses = {
             each: best_loss(w_OI, h_II, [c for unit in left if unit != each for c in units[unit]])
@@ -102,10 +107,8 @@ def test_units_of_several_columns_go_in_the_order_that_brute_force_finds(num_rem
 
 def test_units_of_one_column_are_columns() -> None:
     p_II = inverse(damped(inputs(), 0.0), damping=0.01)
-    by_unit, by_column = (
-        eliminate_units(weights(), p_II, Units(IN), 5),
-        eliminate_columns_(weights(), p_II.clone(), IN - 5, block_size=4),
-    )
+    by_unit = eliminate_units(weights(), p_II, Units(IN), 5)
+    by_column = eliminate_columns_(weights(), p_II.clone(), IN - 5, block_size=4)
     assert torch.equal(by_unit.kept_U, by_column.kept_U)
     assert torch.allclose(by_unit.score_U, by_column.score_U, rtol=1e-4)
 
@@ -134,7 +137,8 @@ def test_losses_of_what_went_add_up_to_the_loss_that_is_left() -> None:
 @pytest.mark.parametrize("damping", [1e-9, 0.01, 0.3])
 def test_least_squares_is_least_squares_on_the_raw_inputs(damping: float) -> None:
     """Damping as rows: sqrt(d T) of the identity on the columns that stay, with the weights that they had as what is aimed at."""
-    x_TI, w_OI = inputs().to(torch.float32).double(), weights().to(torch.float32).double()
+    x_TI = inputs().to(torch.float32).double()
+    w_OI = weights().to(torch.float32).double()
     kept_I = torch.tensor([idx % 3 != 1 for idx in range(IN)])
     found = LeastSquares(damping=damping).compensate(w_OI.float(), kept_I, stats_of(x_TI))
     root = (damping * (x_TI.t() @ x_TI / TOKENS).diagonal().mean() * TOKENS).sqrt()
@@ -156,7 +160,9 @@ def test_least_squares_leaves_weights_alone_when_nothing_goes_that_ever_fired() 
 
 
 def test_a_bias_takes_the_mean_of_what_went_and_the_error_is_that_on_the_inputs() -> None:
-    x_TI, w_OI, kept_I = inputs(), weights(), torch.arange(IN) < 8
+    x_TI = inputs()
+    w_OI = weights()
+    kept_I = torch.arange(IN) < 8
     stats = stats_of(x_TI)
     outputs_TO = x_TI @ w_OI.t()
 
@@ -168,7 +174,8 @@ def test_a_bias_takes_the_mean_of_what_went_and_the_error_is_that_on_the_inputs(
     errors = []
     for compensation in (BiasCompensation(), LeastSquares(damping=1e-6)):
         result = compensation.compensate(w_OI.float(), kept_I, stats)
-        moment, mean = stats["second_moment"], stats["mean"]
+        moment = stats["second_moment"]
+        mean = stats["mean"]
         assert isinstance(moment, SecondMoment)
         assert isinstance(mean, Mean)
         said = lost(w_OI.float(), kept_I, result, moment.mean(), mean.mean())
@@ -194,7 +201,8 @@ def test_inputs_that_are_not_numbers_are_refused() -> None:
 def test_predicted_losses_rank_units_as_removing_them_does() -> None:
     """Of a random model every FFN channel and KV group of a layer is silenced, one at a time, and KL measured over the whole model."""
     arch = tiny_arch(LLAMA, intermediate_size=16, mlp_bias=False)
-    source, tokens_NS = tiny_source(arch), tiny_tokens(arch, 24, 24)
+    source = tiny_source(arch)
+    tokens_NS = tiny_tokens(arch, 24, 24)
     visitor = UnitLosses({"ffn_mid": Units(16), "attn_out": Units(2, width=16)})
     ctx = Context("cpu", 0, None)  # type: ignore[arg-type]
     draws_NS = torch.rand(tokens_NS.shape, generator=torch.Generator().manual_seed(0))
@@ -223,7 +231,8 @@ def test_predicted_losses_rank_units_as_removing_them_does() -> None:
 
 def test_the_residual_stream_is_that_of_the_decoder() -> None:
     arch = tiny_arch()
-    source, tokens_NS = tiny_source(arch), tiny_tokens(arch, 3, 9)
+    source = tiny_source(arch)
+    tokens_NS = tiny_tokens(arch, 3, 9)
     decoder, ctx = tiny_decoder(arch), Context("cpu", 0, None)  # type: ignore[arg-type]
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
     x_NSD = walk(

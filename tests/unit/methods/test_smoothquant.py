@@ -10,7 +10,8 @@ from compress.methods.quantize.smoothquant import ChannelMax, SmoothQuant
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import Scheme
 
-SIZE, OUTLIERS = 96, [3, 40, 77]
+SIZE = 96
+OUTLIERS = [3, 40, 77]
 SCHEME = Scheme("W8A8", 8, symmetric=True, group_size=None, activation="token")
 
 
@@ -31,7 +32,8 @@ def weights(seed: int = 1) -> Tensor:
 
 def statistics(x_TI: Tensor) -> dict[str, Stat]:
     """Seen in two parts that are merged."""
-    first, second = ChannelMax(), ChannelMax()
+    first = ChannelMax()
+    second = ChannelMax()
     first.update(x_TI[:150])
     second.update(x_TI[150:])
     first.merge(second)
@@ -48,7 +50,8 @@ def scale_of(
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.85, 1.0])
 def test_the_scale_is_the_papers_up_to_a_common_factor(alpha: float) -> None:
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     paper_I = x_TI.abs().amax(0).double() ** alpha / w_OI.abs().amax(0).double() ** (1 - alpha)
     ratio_I = scale_of(w_OI, x_TI, alpha=alpha).double() / paper_I
     torch.testing.assert_close(ratio_I, ratio_I[:1].expand(SIZE), rtol=1e-5, atol=0)
@@ -56,7 +59,8 @@ def test_the_scale_is_the_papers_up_to_a_common_factor(alpha: float) -> None:
 
 
 def test_the_ends_level_one_factor_and_the_middle_makes_both_alike() -> None:
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     ranges = {
         a: ((x_TI / scale).abs().amax(0), (w_OI * scale).abs().amax(0))
         for a in (0.0, 0.5, 1.0)
@@ -70,7 +74,8 @@ def test_the_ends_level_one_factor_and_the_middle_makes_both_alike() -> None:
 
 
 def test_channels_that_say_nothing_are_left_alone() -> None:
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     x_TI[:, 5] = 0
     w_OI[:, 9] = 0
     scale_I = scale_of(w_OI, x_TI)
@@ -82,7 +87,8 @@ def test_channels_that_say_nothing_are_left_alone() -> None:
 
 def test_columns_that_read_one_channel_answer_for_the_largest_of_them() -> None:
     """Heads 0, 1, 2 share a KV head, and 3, 4, 5 another."""
-    x_TI, w_OI = inputs(), weights()
+    x_TI = inputs()
+    w_OI = weights()
     scale_KRC = scale_of(w_OI, x_TI, head_repeat=(3, 16)).view(2, 3, 16)
     assert torch.equal(scale_KRC, scale_KRC[:, :1].expand_as(scale_KRC))
     x_KC, w_KC = (each.abs().amax(0).view(2, 3, 16).amax(1) for each in (x_TI, w_OI))
@@ -93,7 +99,8 @@ def test_columns_that_read_one_channel_answer_for_the_largest_of_them() -> None:
 
 
 def test_a_folded_scale_moves_the_statistics_along() -> None:
-    x_TI, scale_I = inputs(), torch.linspace(0.5, 2, SIZE)
+    x_TI = inputs()
+    scale_I = torch.linspace(0.5, 2, SIZE)
     (stat,) = statistics(x_TI).values()
     stat.rescale_(scale_I)
     assert isinstance(stat, ChannelMax)

@@ -34,13 +34,15 @@ def test_bits_of_the_formula_and_gradients_as_near_to_float64_as_autograds(
     with torch.no_grad():
         norm.weight.copy_(1 + 0.3 * torch.randn(shape[-1], generator=generator))
     wanted = [x, norm.weight]
-    out, plain = norm(x), formula(x, norm.weight, 1e-5)
+    out = norm(x)
+    plain = formula(x, norm.weight, 1e-5)
     assert out.dtype == plain.dtype
     assert torch.equal(out, plain)
     g = torch.randn(shape, generator=generator).to(out.dtype)
     wide = [each.detach().double().requires_grad_() for each in wanted]
     exact = torch.autograd.grad(formula(wide[0], wide[1], 1e-5), wide, g.double())
-    found, autograds = torch.autograd.grad(out, wanted, g), torch.autograd.grad(plain, wanted, g)
+    found = torch.autograd.grad(out, wanted, g)
+    autograds = torch.autograd.grad(plain, wanted, g)
     for each, theirs, right, of in zip(found, autograds, exact, wanted, strict=True):
         assert (each.dtype, each.shape) == (of.dtype, of.shape)
         assert error(each, right) <= 1.5 * error(theirs, right)
@@ -49,7 +51,9 @@ def test_bits_of_the_formula_and_gradients_as_near_to_float64_as_autograds(
 
 
 def test_an_input_alone_and_a_weight_alone_have_the_gradients_that_they_have_together() -> None:
-    norm, x, g = RMSNorm(16, 1e-6), torch.randn(5, 16), torch.randn(5, 16)
+    norm = RMSNorm(16, 1e-6)
+    x = torch.randn(5, 16)
+    g = torch.randn(5, 16)
     of_x, of_weight = torch.autograd.grad(norm(x.requires_grad_()), [x, norm.weight], g)
     assert torch.equal(of_weight, torch.autograd.grad(norm(x.detach()), norm.weight, g)[0])
     norm.requires_grad_(False)
@@ -57,7 +61,9 @@ def test_an_input_alone_and_a_weight_alone_have_the_gradients_that_they_have_tog
 
 
 def test_a_compiled_step_holds_the_formula() -> None:
-    norm, x, g = RMSNorm(16, 1e-6), torch.randn(5, 16, requires_grad=True), torch.randn(5, 16)
+    norm = RMSNorm(16, 1e-6)
+    x = torch.randn(5, 16, requires_grad=True)
+    g = torch.randn(5, 16)
     wanted = [x, norm.weight]
     found = torch.autograd.grad(torch.compile(norm, fullgraph=True, backend="aot_eager")(x), wanted, g)
     assert all(

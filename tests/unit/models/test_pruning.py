@@ -67,7 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-KEPT_GROUPS, KEPT_LAYERS = [0, 2, 3], [0, 2, 3]
+KEPT_GROUPS = [0, 2, 3]
+KEPT_LAYERS = [0, 2, 3]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -104,13 +105,11 @@ class Sliced:
     def __init__(
         self, source: WeightSource, arch: Arch, unit: HeadUnit, heads_U: Tensor, channels_U: Tensor
     ) -> None:
-        self._source, self.arch, self._unit, self._heads_U, self._channels_U = (
-            source,
-            arch,
-            unit,
-            heads_U,
-            channels_U,
-        )
+        self._source = source
+        self.arch = arch
+        self._unit = unit
+        self._heads_U = heads_U
+        self._channels_U = channels_U
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         return self._source.outer()
@@ -126,7 +125,8 @@ def pruned(source: WeightSource, unit: HeadUnit) -> tuple[WeightSource, Tensor, 
     """Three of four KV groups, or one of two query heads in each; a channel in five goes. With bool [U] of heads and of channels."""
     heads_U = mask(4, KEPT_GROUPS) if unit == "kv_group" else mask(8, [0, 3, 4, 7])
     channels_U = torch.arange(40) % 5 != 2
-    heads, num_layers = (6, 3) if unit == "kv_group" else (4, 4), source.arch.num_layers
+    heads = (6, 3) if unit == "kv_group" else (4, 4)
+    num_layers = source.arch.num_layers
     return (
         Sliced(source, resized(source.arch, Widths(*heads, 32, num_layers)), unit, heads_U, channels_U),
         heads_U,
@@ -147,7 +147,8 @@ def test_what_does_nothing_goes_without_changing_a_logit(family: str, unit: Head
     source = MemorySource(decoder, dtype=torch.float32)
     small, _, _ = pruned(source, unit)
     assert small.arch.num_params < source.arch.num_params
-    expected, found = logits(source), logits(small)
+    expected = logits(source)
+    found = logits(small)
     tolerance = 64 * torch.finfo(torch.float32).eps * 48**0.5 * float(expected.abs().max())
     assert float((found - expected).abs().max()) <= tolerance
     speaking = logits(MemorySource(decoder_of(arch_of(family)), dtype=torch.float32))

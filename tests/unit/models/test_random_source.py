@@ -29,7 +29,8 @@ def source(scheme: str | None, *, head: str | None = None, seed: int = 0) -> Ran
 @pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["qwen3", "llama"])
 def test_every_parameter_of_the_shape_is_there(config: dict[str, object]) -> None:
     arch = tiny_arch(config)
-    random, (outer, layers) = RandomSource(arch, device=CPU, dtype=torch.float32), parameter_names(arch)
+    random = RandomSource(arch, device=CPU, dtype=torch.float32)
+    (outer, layers) = parameter_names(arch)
     assert {name: tuple(value.shape) for name, value in random.outer().items()} == outer
     for idx, shapes in enumerate(layers):
         assert {name: tuple(value.shape) for name, value in random.layer(idx).items()} == shapes

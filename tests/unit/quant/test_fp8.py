@@ -37,7 +37,10 @@ class Upto:
     """The stored layers before `end`, the source's from there on."""
 
     def __init__(self, source: WeightSource, directory: Path, scheme: Scheme, end: int) -> None:
-        self._source, self._directory, self._scheme, self._end = source, directory, scheme, end
+        self._source = source
+        self._directory = directory
+        self._scheme = scheme
+        self._end = end
 
     @property
     def arch(self) -> Arch:
@@ -56,7 +59,8 @@ class Upto:
 
 def quantized(directory: Path, spec: dict[str, Any], source: WeightSource) -> tuple[Path, Scheme]:
     directory.mkdir(parents=True)
-    parsed, dtype = Quantize.model_validate(spec), getattr(torch, source.arch.dtype)
+    parsed = Quantize.model_validate(spec)
+    dtype = getattr(torch, source.arch.dtype)
     scheme = scheme_named(parsed.scheme)
     ctx = Context("cpu", 0, directory)
     passes = quantization_passes(parsed, scheme, dtype)

@@ -26,7 +26,8 @@ from compress.quant.numerics import (
 from compress.quant.scheme import SCHEMES, Scheme
 
 ALL = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-SYMMETRIC, ASYMMETRIC = SCHEMES["W4A16_G128"], SCHEMES["W4A16_G128_ASYM"]
+SYMMETRIC = SCHEMES["W4A16_G128"]
+ASYMMETRIC = SCHEMES["W4A16_G128_ASYM"]
 
 
 def weights(out_features: int = 9, in_features: int = 384, seed: int = 0) -> Tensor:
@@ -70,7 +71,8 @@ def codes_of(scheme: Scheme) -> Tensor:
 @ALL
 def test_scales_codes_and_values_are_those_of_compressed_tensors(scheme: Scheme) -> None:
     w_OI = weights(131)
-    w_OGN, args = grouped(w_OI, scheme), library_args(scheme)
+    w_OGN = grouped(w_OI, scheme)
+    args = library_args(scheme)
     scale_OG, zero_OG = min_max_scale(w_OGN, scheme, torch.float32)
     their_scale_OG, their_zero_OG = calculate_qparams(w_OGN.amin(-1), w_OGN.amax(-1), args)
     assert torch.allclose(scale_OG, their_scale_OG, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
@@ -197,7 +199,8 @@ def group_error(w_OI: Tensor, scheme: Scheme, scales: tuple[Tensor, Tensor | Non
 def test_the_search_is_never_worse_than_the_full_range_in_its_own_measure(
     scheme: Scheme, choice: ScaleChoice
 ) -> None:
-    w_OI, h_II = weights(), moment()
+    w_OI = weights()
+    h_II = moment()
     measure = h_II if choice == "hessian" else torch.eye(w_OI.shape[1])
     h_GNN = diagonal_blocks(measure, scheme)
     found = group_error(
@@ -215,10 +218,8 @@ def test_the_searches_differ_by_their_measure_only(scheme: Scheme) -> None:
     w_OGN = grouped(weights(), scheme)
     members = w_OGN.shape[-1] // scheme.block_rows
     identity = torch.eye(members).expand(w_OGN.shape[1], members, members)
-    plain, weighted = (
-        search_scale(w_OGN, scheme, torch.float32, h_GNN=None),
-        search_scale(w_OGN, scheme, torch.float32, h_GNN=identity),
-    )
+    plain = search_scale(w_OGN, scheme, torch.float32, h_GNN=None)
+    weighted = search_scale(w_OGN, scheme, torch.float32, h_GNN=identity)
     assert torch.equal(plain[0], weighted[0])
     hessian = search_scale(w_OGN, scheme, torch.float32, h_GNN=diagonal_blocks(moment(), scheme))
     assert not torch.equal(plain[0], hessian[0])
@@ -226,11 +227,9 @@ def test_the_searches_differ_by_their_measure_only(scheme: Scheme) -> None:
 
 @ALL
 def test_rows_do_not_see_one_another(scheme: Scheme) -> None:
-    w_OI, h_II, rows = (
-        weights(11 if scheme.block_rows == 1 else 4 * scheme.block_rows),
-        moment(),
-        scheme.block_rows,
-    )
+    w_OI = weights(11 if scheme.block_rows == 1 else 4 * scheme.block_rows)
+    h_II = moment()
+    rows = scheme.block_rows
     for choice in ("min_max", "mse", "hessian"):
         scale_OG, zero_OG = choose_scale(w_OI, scheme, torch.bfloat16, choice=choice, h_II=h_II)
         for part in (slice(0, 1), slice(3, len(scale_OG))):
@@ -250,7 +249,8 @@ def test_diagonal_blocks_are_the_blocks_of_the_groups() -> None:
 
 def test_output_error_is_the_error_of_explicit_outputs() -> None:
     x_TI = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).double()
-    w_OI, candidate_OI = weights(7, 64).double(), weights(7, 64, seed=9).double()
+    w_OI = weights(7, 64).double()
+    candidate_OI = weights(7, 64, seed=9).double()
     exact = float(((x_TI @ (candidate_OI - w_OI).t()) ** 2).sum() / ((x_TI @ w_OI.t()) ** 2).sum())
     assert output_error(w_OI, candidate_OI, x_TI.t() @ x_TI / 500) == pytest.approx(exact, rel=1e-4)
     assert output_error(w_OI, candidate_OI, torch.zeros(64, 64)) == 0.0
@@ -258,7 +258,8 @@ def test_output_error_is_the_error_of_explicit_outputs() -> None:
 
 def test_small_scales_of_integers_are_numbers_of_float16_too() -> None:
     scale = (torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()).clamp_max(1000.0)
-    integer, floating = SCHEMES["W4A16_G128"], SCHEMES["FP8_DYNAMIC"]
+    integer = SCHEMES["W4A16_G128"]
+    floating = SCHEMES["FP8_DYNAMIC"]
     stored = stored_scale(scale, integer, torch.bfloat16)
     assert torch.equal(stored.to(torch.float16).to(torch.bfloat16), stored)
     assert bool((stored > 0).all()), "what float16 has no number for becomes 1, as a group of zeros does"

@@ -47,7 +47,8 @@ def test_words_are_those_of_compressed_tensors(num_bits: int, rows: int, columns
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_every_code_in_every_lane_packs_to_its_bits(num_bits: int) -> None:
     """Against plain integer arithmetic, sign bit included."""
-    per_word, half = 32 // num_bits, 1 << (num_bits - 1)
+    per_word = 32 // num_bits
+    half = 1 << (num_bits - 1)
     for lane in range(per_word):
         for code in {-half, -1, 0, 1, half - 1}:
             row = torch.full((1, per_word), -half, dtype=torch.int8)  # stored as zero bits

@@ -105,7 +105,8 @@ def test_dequantizing_rounds_the_exact_product_once(scheme: Scheme, dtype: torch
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, in_features: int) -> None:
     scheme = scheme if scheme.group_size is None else dataclasses.replace(scheme, group_size=in_features)
-    weight, codec = random_weight(scheme, 7, in_features, torch.bfloat16), CanonicalCodec()
+    weight = random_weight(scheme, 7, in_features, torch.bfloat16)
+    codec = CanonicalCodec()
     leaves = codec.encode(weight)
     assert set(leaves) == codec.leaves(scheme)
     again = codec.decode(leaves, scheme)
@@ -123,7 +124,8 @@ def test_the_canonical_codec_is_an_inverse_pair_for_every_width(scheme: Scheme, 
 
 def random_weight(scheme: Scheme, out_features: int, in_features: int, dtype: torch.dtype) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(1)
-    low, high = scheme.min_code, scheme.max_code + 1
+    low = scheme.min_code
+    high = scheme.max_code + 1
     codes_OI = (
         torch.randint(low, high, (out_features, in_features), generator=generator)
         .to(torch.float32)

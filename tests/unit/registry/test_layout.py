@@ -351,7 +351,8 @@ def test_concurrent_pushes_lose_no_tag(tmp_path: Path) -> None:
 
 
 def test_only_files_of_dead_pushes_are_collected(layout: Layout, tmp_path: Path) -> None:
-    stale, fresh = layout.root / ".tmp" / "stale", layout.root / ".tmp" / "fresh"
+    stale = layout.root / ".tmp" / "stale"
+    fresh = layout.root / ".tmp" / "fresh"
     stale.touch()
     fresh.touch()
     os.utime(stale, (0, 0))

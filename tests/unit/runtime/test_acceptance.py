@@ -47,7 +47,8 @@ def chi_square(counts: Tensor, probs: Tensor) -> tuple[float, float]:
     common = expected >= 5
     observed = torch.cat((counts[common], counts[~common].sum().view(1))).double()
     expected = torch.cat((expected[common], expected[~common].sum().view(1)))
-    observed, expected = observed[expected > 0], expected[expected > 0]
+    observed = observed[expected > 0]
+    expected = expected[expected > 0]
     return float(((observed - expected).square() / expected).sum()), float(
         chi2.ppf(1 - SIGNIFICANCE, len(expected) - 1)
     )
@@ -69,10 +70,13 @@ def first_tokens(
     p_logits: Tensor, q_logits: Tensor, params: SamplingParams, num_draws: int, *, certain: bool
 ) -> tuple[Tensor, Tensor]:
     """The first two tokens [N, 2] after two proposals, whose distributions do not depend on what is before, and how many were kept [N]."""
-    rows, plan, first = rows_of(params, num_draws), SamplingPlan.of([params]), torch.full((num_draws,), 9)
+    rows = rows_of(params, num_draws)
+    plan = SamplingPlan.of([params])
+    first = torch.full((num_draws,), 9)
     p_NQV = p_logits.expand(num_draws, 3, -1)
     if certain:
-        drafts, probs = torch.tensor([2, 5]).expand(num_draws, 2), None
+        drafts = torch.tensor([2, 5]).expand(num_draws, 2)
+        probs = None
     else:
         proposing = stream(rows, PROPOSAL_STREAM)
         q_NKV = q_logits.expand(num_draws, 2, -1)
@@ -104,7 +108,8 @@ def exact(logits: Tensor, params: SamplingParams) -> Tensor:
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_tokens_have_the_models_distribution(params: SamplingParams, certain: bool) -> None:
     """60,000 pairs of neighbouring tokens: a rule that replaces from p, not from p - q, would be found with probability above 0.9999."""
-    num_draws, (p_logits, q_logits) = 60_000, two_models()
+    num_draws = 60_000
+    (p_logits, q_logits) = two_models()
     tokens, accepted = first_tokens(p_logits, q_logits, params, num_draws, certain=certain)
     p_QV = exact(p_logits, params)
     q_KV = torch.eye(8, dtype=torch.float64)[[2, 5]] if certain else exact(q_logits, params)
@@ -159,9 +164,11 @@ def test_greedy_rows_are_coupled_whatever_the_rule() -> None:
     drafts = torch.where(
         torch.rand(50, 2, generator=torch.Generator().manual_seed(2)) < 0.7, chosen[:, :2], 0
     )
-    counts, first = torch.arange(50) % 3, torch.full((50,), 4)
+    counts = torch.arange(50) % 3
+    first = torch.full((50,), 4)
     params = [SamplingParams(1, temperature=float(idx % 2)) for idx in range(50)]
-    plan, rows = SamplingPlan.of(params), SamplingRows.of(params, CPU)
+    plan = SamplingPlan.of(params)
+    rows = SamplingRows.of(params, CPU)
     kept = accept_by_rejection(logits, chosen, drafts, counts, first, rows, plan, None)
     expected = leading(drafts == chosen[:, :-1], counts).tolist()
     for row in range(0, 50, 2):
@@ -193,7 +200,9 @@ def sources(vocab_size: int) -> tuple[RandomSource, RandomSource]:
 @pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
 def test_what_the_engine_draws_by_rejection_has_the_models_distribution(proposer: str) -> None:
     """4,000 continuations of three tokens from six, 216 cells. Proposals kept unseen would be found with probability above 0.999."""
-    vocab_size, num_draws, prompt = 6, 4_000, (1, 2, 1, 2, 1)
+    vocab_size = 6
+    num_draws = 4_000
+    prompt = (1, 2, 1, 2, 1)
     target, draft = sources(vocab_size)
     params = SamplingParams(3, temperature=1.2, ignore_eos=True)
     speculative = Speculative(
@@ -214,7 +223,8 @@ def test_what_the_engine_draws_by_rejection_has_the_models_distribution(proposer
         probs = (logits.double() / params.temperature).softmax(dim=-1)
         return list(probs.gather(2, cells.unsqueeze(2)).squeeze(2).unbind(1))
 
-    own, theirs = next_probs(target), next_probs(draft)
+    own = next_probs(target)
+    theirs = next_probs(draft)
     statistic, limit = chi_square(counts, own[0] * own[1] * own[2])
     assert statistic < limit
     accepted = acceptance_of(engine)

@@ -57,7 +57,8 @@ class Recorder:
             self.rows[request.params.seed, position] = row.clone()
 
     def take(self) -> dict[tuple[int, int], Tensor]:
-        rows, self.rows = self.rows, {}
+        rows = self.rows
+        self.rows = {}
         return rows
 
 
@@ -217,12 +218,10 @@ def test_generation_ends_at_end_of_sequence_unless_told_otherwise() -> None:
 def _with_arch(source: MemorySource, arch: Any) -> Any:
     class Renamed:
         def __init__(self) -> None:
-            self.arch, self.outer, self.layer, self.kv_format = (
-                arch,
-                source.outer,
-                source.layer,
-                source.kv_format,
-            )
+            self.arch = arch
+            self.outer = source.outer
+            self.layer = source.layer
+            self.kv_format = source.kv_format
 
     return Renamed()
 

@@ -16,7 +16,8 @@ def test_positions_are_read_back_in_order_from_scattered_blocks() -> None:
     arch = tiny_arch()
     layer = arch.layers[1]
     cache = KVCache(arch, num_blocks=9, block_size=16, kv_format="F32", device=CPU)
-    tables, lengths = {"a": [7, 2, 5], "b": [1, 8]}, {"a": 41, "b": 32}
+    tables = {"a": [7, 2, 5], "b": [1, 8]}
+    lengths = {"a": 41, "b": 32}
     written = {}
     for name, blocks in tables.items():
         k, v = torch.randn(
@@ -96,7 +97,8 @@ def test_a_block_size_that_attention_cannot_chunk_is_refused() -> None:
 
 def test_every_block_but_the_padding_block_is_handed_out_once() -> None:
     allocator = BlockAllocator(8)
-    first, second = allocator.allocate(3), allocator.allocate(4)
+    first = allocator.allocate(3)
+    second = allocator.allocate(4)
     assert sorted(first + second) == [1, 2, 3, 4, 5, 6, 7]
     assert allocator.num_free == 0
     allocator.free(first)

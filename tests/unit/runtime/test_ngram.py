@@ -20,7 +20,8 @@ def test_the_longest_ending_is_found_where_it_was_last(options: NGram) -> None:
     generator = torch.Generator().manual_seed(0)
     found = 0
     for case in range(400):
-        vocab_size, length = 2 + case % 9, 1 + case % 31
+        vocab_size = 2 + case % 9
+        length = 1 + case % 31
         tokens = torch.randint(vocab_size, (length,), generator=generator).tolist()
         drafts = continuation(np.array(tokens), case % 5, options).tolist()
         assert drafts == searched(tokens, case % 5, options)

@@ -35,7 +35,8 @@ def draws(logits_V: Tensor, num_draws: int, **params: float) -> Tensor:
 
 
 def test_noise_is_splitmix64_of_seed_position_and_token() -> None:
-    seeds, positions = [0, 1, (1 << 63) - 1, 12345], [0, 7, 100_000, 2]
+    seeds = [0, 1, (1 << 63) - 1, 12345]
+    positions = [0, 7, 100_000, 2]
     noise = gumbel(torch.tensor(seeds), torch.tensor(positions), 5)
     expected = [
         [expected_noise(seed, position, token) for token in range(5)]
@@ -60,7 +61,8 @@ def test_tokens_are_drawn_with_softmax_probabilities(temperature: float) -> None
     common = expected >= 5  # the usual condition of the test; the rest is one class
     observed = torch.cat((counts[common], counts[~common].sum().view(1)))
     expected = torch.cat((expected[common], expected[~common].sum().view(1)))
-    observed, expected = observed[expected > 0], expected[expected > 0]
+    observed = observed[expected > 0]
+    expected = expected[expected > 0]
     statistic = float(((observed - expected).square() / expected).sum())
     assert statistic < chi2.ppf(1 - 1e-4, df=len(expected) - 1)
 
@@ -107,7 +109,8 @@ def test_a_row_has_the_same_token_under_every_plan_that_serves_it() -> None:
     params = [
         SamplingParams(1, temperature=0.5 * (row % 3), min_p=0.1 * (row % 2), seed=row) for row in range(8)
     ]
-    rows, positions = SamplingRows.of(params, torch.device("cpu")), torch.arange(8)
+    rows = SamplingRows.of(params, torch.device("cpu"))
+    positions = torch.arange(8)
     least = SamplingPlan.of(params)
     assert least == SamplingPlan(draws=True, filters=False, logprobs=False)
     tokens = sample_rows(logits, rows, positions, least).tokens_R
@@ -120,7 +123,8 @@ def test_a_row_has_the_same_token_under_every_plan_that_serves_it() -> None:
 
 
 def test_a_plan_asks_for_no_more_than_its_rows() -> None:
-    greedy, drawn = SamplingParams(1, top_k=5), SamplingParams(1, temperature=1.0, min_p=0.1)
+    greedy = SamplingParams(1, top_k=5)
+    drawn = SamplingParams(1, temperature=1.0, min_p=0.1)
     assert (
         SamplingPlan.of([])
         == SamplingPlan.of([greedy])
@@ -169,7 +173,8 @@ def kept_by_definition(
 ) -> set[int]:
     p = (logits_V.to(torch.float64) / temperature).softmax(0).tolist()
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
-    kept, total = set(), 0.0
+    kept = set()
+    total = 0.0
     for rank, token in enumerate(order):
         if rank and ((top_k and rank >= top_k) or total >= top_p):
             break

@@ -37,7 +37,8 @@ class Bench:
 
     def _run(self, step: Step) -> None:
         for each in (*step.decodes, *step.prefills):
-            generation, samples = each.generation, each.samples
+            generation = each.generation
+            samples = each.samples
             assert len(generation.blocks) * BLOCK_SIZE >= generation.num_computed + each.num_tokens
             generation.num_computed += each.num_tokens
             if samples:

@@ -45,7 +45,8 @@ class Ahead(Engine):
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a step that was launched ahead."""
-    found, launch_next = list[int](), Run.launch_next
+    found = list[int]()
+    launch_next = Run.launch_next
 
     def counted(run: Run) -> bool:
         goes_on = launch_next(run)
@@ -74,14 +75,18 @@ class _LateStep:
 
 def make_late(engine: Engine) -> Engine:
     """Steps and transfers of its speculation run when a step is waited for, in their order."""
-    queue, steps = deque[Callable[[], None]](), engine._speculation
+    queue = deque[Callable[[], None]]()
+    steps = engine._speculation
     assert steps is not None
-    launch, state, load = Speculation.launch, steps._state, steps._state.load
+    launch = Speculation.launch
+    state = steps._state
+    load = steps._state.load
     send = state._send
 
     def late_launch() -> Any:
         steps._num_launched += 1
-        known, step = dict(vars(steps)), _LateStep(queue, [])
+        known = dict(vars(steps))
+        step = _LateStep(queue, [])
 
         def run() -> None:
             now = dict(vars(steps))
@@ -118,7 +123,8 @@ def proposers(source: RandomSource) -> dict[str, ProposerOptions]:
 
 
 def make_requests(seed: int, num_requests: int = 12) -> list[Request]:
-    rng, requests = random.Random(seed), list[Request]()
+    rng = random.Random(seed)
+    requests = list[Request]()
     for idx in range(num_requests):
         prompt = tuple(
             rng.randrange(VOCAB if idx % 3 else 4) for _ in range(rng.choice([1, 2, 9, 15, 16, 17, 33, 60]))
@@ -133,7 +139,9 @@ def make_requests(seed: int, num_requests: int = 12) -> list[Request]:
 
 def served(engine: Engine, requests: list[Request], seed: int) -> dict[str, tuple[Any, ...]]:
     """What came of requests that arrive between steps."""
-    rng, waiting, finished = random.Random(seed), deque(requests), list[Finished]()
+    rng = random.Random(seed)
+    waiting = deque(requests)
+    finished = list[Finished]()
     while waiting or engine.has_work:
         while waiting and (not engine.has_work or rng.random() < 0.2):
             engine.add(waiting.popleft())
@@ -145,9 +153,11 @@ def served(engine: Engine, requests: list[Request], seed: int) -> dict[str, tupl
 @pytest.mark.parametrize(("batch_size", "late"), [(1, True), (4, False), (4, True), (16, False)])
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_running_ahead_changes_no_token(name: str, batch_size: int, late: bool, launched: list[int]) -> None:
-    source, reasons = stopping(), set[str]()
+    source = stopping()
+    reasons = set[str]()
     for seed in range(1 if batch_size == 16 else 2):
-        requests, k = make_requests(seed, 16 if batch_size == 16 else 6), 1 + (2 * seed + batch_size) % 4
+        requests = make_requests(seed, 16 if batch_size == 16 else 6)
+        k = 1 + (2 * seed + batch_size) % 4
         config = EngineConfig(max_batch_size=batch_size, max_model_len=128)
         plain = served(Engine(source, device=CPU, config=config), requests, seed)
         reasons |= {reason for _, reason, _ in plain.values()}
@@ -161,7 +171,8 @@ def test_running_ahead_changes_no_token(name: str, batch_size: int, late: bool, 
 
 
 def test_steps_of_who_looks_on_the_host_wait(launched: list[int]) -> None:
-    source, requests = stopping(), make_requests(1, 6)
+    source = stopping()
+    requests = make_requests(1, 6)
     plain = served(Engine(source, device=CPU), requests, 1)
     engine = Ahead(source, device=CPU, config=EngineConfig(speculative=Speculative(NGram(), k=3)))
     assert served(engine, requests, 1) == plain
@@ -176,14 +187,13 @@ def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
     name: str, rule: Any, rate: float | None, late: bool, launched: list[int]
 ) -> None:
     """Counts, too: what is served once more than needed is not counted. No stop tokens, behind which accepted ones count."""
-    source, requests = (
-        make_source(),
-        [replace(each, params=replace(each.params, ignore_eos=True)) for each in make_requests(5, 6)],
-    )
+    source = make_source()
+    requests = [replace(each, params=replace(each.params, ignore_eos=True)) for each in make_requests(5, 6)]
     config = EngineConfig(
         max_model_len=128, speculative=Speculative(proposers(source)[name], k=3, rule=rule, forced_rate=rate)
     )
-    waiting, ahead = Engine(source, device=CPU, config=config), Ahead(source, device=CPU, config=config)
+    waiting = Engine(source, device=CPU, config=config)
+    ahead = Ahead(source, device=CPU, config=config)
     expected = waiting.generate(requests)
     finished = (make_late(ahead) if late else ahead).generate(requests)
     assert [(each.tokens, each.logprobs) for each in finished] == [
@@ -201,7 +211,8 @@ def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
 def test_fillers_and_warming_up_while_a_step_is_unread_change_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
-    source, requests = stopping(), make_requests(8, 6)
+    source = stopping()
+    requests = make_requests(8, 6)
     config = EngineConfig(max_batch_size=3, max_model_len=128)
     plain = served(Engine(source, device=CPU, config=config), requests, 8)
     for module in (speculation, draft_model, eagle3):
@@ -241,10 +252,8 @@ def test_all_proposals_are_meant_where_none_are_counted_whatever_was_counted_bef
 
 def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
     """Nor by the one after, once the step before it is done."""
-    state, sent = (
-        SpeculativeState(max_rows=2, max_model_len=96, block_size=16, k=2, device=CPU),
-        deque[torch.Tensor](),
-    )
+    state = SpeculativeState(max_rows=2, max_model_len=96, block_size=16, k=2, device=CPU)
+    sent = deque[torch.Tensor]()
     state._send = sent.append  # type: ignore[method-assign]
     for num_blocks in range(1, 6):
         state.hold({1: range(1, 1 + num_blocks)})
@@ -259,7 +268,8 @@ def test_a_full_cache_limits_proposals_ends_runs_and_loses_nothing(
     name: str, num_blocks: int, late: bool, launched: list[int]
 ) -> None:
     source = stopping()
-    options, preempted = proposers(source)[name], 0
+    options = proposers(source)[name]
+    preempted = 0
     for seed in range(2):
         requests = [
             replace(

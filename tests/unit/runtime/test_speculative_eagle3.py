@@ -48,7 +48,9 @@ class Oracle:
         self._head = head
 
     def continuation(self, tokens: Sequence[int], k: int) -> list[int]:
-        tokens, attention, chosen = list(tokens), FullAttention(), []
+        tokens = list(tokens)
+        attention = FullAttention()
+        chosen = []
         states = [self._target.embed(torch.tensor([tokens]))]
         for layer in self._target.layers:
             states.append(layer(states[-1], torch.arange(len(tokens)), attention))
@@ -56,10 +58,8 @@ class Oracle:
             torch.cat([states[idx] for idx in self._head.facts.layer_ids], dim=-1)
         )[:, :-1]
         for _ in range(k):
-            embedded_1SD, positions = (
-                self._target.embed(torch.tensor([tokens[1:]])),
-                torch.arange(len(tokens) - 1),
-            )
+            embedded_1SD = self._target.embed(torch.tensor([tokens[1:]]))
+            positions = torch.arange(len(tokens) - 1)
             out_11D = self._module(embedded_1SD, hidden_1SD, positions, attention)[:, -1:]
             chosen.append(
                 int(self._head.vocabulary_W[self._module.head(self._module.norm(out_11D)).argmax()])
@@ -74,7 +74,9 @@ def checked_steps(
 ) -> int:
     """Rows whose proposals were those of the module; the engine has served the requests then."""
     assert engine._speculation is not None
-    proposer, oracle, num_checked = engine._speculation._proposer, Oracle(source, head), 0
+    proposer = engine._speculation._proposer
+    oracle = Oracle(source, head)
+    num_checked = 0
     propose = proposer.propose
 
     def checked(rows: Any, state: Any) -> Any:
@@ -97,7 +99,8 @@ def greedy(requests: list[Request]) -> list[Request]:
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize(("k", "chunk"), [(1, 2048), (4, 2048), (4, 21), (7, 9)])
 def test_the_head_proposes_what_its_module_says(k: int, chunk: int, norm_before_residual: bool) -> None:
-    source, requests = make_source(), greedy(make_requests(6))
+    source = make_source()
+    requests = greedy(make_requests(6))
     head = make_head(source.arch)
     head = replace(head, facts=replace(head.facts, norm_before_residual=norm_before_residual))
     config = EngineConfig(max_step_tokens=chunk, max_batch_size=4, speculative=Speculative(Eagle3(head), k=k))
@@ -107,7 +110,8 @@ def test_the_head_proposes_what_its_module_says(k: int, chunk: int, norm_before_
 @pytest.mark.parametrize("rate", [0.7, 1.0])
 def test_rows_of_kept_proposals_are_made_anew_of_the_models_hidden_states(rate: float) -> None:
     """Keys and values that the head wrote from its own are replaced, of one proposal as of all k."""
-    source, requests = make_source(), greedy(make_requests(4, max_tokens=20))
+    source = make_source()
+    requests = greedy(make_requests(4, max_tokens=20))
     head = make_head(source.arch)
     engine = Engine(
         source, device=CPU, config=EngineConfig(speculative=Speculative(Eagle3(head), k=3, forced_rate=rate))
@@ -117,7 +121,8 @@ def test_rows_of_kept_proposals_are_made_anew_of_the_models_hidden_states(rate: 
 
 
 def test_preempted_requests_and_blocks_of_others_leave_the_heads_proposals_right() -> None:
-    source, requests = make_source(), greedy(make_requests(8, max_tokens=30))
+    source = make_source()
+    requests = greedy(make_requests(8, max_tokens=30))
     head = make_head(source.arch)
     position = (
         kv_bytes_per_token(source.arch, "F32")
@@ -138,7 +143,8 @@ def test_preempted_requests_and_blocks_of_others_leave_the_heads_proposals_right
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
     dtype = torch.bfloat16 if target == "BF16" else torch.float32
-    source, requests = make_source(target), make_requests(20 if batch_size > 1 else 8)
+    source = make_source(target)
+    requests = make_requests(20 if batch_size > 1 else 8)
     config = EngineConfig(dtype=dtype, max_batch_size=batch_size, max_model_len=160, kv_format=kv_format)
     plain = record(Engine(source, device=CPU, config=config), requests)
     speculative = Speculative(Eagle3(make_head(source.arch)), k=3)
@@ -151,7 +157,8 @@ def test_a_head_changes_no_bit(target: str, batch_size: int, kv_format: str | No
 
 @pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
 def test_a_quantized_head_changes_no_bit(scheme: str) -> None:
-    source, requests = make_source(), make_requests(8)
+    source = make_source()
+    requests = make_requests(8)
     plain = record(Engine(source, device=CPU), requests)
     head = make_head(source.arch, scheme=SCHEMES[scheme], head_scheme=SCHEMES["FP8_DYNAMIC"])
     engine = Engine(source, device=CPU, config=EngineConfig(speculative=Speculative(Eagle3(head), k=4)))
@@ -160,7 +167,8 @@ def test_a_quantized_head_changes_no_bit(scheme: str) -> None:
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_fillers_and_runs_of_the_same_step_change_nothing(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
-    source, requests = make_source(), make_requests(14)
+    source = make_source()
+    requests = make_requests(14)
     speculative = Speculative(Eagle3(make_head(source.arch)), rule=rule)
     config = EngineConfig(max_batch_size=6, speculative=speculative)
     as_written = record(Engine(source, device=CPU, config=config), requests).results
@@ -170,7 +178,8 @@ def test_fillers_and_runs_of_the_same_step_change_nothing(monkeypatch: pytest.Mo
 
 
 def test_requests_that_arrive_while_others_are_verified_change_no_bit() -> None:
-    source, requests = make_source(), make_requests(12, max_tokens=12)
+    source = make_source()
+    requests = make_requests(12, max_tokens=12)
     plain = {each.id: (each.tokens, each.logprobs) for each in Engine(source, device=CPU).generate(requests)}
     engine = Engine(
         source, device=CPU, config=EngineConfig(speculative=Speculative(Eagle3(make_head(source.arch))))
@@ -192,7 +201,8 @@ def test_with_rejection_nothing_outside_the_draft_vocabulary_is_proposed_and_all
     )
     assert engine._speculation is not None
     proposer = engine._speculation._proposer
-    propose, words = proposer.propose, set(head.vocabulary_W.tolist())
+    propose = proposer.propose
+    words = set(head.vocabulary_W.tolist())
 
     def checked(rows: Any, state: Any) -> Any:
         drafts = propose(rows, state)

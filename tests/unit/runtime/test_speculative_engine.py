@@ -50,7 +50,9 @@ class Noisy:
     kv_format = None
 
     def __init__(self, source: WeightSource, noise: float = 0.1) -> None:
-        self.arch, self._source, self._noise = source.arch, source, noise
+        self.arch = source.arch
+        self._source = source
+        self._noise = noise
 
     def outer(self) -> Weights:
         return self._source.outer()
@@ -136,7 +138,8 @@ def proposer_named(name: str, source: WeightSource, finished: Sequence[Finished]
 @pytest.mark.parametrize("target", TARGETS)
 def test_speculation_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
     dtype = torch.bfloat16 if target == "BF16" else torch.float32
-    source, requests = make_source(target), make_requests(20 if batch_size > 1 else 8)
+    source = make_source(target)
+    requests = make_requests(20 if batch_size > 1 else 8)
     config = EngineConfig(dtype=dtype, max_batch_size=batch_size, max_model_len=160, kv_format=kv_format)
     plain = record(Engine(source, device=CPU, config=config), requests)
     for name in PROPOSERS:
@@ -151,7 +154,8 @@ def test_speculation_changes_no_bit(target: str, batch_size: int, kv_format: str
 
 @pytest.mark.parametrize("k", [1, 7])
 def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
-    source, requests = make_source(), make_requests()
+    source = make_source()
+    requests = make_requests()
     plain = record(Engine(source, device=CPU), requests)
     for name in PROPOSERS:
         speculative = Speculative(proposer_named(name, source, plain.finished), k=k)
@@ -185,7 +189,8 @@ class Rehearsed(Graphs[Any]):
 def test_fillers_and_runs_of_the_same_step_change_nothing(
     monkeypatch: pytest.MonkeyPatch, rule: Any, kv_format: str | None
 ) -> None:
-    source, requests = make_source(), make_requests(14)
+    source = make_source()
+    requests = make_requests(14)
     config = EngineConfig(max_batch_size=6, kv_format=kv_format)
     plain = record(Engine(source, device=CPU, config=config), requests)
 
@@ -205,7 +210,8 @@ def test_fillers_and_runs_of_the_same_step_change_nothing(
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_requests_that_arrive_while_others_are_verified_change_no_bit(name: str) -> None:
-    source, requests = make_source(), make_requests(12, max_tokens=12)
+    source = make_source()
+    requests = make_requests(12, max_tokens=12)
     plain = record(Engine(source, device=CPU), requests)
     engine = Engine(
         source,
@@ -266,7 +272,8 @@ def test_a_stop_token_inside_an_accepted_run_ends_the_request_there() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 6, 7])
 def test_max_tokens_inside_an_accepted_run_is_kept(max_tokens: int) -> None:
-    source, prompt = make_source(), (3, 1, 4)
+    source = make_source()
+    prompt = (3, 1, 4)
     (longer,) = Engine(source, device=CPU).generate(
         [Request("x", prompt, SamplingParams(12, ignore_eos=True))]
     )
@@ -298,7 +305,8 @@ def test_sequences_up_to_the_last_position_are_served() -> None:
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_full_cache_limits_proposals_and_preemption_loses_nothing(name: str) -> None:
-    source, requests = make_source(), make_requests(10, max_tokens=40)
+    source = make_source()
+    requests = make_requests(10, max_tokens=40)
     roomy = Engine(source, device=CPU).generate(requests)
     proposer = proposer_named(name, source, roomy)
     blocks = 16 * kv_bytes_per_token(source.arch, "F32")
@@ -333,17 +341,16 @@ def test_a_draft_that_is_the_model_itself_is_always_right(temperature: float, ch
 
 def test_rejected_proposals_leave_no_trace_in_the_drafts_cache() -> None:
     """A draft that is the model keeps being right after its proposals were replaced by wrong ones, which the model rejected."""
-    source, requests = (
-        make_source(),
-        [
-            Request(each.id, each.prompt, replace(each.params, temperature=0.0))
-            for each in make_requests(6, max_tokens=30)
-        ],
-    )
+    source = make_source()
+    requests = [
+        Request(each.id, each.prompt, replace(each.params, temperature=0.0))
+        for each in make_requests(6, max_tokens=30)
+    ]
     engine = Engine(source, device=CPU, config=EngineConfig(speculative=Speculative(DraftModel(source), k=4)))
     speculation = engine._speculation
     assert speculation is not None
-    propose, wrong = speculation._proposer.propose, []
+    propose = speculation._proposer.propose
+    wrong = []
 
     def corrupted(rows: Any, state: Any) -> Any:
         drafts = propose(rows, state)
@@ -363,7 +370,8 @@ def test_rejected_proposals_leave_no_trace_in_the_drafts_cache() -> None:
 
 
 def test_counts_are_those_of_the_steps() -> None:
-    source, prompt = make_source(), (3, 1, 4)
+    source = make_source()
+    prompt = (3, 1, 4)
     (plain,) = Engine(source, device=CPU).generate(
         [Request("x", prompt, SamplingParams(21, ignore_eos=True))]
     )
@@ -387,7 +395,8 @@ def test_the_forced_rate_is_met_and_changes_what_comes_out() -> None:
     speculative = Speculative(DraftModel(Noisy(source, 3.0)), k=4, forced_rate=0.8)
     engine = Engine(source, device=CPU, config=EngineConfig(max_batch_size=16, speculative=speculative))
     finished = engine.generate(requests)
-    rates, made = acceptance_of(engine).rates, acceptance_of(engine)
+    rates = acceptance_of(engine).rates
+    made = acceptance_of(engine)
     for place in range(4):
         reached = made.proposed[place] if place == 0 else made.accepted[place - 1]
         rate = made.accepted[place] / reached

@@ -31,10 +31,8 @@ def flops_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_the_products_of_a_step_are_those_that_mfu_counts(flops_of: Any) -> None:
     """No matrix product is computed twice, and none is left out; attention is counted apart, by formula."""
-    teacher_arch, student_arch = (
-        tiny_arch(CONFIG),
-        tiny_arch(CONFIG, num_hidden_layers=2, intermediate_size=24),
-    )
+    teacher_arch = tiny_arch(CONFIG)
+    student_arch = tiny_arch(CONFIG, num_hidden_layers=2, intermediate_size=24)
     teacher = Teacher(tiny_decoder(teacher_arch), device=torch.device("cpu"))
     student = tiny_decoder(student_arch).requires_grad_(True)
     tokens_BS = torch.randint(61, (3, 33), generator=torch.Generator().manual_seed(0))

@@ -50,7 +50,8 @@ def row(tool: str, method: str, kl: float, seed: int = 0, scheme: str = "W4A16_G
 
 
 def test_a_tool_that_changes_nothing_has_no_divergence(scripts: Any, tmp_path: Path) -> None:
-    measure, python = scripts("quality_bench.measure"), tmp_path / "python"
+    measure = scripts("quality_bench.measure")
+    python = tmp_path / "python"
     python.write_text(COPIES.format(python=sys.executable))
     python.chmod(0o755)
     setting = measure.Setting(
@@ -89,7 +90,8 @@ def test_the_table_has_a_line_a_method_and_its_ratio_to_plain_rounding(scripts: 
 def test_every_scheme_has_methods_and_every_tool_a_scheme(scripts: Any) -> None:
     from compress.quant.scheme import SCHEMES
 
-    methods, tools = scripts("quality_bench.methods"), scripts("peer_quantize").TOOLS
+    methods = scripts("quality_bench.methods")
+    tools = scripts("peer_quantize").TOOLS
     assert set(methods.SUITE) == (set(methods.SUITE) & set(SCHEMES)) | set(methods.MIXED)
     assert {each for names in methods.SUITE.values() for each in names} == set(methods.METHODS)
     assert {tool.scheme for tool in tools.values()} <= {

@@ -58,7 +58,8 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def run(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
-    config, out = directory / "tiny" / "config.json", directory / "results.json"
+    config = directory / "tiny" / "config.json"
+    out = directory / "results.json"
     config.parent.mkdir()
     config.write_text(json.dumps(CONFIG))
     command = [
@@ -189,7 +190,9 @@ def test_a_step_holds_all_prompts_of_a_batch_unless_told_otherwise(
             sys, "argv", ["bench_runtime.py", "--model", str(config), "--batch-sizes", "1", "9", *options]
         )
         bench = bench_runtime.Bench.__new__(bench_runtime.Bench)
-        bench.args, bench.device, bench.dtype = bench_runtime.arguments(), CPU, torch.float32
+        bench.args = bench_runtime.arguments()
+        bench.device = CPU
+        bench.dtype = torch.float32
         bench.arch = tiny_arch(CONFIG)
         return int(bench._engine("dense").config.max_step_tokens)
 
@@ -202,7 +205,8 @@ def test_what_was_measured_before_a_failure_is_kept(
     scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench_kernels = scripts("bench_kernels")
-    config, out = tmp_path / "config.json", tmp_path / "results.json"
+    config = tmp_path / "config.json"
+    out = tmp_path / "results.json"
     config.write_text(json.dumps(CONFIG))
 
     def cases(args: Any, bench: Any) -> Iterator[Any]:
@@ -239,7 +243,8 @@ def test_a_wrong_result_and_an_unwritten_element_fail_their_case(scripts: Any) -
 
 
 def test_rows_that_change_bits_in_company_are_seen(scripts: Any) -> None:
-    bench_kernels, case = scripts("bench_kernels"), scripts("kernel_bench.case")
+    bench_kernels = scripts("bench_kernels")
+    case = scripts("kernel_bench.case")
     facts: dict[str, Any] = {
         "tool": "compress",
         "name": "n",
@@ -250,7 +255,8 @@ def test_rows_that_change_bits_in_company_are_seen(scripts: Any) -> None:
         "flops": 1,
     }
     decode = case.Case(op="linear", launches=[], error=None, limit=0.0, **facts)
-    bits, rows = bench_kernels.BitsOfRows(), torch.randn(4, 64)
+    bits = bench_kernels.BitsOfRows()
+    rows = torch.randn(4, 64)
     assert bits.kept(decode, rows[:2]) is None
     assert bits.kept(decode, rows[:3]) is True
     assert bits.kept(decode, rows + 1e-6) is False
@@ -280,7 +286,8 @@ def test_a_walk_is_cold_and_whole(scripts: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_overlapping_kernels_cover_their_union_once(scripts: Any) -> None:
-    covered_us, short_name = scripts("step_profile").covered_us, scripts("step_profile").short_name
+    covered_us = scripts("step_profile").covered_us
+    short_name = scripts("step_profile").short_name
     assert covered_us([(0.0, 4.0), (2.0, 5.0), (3.0, 4.0), (7.0, 8.0)]) == 6.0
     assert covered_us([]) == 0.0
     assert (
@@ -375,16 +382,16 @@ def test_other_tools_quantize_the_same_checkpoint_and_tokens(
     scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool that takes three seconds to start and two a layer, as it says itself."""
-    python, seen = tmp_path / "bin" / "python", tmp_path / "seen.json"
+    python = tmp_path / "bin" / "python"
+    seen = tmp_path / "seen.json"
     python.parent.mkdir()
     python.write_text(PEER.format(python=sys.executable, seen=str(seen)))
     python.chmod(0o755)
-    config, out = tmp_path / "config.json", tmp_path / "quantize.json"
+    config = tmp_path / "config.json"
+    out = tmp_path / "quantize.json"
     config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 7}))
-    bench, sizes = (
-        scripts("bench_quantize"),
-        ["--num-samples", "2", "--seq-len", "16", "--scratch", str(tmp_path), "--out", str(out)],
-    )
+    bench = scripts("bench_quantize")
+    sizes = ["--num-samples", "2", "--seq-len", "16", "--scratch", str(tmp_path), "--out", str(out)]
     tool = ["--tools", "llmcompressor-gptq", "--peers", str(tmp_path)]
     for few, runs in (([], [7]), (["--peer-layers", "3"], [1, 1, 3])):
         monkeypatch.setattr(

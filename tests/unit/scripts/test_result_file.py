@@ -40,7 +40,8 @@ def test_rows_name_scheme_dtype_and_kernels_of_each_side(tmp_path: Path) -> None
         ],
         "latency": {"source": [latency_row(1)], "candidate": [latency_row(1), latency_row(4)]},
     }
-    path, out = tmp_path / "report.json", tmp_path / "h200" / "runtime.json"
+    path = tmp_path / "report.json"
+    out = tmp_path / "h200" / "runtime.json"
     path.write_text(json.dumps(report))
     subprocess.run([sys.executable, SCRIPT, path, out, "--shape", "tiny", "--commit", "abc"], check=True)
     document = json.loads(out.read_text())

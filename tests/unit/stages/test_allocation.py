@@ -51,7 +51,8 @@ def test_the_order_of_options_does_not_decide(problem: tuple[Units, int], shuffl
     if cheapest(units).cost > budget:
         return
     shuffled = [shuffle.sample(options, len(options)) for options in units]
-    first, second = allocate(units, budget), allocate(shuffled, budget)
+    first = allocate(units, budget)
+    second = allocate(shuffled, budget)
     assert first.cost == second.cost
     assert [units[u][i] for u, i in enumerate(first.picks)] == [
         shuffled[u][i] for u, i in enumerate(second.picks)

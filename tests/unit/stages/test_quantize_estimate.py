@@ -73,7 +73,8 @@ def test_a_plan_is_within_thirty_percent_of_what_was_measured(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     methods = importlib.import_module("bench_quantize").METHODS
-    stage, calib = STAGES.get("quantize"), Calibrate(num_samples=row["num_samples"], seq_len=row["seq_len"])
+    stage = STAGES.get("quantize")
+    calib = Calibrate(num_samples=row["num_samples"], seq_len=row["seq_len"])
     facts = PlanFacts(known(str(row["shape"])), "cuda", {"calibrate": calib})
     planned = stage.estimate(stage.spec.model_validate(methods[row["method"]]), facts)
     assert facts.arch.num_layers == row["num_layers"]
@@ -90,7 +91,8 @@ def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setattr("compress.calibrate.arithmetic.has_bfloat16_tiles", lambda: True)
     methods = importlib.import_module("quality_bench.methods").METHODS
-    stage, source = STAGES.get("quantize"), read_config(resolve_text("builtin://reference").path)
+    stage = STAGES.get("quantize")
+    source = read_config(resolve_text("builtin://reference").path)
     facts = PlanFacts(
         family_of(source).read_config(source), "cpu", {"calibrate": Calibrate(num_samples=128, seq_len=512)}
     )

@@ -21,7 +21,8 @@ from compress.quant.scheme import SCHEMES, Scheme
 from compress.stages.budget.sensitivity import Sensitivities
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tiny_tokens
 
-NUM_SAMPLES, SEQ_LEN = 6, 24
+NUM_SAMPLES = 6
+SEQ_LEN = 24
 SCHEMES_TRIED = [
     SCHEMES[name] for name in ("W8A16", "FP8_DYNAMIC", "FP8_STATIC", "INT8_DYNAMIC", "W4A16_CHANNEL")
 ]
@@ -55,7 +56,8 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_graph(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     source = tiny_source(tiny_arch(config))
-    tokens_NS, ctx = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN), Context("cpu", 3, tmp_path)
+    tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
+    ctx = Context("cpu", 3, tmp_path)
     found = Recorder()
     draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("labels"))
     visit_gradients(source, tokens_NS, found, ctx, compute_dtype=torch.float32, draws_NS=draws_NS)
@@ -211,7 +213,8 @@ def test_a_model_without_finite_logits_is_refused(tmp_path: Path) -> None:
         def outer(self) -> Any:
             return outer
 
-    tokens_NS, ctx = tiny_tokens(source.arch, 1, 4), Context("cpu", 0, tmp_path)
+    tokens_NS = tiny_tokens(source.arch, 1, 4)
+    ctx = Context("cpu", 0, tmp_path)
     with pytest.raises(UsageError, match="not finite"):
         visit_gradients(
             Damaged(), tokens_NS, Recorder(), ctx, compute_dtype=torch.float32, draws_NS=_draws(tokens_NS)

@@ -76,7 +76,8 @@ class Bench:
     """One workspace and one model, and the artifacts made so far by port."""
 
     def __init__(self, root: Path, source: ModelSource) -> None:
-        self.workspace, self.source = Workspace(root / "workspace"), source
+        self.workspace = Workspace(root / "workspace")
+        self.source = source
         self.ports = {
             Port.DENSE: Input(source.path, source.digest),
             Port.SOURCE: Input(source.path, source.digest),
@@ -137,7 +138,8 @@ def test_a_model_goes_through_to_a_checkpoint_that_opens_with_the_same_codes(
     exported = bench.run("export", Export())
     opened = open_checkpoint(exported.path)
     for idx in range(3):
-        found, expected = opened.layer(idx), store.layer(idx)
+        found = opened.layer(idx)
+        expected = store.layer(idx)
         assert found.keys() == expected.keys()
         assert sum(isinstance(value, QuantizedWeight) for value in found.values()) == 7
         assert all(torch.equal(dense(found[name]), dense(value)) for name, value in expected.items())
@@ -245,7 +247,8 @@ def test_estimates_grow_with_the_work(kind: str, device: str) -> None:
         arch = tiny_arch(QWEN3, vocab_size=VOCAB, **changes)
         return STAGES.get(kind).estimate(SPECS[kind], PlanFacts(arch, device, SPECS))
 
-    small, deep = estimate(), estimate(num_hidden_layers=6)
+    small = estimate()
+    deep = estimate(num_hidden_layers=6)
     assert small.peak_bytes > 0
     assert small.disk_bytes > 0
     assert deep.disk_bytes >= small.disk_bytes
@@ -286,10 +289,12 @@ def test_a_head_in_its_own_scheme_goes_through_to_the_checkpoint(
         == quantized.manifest.scheme
         == spec.model_scheme(Checkpoint(bench.source.path).arch).to_json()
     )
-    opened, source = open_checkpoint(exported.path), Checkpoint(bench.source.path)
+    opened = open_checkpoint(exported.path)
+    source = Checkpoint(bench.source.path)
     assert {name: found.name for name, found in opened.schemes.items() if name == "head"} == {"head": head}
     for store in (open_weights(quantized.path), opened):
-        found, original = store.outer(), source.outer()
+        found = store.outer()
+        original = source.outer()
         coded = found.pop("head.weight")
         assert isinstance(coded, QuantizedWeight)
         alone = nearest_weight(dense(original.pop("head.weight")), SCHEMES[head], torch.bfloat16)
@@ -319,11 +324,13 @@ def with_cache(name: str) -> Quantize:
 def test_calibrated_cache_scales_go_through_to_the_checkpoint_and_back(bench: Bench, tmp_path: Path) -> None:
     calibrated(bench, tmp_path)
     quantized = bench.run("quantize", with_cache("fp8"))
-    store, opened = open_weights(quantized.path), open_weights(bench.run("export", Export()).path)
+    store = open_weights(quantized.path)
+    opened = open_weights(bench.run("export", Export()).path)
     assert store.kv_format == opened.kv_format == "FP8_STATIC"
     for idx in range(3):
         for name in ("attn.k_scale", "attn.v_scale"):
-            found, expected = dense(opened.layer(idx)[name]), dense(store.layer(idx)[name])
+            found = dense(opened.layer(idx)[name])
+            expected = dense(store.layer(idx)[name])
             assert (found.dtype, found.shape) == (torch.float32, ())
             assert found == expected
     on_disk = load_file(bench.ports[Port.CHECKPOINT].path / "model.safetensors")[

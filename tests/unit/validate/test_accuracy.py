@@ -18,7 +18,8 @@ def table_model(
     seed: int, *, noise: float = 0.0, scale: float = 3.0, dtype: torch.dtype = torch.float32
 ) -> Logits:
     """Next-token logits that depend on the token and on its position, so that a shifted or dropped position is noticed."""
-    generator, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(seed)
     table_VV = torch.randn(VOCAB, VOCAB, generator=generator) * scale
     table_SV = torch.randn(WINDOW, VOCAB, generator=generator) * scale
     noise_VV = torch.randn(VOCAB, VOCAB, generator=own) * noise
@@ -42,7 +43,8 @@ def test_models_scored_together_compare_as_two_do(tokens_NS: Tensor) -> None:
 
 
 def test_agrees_with_double_precision_numpy(tokens_NS: Tensor) -> None:
-    source, candidate = table_model(0), table_model(1, noise=0.3)
+    source = table_model(0)
+    candidate = table_model(1, noise=0.3)
     accuracy = measure_accuracy(source, candidate, tokens_NS, num_bytes=4321)
 
     def log_softmax(model: Logits) -> np.ndarray:
@@ -51,12 +53,11 @@ def test_agrees_with_double_precision_numpy(tokens_NS: Tensor) -> None:
             x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
         )
 
-    log_p, log_q = log_softmax(source), log_softmax(candidate)
+    log_p = log_softmax(source)
+    log_q = log_softmax(candidate)
     target = tokens_NS[:, 1:].numpy()[..., None]
-    nll_p, nll_q = (
-        -np.take_along_axis(log_p, target, -1)[..., 0],
-        -np.take_along_axis(log_q, target, -1)[..., 0],
-    )
+    nll_p = -np.take_along_axis(log_p, target, -1)[..., 0]
+    nll_q = -np.take_along_axis(log_q, target, -1)[..., 0]
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
     # Each log-probability is rounded at its own size (about 20 here); means of many average the rounding, they do not add to it.
     tolerance = 8 * float(np.finfo(np.float32).eps) * float(np.abs(log_p).max())
@@ -91,7 +92,8 @@ def test_small_divergences_keep_their_digits() -> None:
     generator = torch.Generator().manual_seed(3)
     p_TV = torch.randn(16, 4096, generator=generator, dtype=torch.float64)
     q_TV = p_TV + 5e-5 * torch.randn(16, 4096, generator=generator, dtype=torch.float64)
-    log_p_TV, log_q_TV = p_TV.log_softmax(-1), q_TV.log_softmax(-1)
+    log_p_TV = p_TV.log_softmax(-1)
+    log_q_TV = q_TV.log_softmax(-1)
     exact_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
     fp32_T = kl_divergence(log_p_TV.float(), log_q_TV.float()).double()
     plain_T = (log_p_TV.float().exp() * (log_p_TV.float() - log_q_TV.float())).sum(-1).double()
@@ -101,7 +103,8 @@ def test_small_divergences_keep_their_digits() -> None:
 
 
 def test_adding_a_constant_to_the_logits_changes_nothing_that_matters(tokens_NS: Tensor) -> None:
-    source, candidate = table_model(0), table_model(1, noise=0.3)
+    source = table_model(0)
+    candidate = table_model(1, noise=0.3)
     plain = measure_accuracy(source, candidate, tokens_NS, num_bytes=99)
     shifted = measure_accuracy(
         lambda tokens: source(tokens) + 64, lambda tokens: candidate(tokens) - 32, tokens_NS, num_bytes=99
@@ -115,19 +118,22 @@ def test_adding_a_constant_to_the_logits_changes_nothing_that_matters(tokens_NS:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, WINDOWS, 50])
 def test_the_same_bits_whatever_the_batch_size(tokens_NS: Tensor, batch_size: int) -> None:
-    source, candidate = table_model(0, dtype=torch.bfloat16), table_model(1, noise=0.3, dtype=torch.bfloat16)
+    source = table_model(0, dtype=torch.bfloat16)
+    candidate = table_model(1, noise=0.3, dtype=torch.bfloat16)
     expected = measure_accuracy(source, candidate, tokens_NS, num_bytes=99, batch_size=4)
     assert measure_accuracy(source, candidate, tokens_NS, num_bytes=99, batch_size=batch_size) == expected
 
 
 def test_words_that_both_models_exclude_add_nothing_and_one_excluded_by_the_source_adds_its_mass() -> None:
-    p_TV, q_TV = torch.tensor([[0.25, 0.75, 0.0, 0.0]]), torch.tensor([[0.5, 0.25, 0.25, 0.0]])
+    p_TV = torch.tensor([[0.25, 0.75, 0.0, 0.0]])
+    q_TV = torch.tensor([[0.5, 0.25, 0.25, 0.0]])
     expected = 0.25 * math.log(0.5) + 0.75 * math.log(3.0)
     assert kl_divergence(p_TV.log(), q_TV.log()).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_certain_model_against_its_opposite_does_not_overflow() -> None:
-    p_TV, q_TV = torch.tensor([[0.0, -300.0]]).log_softmax(-1), torch.tensor([[-90.0, 0.0]]).log_softmax(-1)
+    p_TV = torch.tensor([[0.0, -300.0]]).log_softmax(-1)
+    q_TV = torch.tensor([[-90.0, 0.0]]).log_softmax(-1)
     assert kl_divergence(p_TV, q_TV).item() == pytest.approx(90.0)
     assert kl_divergence(q_TV, p_TV).item() == pytest.approx(300.0)
 

@@ -108,7 +108,9 @@ def test_warm_up_rounds_are_run_and_not_counted() -> None:
 
 
 def test_no_prompt_is_seen_twice_and_a_seed_repeats_them() -> None:
-    first, second, other = ClockworkEngine(), ClockworkEngine(), ClockworkEngine()
+    first = ClockworkEngine()
+    second = ClockworkEngine()
+    other = ClockworkEngine()
     measure(first)
     measure(second)
     measure(other, seed=1)

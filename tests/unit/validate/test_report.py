@@ -59,7 +59,8 @@ def latency_row(batch_size: int, tpot_ms: float) -> LatencyRow:
 
 def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    source_VV, noise_VV = torch.randn(40, 40, generator=generator), torch.randn(40, 40, generator=generator)
+    source_VV = torch.randn(40, 40, generator=generator)
+    noise_VV = torch.randn(40, 40, generator=generator)
     tokens_NS = torch.randint(40, (5, 30), generator=generator)
     accuracy = measure_accuracy(
         lambda t: source_VV[t], lambda t: (source_VV + 0.1 * noise_VV)[t], tokens_NS, num_bytes=700
@@ -137,7 +138,8 @@ def parts(*, kl_limit: float = 10.0) -> dict[str, Any]:
 
 def speculation() -> dict[str, Any]:
     """Two proposers, greedy and not, two categories and batch sizes."""
-    acceptance, speed = [], []
+    acceptance = []
+    speed = []
     for name in ("draft", "ngram"):
         for temperature in (1.0, 0.0):
             own = {"proposer": name, "temperature": temperature}
@@ -287,10 +289,8 @@ def test_every_number_of_speculation_and_of_stages_is_on_the_page() -> None:
 
 
 def test_the_verdict_counts_only_gates_that_apply_and_gives_the_reason() -> None:
-    passed, failed = (
-        build_report(title="t", **parts())["verdict"],
-        build_report(title="t", **parts(kl_limit=1e-9))["verdict"],
-    )
+    passed = build_report(title="t", **parts())["verdict"]
+    failed = build_report(title="t", **parts(kl_limit=1e-9))["verdict"]
     assert (passed["passed"], passed["num_decided"], passed["num_not_applicable"], passed["reasons"]) == (
         True,
         2,

@@ -88,7 +88,8 @@ def test_the_rule_that_is_coupled_is_held_to_the_tokens_of_plain_sampling() -> N
 
 
 def test_a_change_of_greedy_tokens_is_seen() -> None:
-    plain, other = engine_for(None), tiny_source(tiny_arch(LLAMA), seed=1)
+    plain = engine_for(None)
+    other = tiny_source(tiny_arch(LLAMA), seed=1)
 
     def wrong(speculative: Speculative) -> Engine:
         return Engine(other, device=CPU, config=replace(CONFIG, speculative=speculative))
@@ -157,10 +158,8 @@ def test_repetition_is_the_share_of_4grams_that_came_before() -> None:
 
 def test_proposals_of_the_watched_are_its_own_and_idle_steps_cost_it_nothing() -> None:
     watch = Watch()
-    plain, watched = (
-        engine_for(Speculative(DraftModel(SOURCE), k=3)),
-        engine_for(Speculative(Watched(DraftModel(SOURCE), watch), k=3)),
-    )
+    plain = engine_for(Speculative(DraftModel(SOURCE), k=3))
+    watched = engine_for(Speculative(Watched(DraftModel(SOURCE), watch), k=3))
     requests = CONDITIONS.requests(1.0, 4)
     assert [each.tokens for each in watched.generate(requests)] == [
         each.tokens for each in plain.generate(requests)

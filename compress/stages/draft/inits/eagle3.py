@@ -92,9 +92,12 @@ class Eagle3(Spec):
         )
 
     def make(self, setting: Setting, ctx: Context) -> Made:
-        spec, text, device = setting.spec, setting.text, setting.device
+        spec = setting.spec
+        text = setting.text
+        device = setting.device
         weights = Dense(setting.target.weights)
-        facts, tokens_NS = self.facts(weights.arch), text.training.tokens_NS
+        facts = self.facts(weights.arch)
+        tokens_NS = text.training.tokens_NS
         words_W = frequent_tokens(tokens_NS, facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
         head = fresh_eagle3(facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
         target = Target(setting.decoder, facts.layer_ids, words_W, device=device, compile=spec.compile)

@@ -43,7 +43,9 @@ from compress.stages.prune.round import Round, prune_round
 from compress.stages.prune.spec import Ffn, Heads, Prune, compensations, kinds_by_name, scorers
 from compress.stages.quantize.estimate import estimate as quantize_estimate
 
-PARTS, START, DENSE = "parts", "start", "dense"
+PARTS = "parts"
+START = "start"
+DENSE = "dense"
 
 
 def _as_tuple(value: Any) -> Any:
@@ -156,7 +158,9 @@ class Pruned(Spec):
         )
 
     def make(self, setting: Setting, ctx: Context) -> Made:
-        spec, text, device = setting.spec, setting.text, setting.device
+        spec = setting.spec
+        text = setting.text
+        device = setting.device
         calibration = replace(
             text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous()
         )
@@ -201,7 +205,8 @@ class Pruned(Spec):
     ) -> tuple[WeightSource, list[dict[str, Any]]]:
         """The draft before it is trained, and a row for each linear of it that was pruned."""
         weights = Dense(setting.target.weights)
-        subset, pruning = LayerSubset(weights, self.kept(weights.arch)), self._pruning()
+        subset = LayerSubset(weights, self.kept(weights.arch))
+        pruning = self._pruning()
         if pruning is None:
             return subset, []
         how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
