@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import UsageError
@@ -64,7 +65,9 @@ def quantized(directory: Path, spec: dict[str, Any], source: WeightSource) -> tu
     scheme = scheme_named(parsed.scheme)
     ctx = Context("cpu", 0, directory)
     passes = quantization_passes(parsed, scheme, dtype)
-    run_sequential(source, TOKENS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
+    run_sequential(
+        source, TOKENS, Compression(passes, scheme=scheme), directory, ctx, compute_dtype=torch.float32
+    )
     return directory, scheme
 
 
@@ -159,7 +162,12 @@ def test_inputs_without_a_range_have_no_static_scale(broken: float) -> None:
     for stat in stats.values():
         stat.update(x_TI)
     state = LayerState(
-        0, [LinearGroup("attn_in", ("attn.q",))], [], {"attn.q.weight": torch.ones(2, 8)}, {"attn_in": stats}
+        0,
+        [LinearGroup("attn_in", ("attn.q",))],
+        [],
+        {"attn.q.weight": torch.ones(2, 8)},
+        {"attn_in": stats},
+        LayerRun.on_one_rank(torch.zeros(1, 1, 1)),
     )
     with pytest.raises(UsageError, match=r"layer 0, attn\.q: .*NaN or infinity"):
         RoundPass(Rtn(), scheme, torch.bfloat16).apply(state)
