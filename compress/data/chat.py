@@ -1,14 +1,18 @@
-"""Chat: lists of messages `{role, content}` become one text, by the template that came with a model or as a plain transcript.
+"""Chat: lists of messages `{role, content}` become one text, by the template that came with a model or as a
+plain transcript.
 
-A chat template is a Jinja program that anybody may have written, so it runs in Jinja's immutable sandbox, with the names that templates
-for `transformers` expect: `messages`, `add_generation_prompt`, `tools`, `documents`, the model's special tokens, and the functions
-`raise_exception`, `strftime_now` and `tojson`. A template is found, in this order,
+A chat template is a Jinja program that anybody may have written, so it runs in Jinja's immutable sandbox,
+with the names that templates for `transformers` expect: `messages`, `add_generation_prompt`, `tools`,
+`documents`, the model's special tokens, and the functions `raise_exception`, `strftime_now` and `tojson`. A
+template is found, in this order,
 
     chat_template.jinja                  the default template
     additional_chat_templates/*.jinja    further templates, by the file's name
-    tokenizer_config.json                `chat_template`: a text, or a list of {name, template}; the default is called "default"
+    tokenizer_config.json                `chat_template`: a text, or a list of {name, template}; the default
+    is called "default"
 
-as `transformers` looks for it. Text from a template already holds the beginning-of-sequence token, where the model wants one.
+as `transformers` looks for it. Text from a template already holds the beginning-of-sequence token, where the
+model wants one.
 """
 
 import json
@@ -17,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -54,9 +58,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation; with `add_generation_prompt` it ends where the assistant's answer begins.
+        """Return the text of a conversation; with `add_generation_prompt` it ends where the assistant's
+        answer begins.
 
-        `tools` are JSON schemas of functions; `variables` are further names that this template reads (`enable_thinking`, ...).
+        `tools` are JSON schemas of functions; `variables` are further names that this template reads
+        (`enable_thinking`, ...).
 
         Raises:
             UsageError: the messages are not messages, or the template refuses them.
@@ -68,7 +74,9 @@ class ChatTemplate:
             names["tools"] = list(tools)
         try:
             return self._program.render(
-                messages=[dict(each) for each in messages], add_generation_prompt=add_generation_prompt, **names
+                messages=[dict(each) for each in messages],
+                add_generation_prompt=add_generation_prompt,
+                **names,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
@@ -93,7 +101,8 @@ class ChatTemplate:
 
 
 def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate | None:
-    """Return the chat template in a model directory, the default one or the one called `name`; None where a model has no default one.
+    """Return the chat template in a model directory, the default one or the one called `name`; None where a
+    model has no default one.
 
     Raises:
         UsageError: there is no template of that name.
@@ -102,7 +111,9 @@ def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate
     config = _read_json(model_dir / _CONFIG_FILE)
     templates = _templates(model_dir, config.get("chat_template"))
     if name is not None and name not in templates:
-        raise UsageError(f"'{model_dir}' has no chat template called '{name}'.{did_you_mean(name, templates)}")
+        raise UsageError(
+            f"'{model_dir}' has no chat template called '{name}'.{did_you_mean(name, templates)}"
+        )
     source = templates.get(name or DEFAULT_TEMPLATE)
     if source is None:
         return None
@@ -110,7 +121,9 @@ def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate
 
 
 def transcript(messages: Messages) -> str:
-    """Return a conversation as paragraphs `Role: content`: the plain form that needs no model, for text of a data card."""
+    """Return a conversation as paragraphs `Role: content`: the plain form that needs no model, for text of a
+    data card.
+    """
     check_messages(messages)
     return "\n\n".join(f"{str(each['role']).capitalize()}: {each['content']}" for each in messages)
 
@@ -129,7 +142,8 @@ def check_messages(messages: object) -> None:
     """Raise UsageError unless the value is a conversation."""
     if not is_conversation(messages):
         raise UsageError(
-            'a conversation is a list of messages, each with role and content: [{"role": "user", "content": "Hello"}].'
+            'a conversation is a list of messages, each with role and content: [{"role": "user", "content": '
+            '"Hello"}].'
         )
 
 
@@ -167,7 +181,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# ------------------------------------------------------------------------------------------------- what templates may call
+# ------------------------------------------------------------------------------------------------- what
+# templates may call
 
 
 def _tojson(
@@ -192,7 +207,9 @@ def _strftime_now(form: str) -> str:
 
 
 class _PublicNamespace(Namespace):
-    """A namespace whose names must not begin with an underscore: those are how a template would reach Python's internals."""
+    """A namespace whose names must not begin with an underscore: those are how a template would reach
+    Python's internals.
+    """
 
     def __init__(self, *args: Any, **names: Any) -> None:
         for name in dict(*args, **names):
@@ -210,9 +227,11 @@ def _check_public(name: str) -> None:
 
 
 class _GenerationBlocks(Extension):
-    """Reads `{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training, as its content alone."""
+    """Reads `{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training, as
+    its content alone.
+    """
 
-    tags = {"generation"}
+    tags: ClassVar = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)

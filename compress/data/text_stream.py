@@ -1,9 +1,10 @@
-"""From generated tokens to text, piece by piece: every piece is whole characters, and text ends before a stop string.
+"""Text of generated tokens, piece by piece: every piece is whole characters, and text ends before a stop
+string.
 
-A token of a byte-level or byte-fallback vocabulary may end inside a character, and a token's text may depend on the one before it
-(SentencePiece drops a leading space). So tokens are decoded in a window that begins before the last piece, and the window's text is held
-back while it ends with U+FFFD, the decoder's mark of an incomplete character. The pieces joined are the text of all tokens decoded at
-once.
+A token of a byte-level or byte-fallback vocabulary may end inside a character, and a token's text may depend
+on the one before it (SentencePiece drops a leading space). So tokens are decoded in a window that begins
+before the last piece, and the window's text is held back while it ends with U+FFFD, the decoder's mark of an
+incomplete character. The pieces joined are the text of all tokens decoded at once.
 """
 
 from collections.abc import Sequence
@@ -13,18 +14,23 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CONTEXT_TOKENS = 8
-"""Prompt tokens that the first window begins with; a character has at most four bytes, so at most four tokens."""
+"""Prompt tokens that the first window begins with; a character has at most four bytes, so at most four
+tokens.
+"""
 _INCOMPLETE = "\ufffd"
 
 
 class TextStream:
     """The text of one generation. Feed it tokens in order; special tokens have no text.
 
-    `prompt` are the tokens before the first generated one: with them the text continues the prompt exactly. `text` is what was returned so
-    far; `num_tokens` counts the tokens fed. `stopped` is set once a stop string was found: later tokens are ignored.
+    `prompt` are the tokens before the first generated one: with them the text continues the prompt exactly.
+    `text` is what was returned so far; `num_tokens` counts the tokens fed. `stopped` is set once a stop
+    string was found: later tokens are ignored.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", *, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._window = list(prompt[-_CONTEXT_TOKENS:])
         self._num_shown = len(self._window)  # leading tokens of the window whose text was returned
@@ -35,7 +41,9 @@ class TextStream:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Return the text that these tokens complete: "" while it may still change, or may be the beginning of a stop string."""
+        """Return the text that these tokens complete: "" while it may still change, or may be the beginning
+        of a stop string.
+        """
         pieces = []
         for token in tokens:
             if self.stopped:
@@ -46,11 +54,15 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Return the text held back, when no more tokens will come; bytes of an incomplete character become U+FFFD."""
+        """Return the text held back, when no more tokens will come; bytes of an incomplete character become
+        U+FFFD.
+        """
         return "" if self.stopped else self._release(self._decoded(final=True), final=True)
 
     def _decoded(self, *, final: bool = False) -> str:
-        """Return the new text of the window and move the window on; "" while there is none, or its last character is incomplete."""
+        """Return the new text of the window and move the window on; "" while there is none, or its last
+        character is incomplete.
+        """
         shown = self._decode(self._window[: self._num_shown])
         text = self._decode(self._window)
         if len(text) <= len(shown) or (text.endswith(_INCOMPLETE) and not final):
