@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.coverage import LINEARS
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD
 from compress.kernels.operands.rows import QuantizedRows
 from compress.validate.roofline import measure_bandwidth, measure_matmul_rate
@@ -43,7 +44,7 @@ from scripts.bench_setup import (
 )
 from scripts.kernel_bench.attention import attention_decode_cases, attention_prefill_cases
 from scripts.kernel_bench.case import Bench, Case
-from scripts.kernel_bench.linear import LINEARS, linear_cases
+from scripts.kernel_bench.linear import linear_cases
 from scripts.kernel_bench.rows import rope_store_cases, row_cases, sample_cases
 from scripts.kernel_bench.timer import poisoned_memory, time_alone, time_launches
 
