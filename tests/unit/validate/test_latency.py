@@ -4,7 +4,6 @@ import dataclasses
 from typing import TYPE_CHECKING, cast
 
 import pytest
-import torch
 
 from compress.errors import CompressError, UsageError
 from compress.runtime.request import Finished, Request
