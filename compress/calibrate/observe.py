@@ -26,8 +26,9 @@ from compress.calibrate.stats import (
     shard_bounds,
 )
 from compress.context import OneRank, Ranks
+from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import LinearGroup, no_tap
+from compress.models.decoder import no_tap
 
 Trees = dict[tuple[str, type[Stat]], MergeTree[Stat]]
 """(tap, type of the statistic) -> what is summed so far."""

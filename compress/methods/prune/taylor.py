@@ -22,7 +22,8 @@ from torch import Tensor
 from compress.calibrate.gradients import GradientVisitor
 from compress.calibrate.stats import InputStats
 from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.arch import LinearGroup
+from compress.models.decoder import DecoderLayer
 from compress.models.pruning import Units
 
 
