@@ -23,9 +23,9 @@ import torch
 
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import Workspace
+from compress.machine import environment_facts
 from compress.pipeline import pick_device, resolve_source
 from compress.recipe import Recipe, SourceMap, StageEntry
-from compress.validate.roofline import environment_facts
 from scripts.bench_quality import document
 from scripts.bench_setup import markdown
 from scripts.quality_bench.measure import Setting, run_until, score
