@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from compress.calibrate.layer_state import LayerPass, LayerState, factories
+from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import gather_to_owners, observe
-from compress.models.arch import Arch
-from compress.models.decoder import LinearGroup
+from compress.models.arch import Arch, LinearGroup
 
 
 def compress_at_once(
@@ -24,11 +23,11 @@ def compress_at_once(
     """
     run = state.run
     layer = run.build_layer(arch, state.layer_idx, state.loaded_weights())
-    needed = factories(passes)
-    trees = observe(layer, run, needed, source_layer=layer, token_weights=state.guide.token_weights)
+    kinds = needed_stats(passes)
+    trees = observe(layer, run, kinds, source_layer=layer, token_weights=state.guide.token_weights)
     groups = layer.groups()
     owners = assign_groups(arch, state.layer_idx, groups, run.ranks.size)
-    state.stats = gather_to_owners(trees, groups, list(needed), owners, run.ranks)
+    state.stats = gather_to_owners(trees, groups, kinds, owners, run.ranks)
     state.groups = [group for group in groups if owners[group.tap] == run.ranks.rank]
     del layer, trees
     prefetch_next()

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from compress.calibrate.guide import LayerGuide, OutputMoment
 from compress.calibrate.layer_run import LayerRun
-from compress.calibrate.stats import Stat, StatFactory
-from compress.models.arch import Arch
-from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
+from compress.calibrate.stats import InputStats, Stat
+from compress.models.arch import Arch, LinearGroup
+from compress.models.decoder import DecoderLayer, SmoothingPair
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
@@ -32,7 +32,7 @@ class FloatWeights(dict[str, Tensor]):
 class LayerState:
     """One layer while the passes work on it. Names are relative to the layer.
 
-    `groups` are the linear groups that this rank compresses and `stats` the statistics of their inputs, tap -> name -> statistic, as the
+    `groups` are the linear groups that this rank compresses and `stats` the statistics of their inputs by tap, as the
     layer sees them when all layers before it are compressed. `pairs` and `weights` are complete on every rank; weights lie on the device,
     are read as float32, and a pass sets those that it changes. A linear that a pass has quantized is in `quantized` and no longer in
     `weights`. `num_rows` is linear -> output features. `cache` holds the scales of the layer's KV cache.
@@ -42,7 +42,7 @@ class LayerState:
     groups: list[LinearGroup]
     pairs: list[SmoothingPair]
     weights: dict[str, Tensor]
-    stats: dict[str, dict[str, Stat]]
+    stats: dict[str, InputStats]
     run: LayerRun
     guide: LayerGuide = field(default_factory=lambda: LayerGuide({}, {}))
     num_rows: Mapping[str, int] = field(default_factory=dict)
@@ -147,13 +147,13 @@ class LayerState:
 
 
 class LayerPass(Protocol):
-    """One step of compression on one layer. `stats` names the statistics that it needs of the inputs of every linear group."""
+    """One step of compression on one layer. `needs` names the statistics of the inputs of every linear group that it reads."""
 
-    def stats(self) -> Mapping[str, StatFactory]: ...
+    def needs(self) -> tuple[type[Stat], ...]: ...
 
     def apply(self, state: LayerState) -> None: ...
 
 
-def factories(passes: Sequence[LayerPass]) -> dict[str, StatFactory]:
-    """Return the statistics that any of the passes needs, by name."""
-    return {name: factory for each in passes for name, factory in each.stats().items()}
+def needed_stats(passes: Sequence[LayerPass]) -> tuple[type[Stat], ...]:
+    """Return the types of all statistics that some pass needs, each once."""
+    return tuple(dict.fromkeys(kind for each in passes for kind in each.needs()))

@@ -16,15 +16,16 @@ from torch import Tensor
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
-from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory
+from compress.calibrate.stats import InputStats, MergeTree, Node, SourceStat, Stat, StatFactory
 from compress.context import OneRank, Ranks
+from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import LinearGroup, no_tap
+from compress.models.decoder import no_tap
 
-Trees = dict[tuple[str, str], MergeTree[Stat]]
-"""(tap, statistic) -> the sums of one rank."""
-Stats = dict[str, dict[str, Stat]]
-"""Tap -> name -> statistic."""
+Trees = dict[tuple[str, type[Stat]], MergeTree[Stat]]
+"""(tap, type of the statistic) -> the sums of one rank."""
+Stats = dict[str, InputStats]
+"""Tap -> statistics of the input that is read there."""
 TokenWeights = Mapping[str, Tensor]
 """Tap -> weight of each token in sums of squares, float32 [N, S], 1 on average; on the CPU."""
 _OBSERVING = "observing a layer"
@@ -33,7 +34,7 @@ _OBSERVING = "observing a layer"
 def observe(
     layer: Forward,
     run: LayerRun,
-    factories: Mapping[str, StatFactory],
+    factories: Sequence[StatFactory],
     *,
     into: Samples | None = None,
     source_layer: Forward | None = None,
@@ -48,7 +49,7 @@ def observe(
     """
     trees: Trees = {}
     for shard_idx, pieces in run.pieces().items():
-        sums: dict[tuple[str, str], Stat] = {}
+        sums: dict[tuple[str, type[Stat]], Stat] = {}
         for piece in pieces:
             source_taps: Mapping[str, Tensor] = {}
             if source_layer is not None and run.source_samples is not None:
@@ -58,15 +59,16 @@ def observe(
                 rows = run.memory.retry_on_oom(
                     partial(_rows, x_BSD, source_taps.get(tap), weights_BS), _OBSERVING
                 )
-                for name, factory in factories.items():
-                    stat = sums.setdefault((tap, name), factory())
+                for factory in factories:
+                    stat = factory()
+                    stat = sums.setdefault((tap, type(stat)), stat)
                     run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
         for key in list(sums):
             trees.setdefault(key, MergeTree()).push(shard_idx, sums.pop(key))
     return trees
 
 
-def observe_on_one_rank(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
+def observe_on_one_rank(layer: Forward, x_NSD: Tensor, factories: Sequence[StatFactory]) -> Stats:
     """Return the statistics of every tap over all samples, computed in this process alone."""
     return gather_everywhere(observe(layer, LayerRun.on_one_rank(x_NSD), factories), OneRank())
 
@@ -107,34 +109,38 @@ def _update(stat: Stat, x_TD: Tensor, source_TD: Tensor | None) -> None:
 
 def gather_everywhere(trees: Trees, ranks: Ranks) -> Stats:
     """Return the finished statistics of every tap on every rank; meant for small ones."""
-    own = {key: tree.nodes() for key, tree in trees.items()}
+    own = [(tap, tree.nodes()) for (tap, _), tree in trees.items()]
     merged: Trees = {}
     for source in range(ranks.size):
-        for key, nodes in ranks.broadcast(own, source=source).items():
+        for tap, nodes in ranks.broadcast(own, source=source):
             for node in nodes:
-                merged.setdefault(key, MergeTree()).join(node)
+                merged.setdefault((tap, type(node.stat)), MergeTree()).join(node)
     stats: Stats = {}
-    for (tap, name), tree in merged.items():
-        stats.setdefault(tap, {})[name] = tree.root()
+    for (tap, _), tree in merged.items():
+        stats.setdefault(tap, InputStats()).add(tree.root())
     return stats
 
 
 def gather_to_owners(
-    trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks
+    trees: Trees,
+    groups: Sequence[LinearGroup],
+    kinds: Sequence[type[Stat]],
+    owners: Mapping[str, int],
+    ranks: Ranks,
 ) -> Stats:
     """Return the finished statistics of the taps that this rank owns; `owners` is tap -> rank. Empties `trees`."""
     stats: Stats = {}
     for group in groups:
         owner = owners[group.tap]
-        for name in names:
-            tree = trees.pop((group.tap, name), MergeTree[Stat]())
+        for kind in kinds:
+            tree = trees.pop((group.tap, kind), MergeTree[Stat]())
             merged = MergeTree[Stat]()
             for source in range(ranks.size):
                 nodes: list[Node[Stat]] | None = tree.nodes() if ranks.rank == source else None
                 for node in ranks.move(nodes, source=source, to=owner) or ():
                     merged.join(node)
             if ranks.rank == owner:
-                stats.setdefault(group.tap, {})[name] = merged.root()
+                stats.setdefault(group.tap, InputStats()).add(merged.root())
     return stats
 
 

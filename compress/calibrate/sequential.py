@@ -37,7 +37,7 @@ from compress.calibrate.at_once import compress_at_once
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
 from compress.calibrate.layer_run import LayerRun, sample_range, shards_of_rank
-from compress.calibrate.layer_state import LayerPass, LayerState, Row
+from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_stats
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.observe import Stats, gather_everywhere, observe, replay_
 from compress.calibrate.samples import Samples
@@ -79,8 +79,7 @@ class Compression:
     @property
     def compares_with_source(self) -> bool:
         """Whether a pass needs the source's activations."""
-        stats = [factory() for each in self.passes for factory in each.stats().values()]
-        return any(isinstance(stat, SourceStat) for stat in stats)
+        return any(isinstance(kind(), SourceStat) for kind in needed_stats(self.passes))
 
 
 def run_sequential(
@@ -196,8 +195,8 @@ def _scale_cache(state: LayerState, arch: Arch) -> None:
     weights = state.stored_weights(dtype, *READ)
     cached = KeysValues.from_weights(arch, state.layer_idx, weights, dtype=run.dtype, device=run.device)
 
-    def observe_samples(layer: Forward, needed: Mapping[str, StatFactory]) -> Stats:
-        return gather_everywhere(observe(layer, run, needed), run.ranks)
+    def observe_samples(layer: Forward, factories: Sequence[StatFactory]) -> Stats:
+        return gather_everywhere(observe(layer, run, factories), run.ranks)
 
     state.cache, rows = calibrate_cache(cached, observe_samples, stored_dtype=dtype)
     state.rows |= dict(zip(state.cache, rows, strict=True))

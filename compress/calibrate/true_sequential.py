@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.kv import Forward
-from compress.calibrate.layer_state import LayerPass, LayerState, factories
+from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import gather_to_owners, observe
 from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
@@ -82,16 +82,16 @@ def _compress_group(
     run = state.run
     (group,) = (group for group in layer.groups() if group.tap == tap)
     owner = layer.groups().index(group) % run.ranks.size
-    needed = factories(passes)
+    kinds = needed_stats(passes)
     trees = observe(
         observed,
         run,
-        needed,
+        kinds,
         into=into,
         source_layer=source_observed,
         token_weights=state.guide.token_weights,
     )
-    stats = gather_to_owners(trees, [group], list(needed), {tap: owner}, run.ranks)
+    stats = gather_to_owners(trees, [group], kinds, {tap: owner}, run.ranks)
     part = replace(state, groups=[group] if run.ranks.rank == owner else [], stats=stats)
     for each in passes:
         each.apply(part)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.stats import SecondMoment
+from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Problem, refusals, select
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
-from compress.models.decoder import LinearGroup
+from compress.models.arch import LinearGroup
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import nearest_weight, output_error
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -174,10 +174,10 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
         weights = {f"{name}.weight": linears[name].clone() for name in names}
         state = LayerState(
             0,
-            [LinearGroup("attn_in", names)],
+            [LinearGroup("qkv", "attn_in", names)],
             [],
             weights,
-            {"attn_in": {"second_moment": moment}},
+            {"attn_in": InputStats(moment)},
             LayerRun.on_one_rank(torch.zeros(1, 1, 1)),
         )
         RoundPass(Gptq(), SCHEME, torch.bfloat16, refiner).apply(state)
@@ -207,7 +207,7 @@ def test_a_shared_scale_is_refitted_to_the_least_error_of_all_its_rows() -> None
     given = nearest_weight(w_OI, SCHEME, torch.float32)
     off = QuantizedWeight(SCHEME, given.codes_OI, given.scale_OG * 1.01)
     h_II = moment.mean()
-    found = Descent(sweeps=1, damping=0).refine(w_OI, off, {"second_moment": moment}).weight
+    found = Descent(sweeps=1, damping=0).refine(w_OI, off, InputStats(moment)).weight
     for block in range(2):
         rows = slice(128 * block, min(128 * (block + 1), 150))
         grid = torch.linspace(0.97, 1.01, 401) * off.scale_OG[block, 0]

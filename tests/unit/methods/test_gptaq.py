@@ -1,7 +1,6 @@
 """GPTAQ against least squares in float64, against the law it follows, and in the runner: a second stream of activations that changes no
 other number and comes back after an interruption."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerPass, LayerState
 from compress.calibrate.sequential import Compression, run_sequential
-from compress.calibrate.stats import CrossMoment, MergeTree, SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import CrossMoment, InputStats, MergeTree, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted, UsageError
 from compress.methods.quantize.descent import Descent
@@ -21,8 +20,8 @@ from compress.methods.quantize.gptaq import Gptaq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
+from compress.models.arch import LinearGroup
 from compress.models.canonical import layer_name, load_weights
-from compress.models.decoder import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes
@@ -56,12 +55,12 @@ class Case:
         lost = torch.eye(SIZE) - missing * (randn(SIZE, SIZE, seed=3) * SIZE**-0.5 + 0.5 * torch.eye(SIZE))
         return Case(source_TI @ lost + 0.02 * randn(TOKENS, SIZE, seed=4), source_TI, randn(9, SIZE, seed=5))
 
-    def stats(self) -> dict[str, Stat]:
+    def stats(self) -> InputStats:
         moment = SecondMoment()
         cross = CrossMoment()
         moment.update(self.x_TI)
         cross.update_with_source(self.x_TI, self.source_TI)
-        return {"second_moment": moment, "cross_moment": cross}
+        return InputStats(moment, cross)
 
     def error(self, q_OI: Tensor) -> float:
         """Mean |q x - w x_source|^2: what the method is there to lower."""
@@ -93,7 +92,7 @@ def test_the_error_against_the_source_falls_with_every_step_of_the_way(rounder: 
     def error(target: Gptaq | None) -> float:
         state = LayerState(
             1,
-            [LinearGroup("tap", ("l",))],
+            [LinearGroup("l", "tap", ("l",))],
             [],
             {"l.weight": case.w_OI.clone()},
             {"tap": case.stats()},
@@ -140,7 +139,7 @@ def test_a_scale_folded_into_the_producer_moves_the_target_along() -> None:
     scale_I = torch.exp(0.5 * randn(SIZE, seed=8))
     plain = Gptaq(strength=1, damping=1e-9).target(case.w_OI, case.stats())
     stats = case.stats()
-    for stat in stats.values():
+    for stat in stats:
         stat.rescale_(scale_I)
     folded = Gptaq(strength=1, damping=1e-9).target(case.w_OI * scale_I, stats)
     assert torch.allclose(folded / scale_I, plain, atol=1e-3 * float(plain.abs().max()))
@@ -195,14 +194,13 @@ class Look:
     def __init__(self) -> None:
         self.moments: list[dict[str, Tensor]] = []
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"cross_moment": CrossMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (CrossMoment,)
 
     def apply(self, state: LayerState) -> None:
         seen = {}
         for tap, stats in state.stats.items():
-            cross = stats["cross_moment"]
-            assert isinstance(cross, CrossMoment)
+            cross = stats[CrossMoment]
             seen[tap] = cross.mean()
         self.moments.append(seen)
 

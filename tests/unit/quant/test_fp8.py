@@ -10,16 +10,16 @@ from torch import Tensor
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.sequential import Compression, run_sequential
-from compress.calibrate.stats import AbsMax, SecondMoment, Stat
+from compress.calibrate.stats import AbsMax, InputStats, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
 from compress.kernels.select import Problem, select
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
-from compress.models.arch import Arch
+from compress.models.arch import Arch, LinearGroup
 from compress.models.canonical import layer_name, load_weights
-from compress.models.decoder import Decoder, LinearGroup
+from compress.models.decoder import Decoder
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
@@ -158,12 +158,12 @@ def test_inputs_without_a_range_have_no_static_scale(broken: float) -> None:
     scheme = scheme_named("FP8_STATIC")
     x_TI = torch.ones(4, 8)
     x_TI[1, 3] = broken
-    stats: dict[str, Stat] = {"second_moment": SecondMoment(), "abs_max": AbsMax()}
-    for stat in stats.values():
+    stats = InputStats(SecondMoment(), AbsMax())
+    for stat in stats:
         stat.update(x_TI)
     state = LayerState(
         0,
-        [LinearGroup("attn_in", ("attn.q",))],
+        [LinearGroup("qkv", "attn_in", ("attn.q",))],
         [],
         {"attn.q.weight": torch.ones(2, 8)},
         {"attn_in": stats},
