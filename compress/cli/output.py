@@ -153,7 +153,7 @@ class _Bar:
     def update(self, done: int, total: int, note: str) -> None:
         self.bars.update(self.task, completed=done, total=total, note=note, peak=size_text(self.peak_bytes()))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.bars.console.print(text, markup=False)
 
 
@@ -177,9 +177,9 @@ class _LogLines:
         self.shown_s = now
         elapsed_s = now - self.started_s
         left = f", {duration_text(elapsed_s / done * (total - done))} left" if done else ""
-        self.say(
+        self.log(
             f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}"
         )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, file=self.out, flush=True)

@@ -162,7 +162,7 @@ def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
     from compress.pipeline import follow
     from compress.ranks import Launch, joined
 
-    launch = Launch.of(os.environ)
+    launch = Launch.from_environ(os.environ)
     if launch is None:
         raise UsageError(
             "WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun."

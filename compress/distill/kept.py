@@ -66,9 +66,7 @@ class KeptLogits:
     ) -> None:
         """Ask the teacher for what is missing, `at_once` windows at a time; `done` is called with the number of shards on disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        missing: list[int] = ranks.broadcast(
-            self.missing()
-        )  # as rank 0 saw it: others write while this one looks
+        missing = ranks.from_lead(self.missing)  # one list for all: other ranks write while this one looks
         for count, idx in enumerate(missing[ranks.rank :: ranks.size]):
             done(self.num_shards - len(missing) + count * ranks.size)
             windows = self._tokens_NS[idx * WINDOWS_OF_A_SHARD : (idx + 1) * WINDOWS_OF_A_SHARD, :-1]
@@ -83,8 +81,7 @@ class KeptLogits:
                 self._file(idx),
                 {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail},
             )
-        for source in range(ranks.size):  # nobody reads before all are through
-            ranks.broadcast(None, source=source)
+        ranks.barrier()  # all shards are written before any is read
 
     def rows(self, windows_B: list[int]) -> TopK:
         """Of some windows: [B, S, K], [B, S, K], [B, S]."""

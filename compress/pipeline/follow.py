@@ -41,9 +41,9 @@ def follow(ranks: "TorchRanks", device: str) -> None:
     Raises:
         CompressError: of the stage, or RankStopped when another rank failed.
     """
-    for work in ranks.summons():
+    for work in ranks.receive_work():
         stage = STAGES.get(work["kind"])
-        assert stage.together is not None, "rank 0 summons to stages that have such a part"
+        assert stage.together is not None, "rank 0 dispatches only stages that all ranks take part in"
         source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
         inputs = Inputs(
             source,

@@ -195,7 +195,7 @@ def _build(
     )
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
     if step.stage.together is not None:
-        options.ranks.summon(share(step.stage.kind, step.spec, inputs, context))
+        options.ranks.dispatch(share(step.stage.kind, step.spec, inputs, context))
     return workspace.commit(
         key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context)
     )

@@ -47,6 +47,10 @@ class Cut:
             keep_heads_(weights, shape, unit, kept_U, weight)
 
 
+Decision = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]
+"""What pruning one linear's inputs decided, as it is sent between ranks: kept units, weights [O, kept], bias [O], facts."""
+
+
 class PrunePass:
     """`arch` is the model before, `pruned` after; `losses` are (layer, tap) -> [U] for a scorer that asks for them."""
 
@@ -72,7 +76,7 @@ class PrunePass:
         return SecondMoment, *self._scorer.needs(), *self._compensation.needs()
 
     def apply(self, state: LayerState) -> None:
-        decided: dict[str, tuple[Tensor, Compensated, dict[str, Any]]] = {}
+        decided: dict[str, Decision] = {}
         for cut in self._cuts:
             if cut.tap in state.stats:
                 try:
@@ -81,18 +85,18 @@ class PrunePass:
                     )
                 except UsageError as error:
                     raise UsageError(f"layer {state.layer_idx}, {cut.linear}: {error}") from error
-        for rank in range(state.run.ranks.size):
-            decided |= state.run.ranks.broadcast(decided, source=rank)
+        for of_rank in state.run.ranks.all_gather(decided):
+            decided |= of_rank
         shape = self._arch.layers[state.layer_idx]
         add_biases_(state.weights, self._pruned, shape)
         for cut in self._cuts:
-            kept_U, result, facts = decided[cut.linear]
-            cut.keep_(state.weights, shape, kept_U, result.w_OK)
-            if result.bias_O is not None:
-                state.weights[f"{cut.linear}.bias"] = state.weights[f"{cut.linear}.bias"] + result.bias_O
+            kept_U, w_OK, bias_O, facts = decided[cut.linear]
+            cut.keep_(state.weights, shape, kept_U, w_OK)
+            if bias_O is not None:
+                state.weights[f"{cut.linear}.bias"] = state.weights[f"{cut.linear}.bias"] + bias_O
             state.row(cut.linear).update(facts)
 
-    def _decide(self, cut: Cut, state: LayerState) -> tuple[Tensor, Compensated, dict[str, Any]]:
+    def _decide(self, cut: Cut, state: LayerState) -> Decision:
         w_OI = state.weights[f"{cut.linear}.weight"]
         stats = state.stats[cut.tap]
         units = cut.units(self._arch.layers[state.layer_idx])
@@ -111,7 +115,7 @@ class PrunePass:
             "error": lost(w_OI, kept_I, result, stats[SecondMoment].mean(), mean_I),
             **_score_facts(choice.kept_U, choice.score_U),
         }
-        return choice.kept_U, result, facts
+        return choice.kept_U, result.w_OK, result.bias_O, facts
 
 
 def lost(w_OI: Tensor, kept_I: Tensor, result: Compensated, h_II: Tensor, mean_I: Tensor | None) -> float:

@@ -28,7 +28,7 @@ from compress.stages.distill.estimate import estimate, reshape
 from compress.stages.distill.learning import batches, learning_facts
 from compress.stages.distill.models import NamedTeacher, build_student, check_pair, identity_of, teacher_of
 from compress.stages.distill.spec import SOURCE, Distill
-from compress.stages.distill.text import Text, prepared_text
+from compress.stages.distill.text import Text, shared_text
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,8 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
         spec, inputs, named, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
     )
     check_pair(named, student.arch, inputs)
-    lead = ctx.ranks.rank == 0
     place = torch.device(spec.teacher_device or device)
-    text = ctx.ranks.broadcast(
-        prepared_text(spec, inputs.source, named.weights, ctx, device=place) if lead else None
-    )
-    assert text is not None
+    text = shared_text(spec, inputs.source, named.weights, ctx, device=place)
     teacher = Teacher(
         build_decoder(named.weights, dtype=dtype, device=place), device=device, compile=spec.compile
     )

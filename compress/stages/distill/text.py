@@ -34,6 +34,18 @@ class Text:
         card = self.training.source
         return {"title": card["title"], "license": card["license"], "digest": self.training.digest()}
 
+    def to_parts(self) -> tuple[Any, ...]:
+        """Return the values that make up the text, as they are sent between ranks."""
+        tokens = self.training
+        training = (tokens.tokens_NS, tokens.num_bytes, tokens.num_scored_bytes, dict(tokens.source))
+        return training, self.held_out_NS, self.num_bytes
+
+    @staticmethod
+    def from_parts(parts: tuple[Any, ...]) -> "Text":
+        """Return the text that these parts make up."""
+        training, held_out_NS, num_bytes = parts
+        return Text(TokenSet(*training), held_out_NS, num_bytes)
+
     def with_training(self, tokens_NS: Tensor) -> "Text":
         """The same with other windows to train on, which go by the facts of the text that they were made from."""
         return replace(self, training=replace(self.training, tokens_NS=tokens_NS))
@@ -69,6 +81,15 @@ def prepared_text(
         text
         if spec.sample is None
         else text.with_training(sampled(spec.sample, text.training.tokens_NS, teacher, ctx, device=device))
+    )
+
+
+def shared_text(
+    spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device
+) -> Text:
+    """Return the prepared text on every rank; rank 0 reads it and sends it to the others."""
+    return Text.from_parts(
+        ctx.ranks.from_lead(lambda: prepared_text(spec, source, teacher, ctx, device=device).to_parts())
     )
 
 

@@ -19,7 +19,7 @@ from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.distill.estimate import check_text
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import Text, prepared_text
+from compress.stages.distill.text import Text, shared_text
 from compress.stages.draft.inits import Made, Setting
 from compress.stages.draft.spec import Draft
 
@@ -56,12 +56,7 @@ def draft_together(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[Made, Tex
     dtype = spec.computes_in(device)
     place = inputs.first(Port.QUANTIZED, Port.DENSE)[1]
     target = NamedTeacher("the compressed model", place.digest, place.path, open_weights(place.path))
-    text = ctx.ranks.broadcast(
-        prepared_text(spec, inputs.source, target.weights, ctx, device=device)
-        if ctx.ranks.rank == 0
-        else None
-    )
-    assert text is not None
+    text = shared_text(spec, inputs.source, target.weights, ctx, device=device)
     decoder = build_decoder(target.weights, dtype=dtype, device=device)
     return spec.start.make(Setting(spec, inputs.source, target, decoder, text, dtype, device), ctx), text
 

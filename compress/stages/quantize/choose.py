@@ -123,7 +123,7 @@ def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -
     kept = ctx.scratch / LATENCIES_NAME
     device = torch.device(ctx.device)
     if not kept.exists():
-        ctx.progress.say("timing the kernels of each projection and scheme")
+        ctx.progress.log("timing the kernels of each projection and scheme")
         dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
         target = Target(device, dtype, max_batch_size=budget.rows, max_step_tokens=128)
         layer_of = {(unit.name, unit.n, unit.k): unit.layer_idx for unit in units}

@@ -124,7 +124,7 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     factories = [SecondMoment, CrossMoment, AbsMax]
     run = LayerRun.on_one_rank(x_NSD, source_NSD)
     trees = observe(layer, run, factories, source_layer=layer, token_weights=weights)
-    stats = gather_everywhere(trees, OneRank())["attn_in"]
+    stats = gather_everywhere(trees, factories, OneRank())["attn_in"]
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)
     tokens = NUM_SAMPLES * SEQ_LEN

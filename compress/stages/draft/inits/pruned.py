@@ -213,7 +213,7 @@ class Pruned(Spec):
         start, facts = prune_round(
             how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx
         )
-        ctx.ranks.broadcast(None)  # nobody reads its last layer before rank 0 has written it
+        ctx.ranks.barrier()  # rank 0 writes the last layer before any rank reads it
         return start, facts["layers"]
 
     def _stored(self, student: Decoder, calibration: TokenSet, setting: Setting, ctx: Context) -> Artifact:
@@ -221,7 +221,7 @@ class Pruned(Spec):
         parts = Workspace(ctx.scratch / PARTS)
         if ctx.ranks.rank == 0:
             parts.commit(DENSE, "draft", {}, partial(_write_dense, student))
-        ctx.ranks.broadcast(None)  # nobody reads it before it is there
+        ctx.ranks.barrier()  # rank 0 writes it before any rank reads it
         dense = parts.get(DENSE)
         assert dense is not None, "rank 0 has just made it"
         if setting.spec.quantize is None:
