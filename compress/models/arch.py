@@ -1,7 +1,8 @@
 """The facts of a decoder: shapes, rope, norms, biases. Data only; no module and no tensor lives here.
 
-An `Arch` says everything the canonical decoder needs and nothing about names on disk (`family.py` knows those). Widths are stated per
-layer, because pruning may make them differ. Facts travel as JSON in an artifact's manifest (`to_json` / `from_json` are inverse).
+An `Arch` says everything the canonical decoder needs and nothing about names on disk (`family.py` knows
+those). Widths are stated per layer, because pruning may make them differ. Facts travel as JSON in an
+artifact's manifest (`to_json` / `from_json` are inverse).
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Widths of one decoder layer; `window` is the number of positions a query sees including itself, None for all."""
+    """Widths of one decoder layer; `window` is the number of positions a query sees including itself, None
+    for all."""
 
     num_heads: int
     num_kv_heads: int
@@ -112,8 +114,8 @@ class LayerShape:
 class Arch:
     """All facts of one decoder-only language model.
 
-    `config` keeps the source's `config.json` as it was, so that export writes back every field that does not change the function here
-    (token ids, initializer range, ...) and rewrites those that do.
+    `config` keeps the source's `config.json` as it was, so that export writes back every field that does not
+    change the function here (token ids, initializer range, ...) and rewrites those that do.
     """
 
     family: str
@@ -134,12 +136,14 @@ class Arch:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UnsupportedArch(
-                f"activation '{self.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}."
+                f"activation '{self.activation}' is not known to the decoder; it knows "
+                f"{', '.join(ACTIVATIONS)}."
             )
         for idx, layer in enumerate(self.layers):
             if layer.num_heads % layer.num_kv_heads:
                 raise UnsupportedArch(
-                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
+                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
+                    "evenly."
                 )
 
     @property

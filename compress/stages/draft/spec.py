@@ -29,7 +29,8 @@ class Draft(Learning):
     lr: float = Field(3e-3, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
     quantize: Quantize | None = Field(
         None,
-        description="as the stage of that name, calibrated on the training text; left out, the draft stays dense",
+        description="as the stage of that name, calibrated on the training text; left out, the draft stays "
+        "dense",
     )
 
     @model_validator(mode="before")
@@ -44,7 +45,8 @@ class Draft(Learning):
     def _refuse_what_is_not_served(self) -> Self:
         if self.quantize is not None and self.quantize.kv_cache is not None:
             raise ValueError(
-                "quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave out `kv_cache`."
+                "quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave "
+                "out `kv_cache`."
             )
         return self
 
