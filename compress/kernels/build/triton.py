@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.select import Problem
+from compress.kernels.problem import Problem
 
 try:
     import triton
@@ -86,15 +86,6 @@ def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
 def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
     """What a kernel loads boxes [rows, columns] of a contiguous matrix through (Hopper's tensor copy engine, sm_90)."""
     return TensorDescriptor.from_tensor(matrix, box)
-
-
-@cache
-def compute_capability(device: torch.device) -> int:
-    """Times ten; 0 where there is none, as `Problem.sm` has it."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def pdl_enabled(device: torch.device) -> bool:
