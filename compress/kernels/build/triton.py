@@ -18,14 +18,13 @@ before it. `pdl_options` gives the launch attribute and the constexpr `PDL` toge
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.kernels.problem import Problem
+from compress.kernels.problem import Problem, compute_capability
 
 try:
     import triton
@@ -38,7 +37,6 @@ except ImportError:  # the names that are read when a kernel's file is imported
 
 __all__ = [
     "FP8_SM",
-    "compute_capability",
     "interpreted",
     "jit",
     "launch_dependents",
