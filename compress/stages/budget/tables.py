@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from compress.errors import UsageError, did_you_mean
-from compress.kernels.coverage import Machine
-from compress.kernels.select import DENSE_SCHEMES, select
+from compress.kernels.problem import DENSE_SCHEMES, KernelDevice
+from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, Scheme
 
 TABLES = Path(__file__).parent / "latency_tables"
@@ -59,7 +59,7 @@ class LatencyTable:
         return self.launch_us + num_bytes / self.bytes_per_us, "bytes"
 
     def _dequantized(self, n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> bool:
-        problem = Machine("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)
+        problem = KernelDevice("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)
         return DEQUANTIZED in select(problem).name
 
 

@@ -1,0 +1,1 @@
+"""Compilers of GPU kernels: Triton launches (`triton.py`) and CUDA sources built with NVRTC (`nvrtc.py`)."""
