@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
@@ -149,3 +149,8 @@ class StageSet(PluginSet[Stage]):
 
 
 STAGES = StageSet("stage", "compress.stages")
+
+
+def specs_of(plugins: PluginSet[Any]) -> Mapping[str, type[Spec]]:
+    """Return the specs that the members of a plug-in set are, by name, for a `ByKind` field."""
+    return {name: cast(type[Spec], member) for name, member in plugins.items()}

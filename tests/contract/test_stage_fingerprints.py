@@ -36,7 +36,6 @@ PASSED_OVER = {
     "compress.registry*": "the digest of the source enters the cache key",
     "compress.artifact*": "stores what a stage computed, in a format with a version of its own",
     "compress.stages": "declares what a stage is",
-    "compress.stages.fields": "types of recipe keys",
     "*.estimate": "what `compress plan` expects",
     "compress.stages.budget.ta*": "tables of times; their content enters the cache key",
     "compress.stages.budget.ti*": "measured times differ from run to run",

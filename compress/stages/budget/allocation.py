@@ -115,11 +115,6 @@ def thinned(values: Sequence[T], most: int) -> list[T]:
     return [values[round(idx * step)] for idx in range(most)]
 
 
-def six_digits(value: float) -> float:
-    """Return the value rounded to six significant digits; what follows them is noise of an estimate."""
-    return float(f"{value:.6g}")
-
-
 def _solve(items: Items, kept: Sequence[Sequence[int]], budget: int) -> list[int]:
     """Return the option of each item among those `kept`, by the integer program."""
     import numpy as np  # here, because scipy takes a third of a second and only this function needs it

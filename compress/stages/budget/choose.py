@@ -17,7 +17,7 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
-from compress.digest import canonical_json
+from compress.digest import canonical_json, significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
@@ -28,7 +28,6 @@ from compress.stages.budget.allocation import (
     allocate,
     allocation,
     frontier,
-    six_digits,
     thinned,
 )
 from compress.stages.budget.costs import TICKS_PER_US, Costs, GroupSchemes, costs_of
@@ -115,7 +114,7 @@ def _facts(
     everywhere = {name: allocation(options, _picks_of(name, options)) for name in spec.schemes}
 
     def shares(found: Allocation) -> dict[str, float]:
-        return {"cost": round(found.cost / costs.dense, 6), "kl": six_digits(found.loss)}
+        return {"cost": round(found.cost / costs.dense, 6), "kl": significant(found.loss)}
 
     rows = []
     for idx, (each, of_group, pick) in enumerate(zip(groups, options, best.picks, strict=True)):
@@ -123,7 +122,7 @@ def _facts(
             "layer": each.layer_idx,
             "projection": each.group.name,
             "scheme": of_group[pick].scheme,
-            "kl": {option.scheme: six_digits(option.loss) for option in of_group},
+            "kl": {option.scheme: significant(option.loss) for option in of_group},
             "bytes": {name_of(scheme): each.num_bytes(arch, scheme) for scheme in each.schemes},
         }
         if is_time:

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UsageError, did_you_mean
 from compress.quant.scheme import DENSE, SCHEMES, Scheme
-from compress.recipe import Spec, checked_by
+from compress.recipe import Spec, checked_by, list_to_tuple
 from compress.stages.budget.tables import latency_table
-from compress.stages.fields import FROM_LIST
 
 _SIZES = ("size_ratio", "size_gb")
 _LATENCIES = ("latency_ratio", "latency_us")
@@ -99,7 +98,7 @@ class Mixed(Spec):
     """The most accurate choice of a scheme for each linear group within a budget."""
 
     kind: Literal["mixed"] = "mixed"
-    schemes: Annotated[tuple[str, ...], FROM_LIST, checked_by(_check_schemes)] = Field(
+    schemes: Annotated[tuple[str, ...], BeforeValidator(list_to_tuple), checked_by(_check_schemes)] = Field(
         description="what a linear group (qkv, o, gate_up or down of a layer) may get: schemes, and "
         f"`{DENSE}`",
         json_schema_extra={"items": {"enum": [*SCHEMES, DENSE]}},

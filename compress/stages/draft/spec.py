@@ -6,20 +6,17 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from compress.recipe import ByKind, Spec
+from compress.stages import specs_of
 from compress.stages.distill.learning import Learning, Loss
 from compress.stages.draft.inits import INITS, Init
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.quantize.spec import Quantize
 
 
-def _inits() -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], init) for name, init in INITS.items()}
-
-
 class Draft(Learning):
     """A small model that proposes tokens to the compressed one, and how it learns to be believed."""
 
-    init: Annotated[Spec, ByKind(_inits)] = Field(
+    init: Annotated[Spec, ByKind(lambda: specs_of(INITS))] = Field(
         Pruned(), description="what the draft is before it is trained"
     )
     loss: Loss = Loss(kind="lk")

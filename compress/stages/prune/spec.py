@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
-from compress.methods.prune.least_squares import LeastSquares
+from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
-from compress.recipe import ByKind, Spec, checked_by
+from compress.recipe import ByKind, Spec, checked_by, list_to_tuple
+from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
-from compress.stages.fields import FROM_LIST, specs_of
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
@@ -71,7 +71,7 @@ class PruningBudget(Spec):
     latency_frac: float | None = Field(
         None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's"
     )
-    prune: Annotated[tuple[Axis, ...], FROM_LIST, checked_by(_check_axes)] = Field(
+    prune: Annotated[tuple[Axis, ...], BeforeValidator(list_to_tuple), checked_by(_check_axes)] = Field(
         AXES, min_length=1, description="what may be removed"
     )
     unit: HeadUnit = Field(

@@ -17,6 +17,7 @@ from compress.models.overrides import decide, overridden
 from compress.quant.kv import KV_CACHES, kv_cache_named
 from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
+from compress.stages import specs_of
 from compress.stages.budget.costs import schemes_by_group
 from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
@@ -47,10 +48,6 @@ seeds (`scripts/bench_quality.py`, H200, `benchmarks/quality.json`): plain round
 with min-max scales 0.0361; with searched scales and descent 0.0304, towards the source 0.0268, linears in
 turn 0.0229, tokens weighed 0.0225, rows coupled (balanced) 0.0204, best 0.0190.
 """
-
-
-def _specs(methods: Any) -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], method) for name, method in methods.items()}
 
 
 def _preset_named(name: str | None) -> None:
@@ -122,10 +119,10 @@ class Quantize(Spec):
         description="what counts in the calibration, by gradients of the model's own predictions; left out, "
         "every token and row the same",
     )
-    smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
-    round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
-    refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    smooth: Annotated[Spec, ByKind(lambda: specs_of(SMOOTHERS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: specs_of(TARGETS))] | None = None
+    round: Annotated[Spec, ByKind(lambda: specs_of(ROUNDERS))] = Gptq()
+    refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = None
     true_sequential: bool = Field(
         False,
         exclude_if=lambda in_turn: not in_turn,  # as `kv_cache`
