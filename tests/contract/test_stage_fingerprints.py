@@ -42,7 +42,8 @@ PASSED_OVER = {
 }
 """Modules that decide no number of a stage, with the reason. What only they import does not count either."""
 PASSED_OVER_BY = {
-    "export": {
+    "export": {"compress.export.draft": "opens the draft of a checkpoint to serve it"}
+    | {
         f"compress.{package}*": "the plan of `export` asks which schemes a quantization may give"
         for package in ("calibrate", "distill", "methods", "stages.budget", "stages.quantize")
     },
