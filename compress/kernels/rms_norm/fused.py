@@ -1,8 +1,9 @@
-"""RMSNorm (arXiv 1910.07467) of one row a program, quantized on the way out where the next linear wants it so.
+"""RMSNorm (arXiv 1910.07467), one row a program, quantized on the way out if the next linear needs it.
 
-    y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to x's dtype, as the reference
+    y = round(round(x / sqrt(mean(x^2) + eps)) * weight)      mean and quotient in float32; round: to x's dtype
 
-The weight is constant, so it is read before the wait for the kernel ahead.
+Rounding follows the reference. The weight is constant, so it is read before the program waits for the
+kernel ahead.
 """
 
 from torch import Tensor
