@@ -1,8 +1,10 @@
-"""What a fused linear takes on a device that need not be here: measured times that ship with the package, and what bytes say beyond them.
+"""What a fused linear takes on a device that need not be here: measured times that ship with the package, and
+what bytes say beyond them.
 
-A table is one JSON file in `latency_tables/`, which `scripts/latency_table.py` makes of a result of `scripts/bench_kernels.py`. For a shape
-or a scheme that it does not hold, the time is launch + bytes / rate, both fitted to the table's own rows of one token; the bytes are those
-of the kernel that would serve there, so that a scheme without a fast kernel, which runs dequantized, is as slow as a dense weight.
+A table is one JSON file in `latency_tables/`, which `scripts/latency_table.py` makes of a result of
+`scripts/bench_kernels.py`. For a shape or a scheme that it does not hold, the time is launch + bytes / rate,
+both fitted to the table's own rows of one token; the bytes are those of the kernel that would serve there, so
+that a scheme without a fast kernel, which runs dequantized, is as slow as a dense weight.
 """
 
 import json

@@ -9,13 +9,14 @@ requests, B blocks of a table, P positions; "rows" is a tensor, or `QuantizedRow
 
     linear             fn(rows_TI, packed, bias_O | None, *, residual_TO=None, out_dtype=None) -> y_TO
                        packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives
-                       activation(first half) * second half, [T, O / 2]. The residual is added after rounding to the
-                       model's dtype.
-    rms_norm           fn(x, weight, eps, quant=None) -> rows like x      over the last axis; `weight` broadcasts against x
+                       activation(first half) * second half, [T, O / 2]. The residual is added after rounding
+                       to the model's dtype.
+    rms_norm           fn(x, weight, eps, quant=None) -> rows like x
+                       over the last axis; `weight` broadcasts against x
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
-    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps) -> q_THC;
-                       writes k and v to kv
+    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps)
+                       -> q_THC; writes k and v to kv
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale) -> [T, H, C];
                        T = R q_len, the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale) -> [T, H, C];

@@ -1,8 +1,8 @@
 """Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if
 the next linear needs it.
 
-    silu(x) = x s(x)        gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))        s(x) = 1 / (1 + e^-x)
-    gelu(x) = x / 2 (1 + erf(x / sqrt 2))
+    silu(x) = x s(x)                         s(x) = 1 / (1 + e^-x)
+    gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
 
 The arithmetic is float32; 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh. round: to the
 model's dtype.
@@ -14,7 +14,7 @@ program takes `SPAN` elements of a row.
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register

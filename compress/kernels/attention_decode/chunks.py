@@ -1,8 +1,9 @@
 """Reference decode attention over the paged cache: the last few queries of each request, keys in fixed
 absolute chunks.
 
-    chunk j covers positions [j N, (j + 1) N)    s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
-    m = max_j m_j                                out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
+    chunk j covers positions [j N, (j + 1) N)
+    s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
+    m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
 Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
 positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not

@@ -16,7 +16,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import Function, Launch, Source
+from compress.kernels.compilers.nvrtc import Function, Launch, Source
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     interpreted,
     jit,
     launch_dependents,

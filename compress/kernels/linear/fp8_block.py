@@ -1,7 +1,7 @@
 """Reference W8A8 linear of e4m3 weights in blocks of 128 x 128 and e4m3 rows in groups of 128 columns
 (DeepSeek-V3, arXiv 2412.19437, section 3.3):
 
-    y = sum over groups g, in order, of (x_values[:, g] W_codes[:, g]^T) x_scale[:, g] w_scale[block of the row, g]
+    y = sum_g (x_values[:, g] W_codes[:, g]^T) x_scale[:, g] w_scale[block of the row, g],  groups g in order
 
 Each product of 128 columns is a float32 product of its own; it is scaled in float32 and added to the sum
 so far, and the sum is rounded once. A product of two e4m3 numbers is exact in float32, and would be in

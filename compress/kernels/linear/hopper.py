@@ -9,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import tile_map
+from compress.kernels.compilers.nvrtc import tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
 from compress.kernels.linear.hopper_plan import CHUNK, STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (

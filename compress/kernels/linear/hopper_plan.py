@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compress.kernels.build.nvrtc import Launch
+from compress.kernels.compilers.nvrtc import Launch
 from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Gpu, Shape
 
 TOKEN_TILES = (1, 2, 4, 8)

@@ -1,7 +1,7 @@
 """Reference W8A8 linear of int8 weights and int8 rows: exact in int32, and slow only where a device has no
 integer product.
 
-    y = (x_values W_codes^T) x_scale w_scale        the product exact in int32, scaled in float32, rounded once
+    y = (x_values W_codes^T) x_scale w_scale      the product exact in int32, scaled in float32, rounded once
 
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
 kernel serves decode and prefill. Codes stay int8 in memory.

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import Function, Launch, Source, tile_map
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, tile_map
 from compress.kernels.linear.shape import FORMATS, Format, Gpu
 from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows

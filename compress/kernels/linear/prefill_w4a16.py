@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
 from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.build.nvrtc import Launch
+from compress.kernels.compilers.nvrtc import Launch
 from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Gpu, Shape
 
 WARPS = 16
@@ -108,8 +108,8 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
     for found in plans(shape, num_rows, gpu):
         return found
     raise EnvironmentUnfit(
-        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the {gpu.shared_bytes} bytes of "
-        "shared memory that a block has on this device."
+        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the "
+        f"{gpu.shared_bytes} bytes of shared memory that a block has on this device."
     )
 
 

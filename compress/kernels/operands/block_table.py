@@ -1,6 +1,6 @@
 """The lookup of a block table in Triton kernels: from keys to the block of the cache that holds them."""
 
-from compress.kernels.build.triton import jit, tl
+from compress.kernels.compilers.triton import jit, tl
 
 
 @jit()

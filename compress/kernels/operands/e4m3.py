@@ -8,7 +8,7 @@ subnormals included: bfloat16 (8 bits of exponent, biased by 127) reads value * 
 biased by 15) value * 2^-8.
 """
 
-from compress.kernels.build.triton import jit, tl
+from compress.kernels.compilers.triton import jit, tl
 
 
 @jit()
@@ -55,12 +55,14 @@ def decode_even(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr
         return _widened(pairs & 0xFF, DTYPE)
     elif DTYPE is tl.float16:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 7; and.b32 s, s, 0x80008000; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
+            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 7; and.b32 s, s, 0x80008000; "
+            "lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 4; and.b32 s, s, 0x80008000; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
+            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 4; and.b32 s, s, 0x80008000; "
+            "lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 
@@ -72,12 +74,14 @@ def decode_odd(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr)
         return _widened((pairs >> 8) & 0xFF, DTYPE)
     elif DTYPE is tl.float16:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; shr.u32 m, $1, 1; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
+            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; "
+            "shr.u32 m, $1, 1; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; shr.u32 m, $1, 4; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
+            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; "
+            "shr.u32 m, $1, 4; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 

@@ -1,10 +1,10 @@
 """Paged keys and values of one layer: pages of a fixed number of positions, in one of several formats.
 
     BF16, F16, F32    k and v as they are
-    FP8_TOKEN_HEAD    e4m3 codes and a float32 scale for each position and head, computed when the position is written
+    FP8_TOKEN_HEAD    e4m3 codes and a float32 scale a position and head, computed when it is written
     FP8_STATIC        e4m3 codes, one given float32 scale for all keys of the layer and one for all values
     INT8_TOKEN_HEAD   codes -127..127 and scales as for FP8_TOKEN_HEAD
-    INT4_TOKEN_HEAD   codes -7..7, two to a byte (the even dimension in the low half, stored + 8), and the same scales
+    INT4_TOKEN_HEAD   codes -7..7, two to a byte (even dimension in the low half, stored + 8); same scales
 
 Slot = block id * block_size + offset. Block 0 pads block tables and belongs to no sequence. Shapes: K kv
 heads, N blocks, S positions of a block, C head dimension.

@@ -1,7 +1,7 @@
 """Quantization of rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result
 is stored as it is, or quantized on the way out.
 
-    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)        both quotients rounded as in IEEE 754
+    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)    quotients rounded as in IEEE 754
 
 `operands/rows.py` has the definition. One program holds one whole row in registers, and its shape follows
 from the size of a row alone: a row's bits depend on nothing but the row. Rounding to e4m3 (half to even)
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     FP8_SM,
     interpreted,
     jit,

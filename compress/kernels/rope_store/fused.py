@@ -13,7 +13,7 @@ Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     jit,
     launch_dependents,
     pdl_options,

@@ -95,8 +95,8 @@ def compile_cubin(source: Source, sm: int) -> bytes:
     nvrtc = find_nvrtc()
     if nvrtc is None:
         raise EnvironmentUnfit(
-            "own CUDA kernels need libnvrtc, which was found neither by the loader nor in the package nvidia-cuda-nvrtc. Install torch's "
-            "CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
+            "the CUDA kernels need libnvrtc, which neither the loader nor the package nvidia-cuda-nvrtc has. "
+            "Install torch's CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
         )
     options = source.options(sm)
     facts = "\0".join((source.text, source.entry, *options, str(_version(nvrtc))))
@@ -131,12 +131,24 @@ def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> b
     assert view.dim() == len(tile)
     assert view.stride(-1) == 1
     assert not swizzled or tile[-1] * size == 128
-    return _encoded(view.data_ptr(), size, tuple(view.shape), view.stride()[:-1], tile, _MAP_SWIZZLE_128B if swizzled else 0)
+    return _encoded(
+        view.data_ptr(),
+        size,
+        tuple(view.shape),
+        view.stride()[:-1],
+        tile,
+        _MAP_SWIZZLE_128B if swizzled else 0,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _encoded(
-    address: int, element_size: int, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...], swizzle: int
+    address: int,
+    element_size: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tile: tuple[int, ...],
+    swizzle: int,
 ) -> bytes:
     buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     at = -(-ctypes.addressof(buffer) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
@@ -146,11 +158,13 @@ def _encoded(
     box = (ctypes.c_uint32 * rank)(*reversed(tile))
     ones = (ctypes.c_uint32 * rank)(*(1 for _ in tile))
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0, swizzle,
-        _MAP_PROMOTE_128B, 0,
+        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0,
+        swizzle, _MAP_PROMOTE_128B, 0,
     )  # fmt: skip
     if status:
-        raise EnvironmentUnfit(f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine (error {status}).")
+        raise EnvironmentUnfit(
+            f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine ({status})."
+        )
     return ctypes.string_at(at, _MAP_BYTES)
 
 
@@ -167,9 +181,15 @@ class Function:
             torch.cuda.current_stream()
             self._check("cuModuleLoadData", self._driver.cuModuleLoadData(ctypes.byref(self._module), image))
             entry = source.entry.encode()
-            self._check("cuModuleGetFunction", self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, entry))
+            self._check(
+                "cuModuleGetFunction",
+                self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, entry),
+            )
             set_attribute = self._driver.cuFuncSetAttribute
-            self._check("cuFuncSetAttribute", set_attribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+            self._check(
+                "cuFuncSetAttribute",
+                set_attribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            )
 
     def __call__(self, launch: Launch, arguments: ctypes.Structure, *, device: torch.device) -> None:
         """Launch on torch's current stream of `device`.
@@ -188,11 +208,16 @@ class Function:
             attributes[count].value.flag = 1
             count += 1
         stream = torch.cuda.current_stream(device).cuda_stream
-        config = _Config(*launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count)
+        config = _Config(
+            *launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count
+        )
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
         with torch.cuda.device(device):
             self._check(
-                "cuLaunchKernelEx", self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, ctypes.byref(pointer), None)
+                "cuLaunchKernelEx",
+                self._driver.cuLaunchKernelEx(
+                    ctypes.byref(config), self._function, ctypes.byref(pointer), None
+                ),
             )
 
     def _check(self, call: str, status: int) -> None:
@@ -201,8 +226,8 @@ class Function:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise EnvironmentUnfit(
-                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA version must match, "
-                "and an earlier error of the device makes every later call fail."
+                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA "
+                "version must match, and an earlier error of the device makes every later call fail."
             )
 
 
@@ -218,7 +243,10 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig: grid x y z, block x y z, dynamic shared memory, stream, attributes and their number."""
 
     _fields_ = [
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
+        ),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
@@ -236,7 +264,9 @@ def _open(name: str) -> ctypes.CDLL | None:
 def _driver() -> ctypes.CDLL:
     found = _open("libcuda.so.1")
     if found is None:
-        raise EnvironmentUnfit("own CUDA kernels need the NVIDIA driver (libcuda.so.1), and the loader does not find it.")
+        raise EnvironmentUnfit(
+            "own CUDA kernels need the NVIDIA driver (libcuda.so.1), and the loader does not find it."
+        )
     return found
 
 
@@ -258,13 +288,17 @@ def _read_cached(path: Path) -> bytes | None:
 
 def _compile(nvrtc: ctypes.CDLL, source: Source, options: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), f"{source.entry}.cu".encode(), 0, None, None)
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.text.encode(), f"{source.entry}.cu".encode(), 0, None, None
+    )
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
         if status:
             log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise EnvironmentUnfit(f"NVRTC {_version(nvrtc)} refused the kernel '{source.entry}' with {' '.join(options)}:\n{log}")
+            raise EnvironmentUnfit(
+                f"NVRTC {_version(nvrtc)} refused '{source.entry}' with {' '.join(options)}:\n{log}"
+            )
         return _text(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
