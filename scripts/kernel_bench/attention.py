@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, Op, select
-from compress.runtime.loader import Phase
 from scripts.kernel_bench.case import (
     MIN_LAUNCHES,
     Bench,

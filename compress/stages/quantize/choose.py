@@ -22,8 +22,8 @@ from compress.kernels.latency import latency_table
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
+from compress.runtime.deployment import Deployment
 from compress.runtime.linear_time import linear_time_us
-from compress.runtime.loader import Target
 from compress.stages.budget.allocation import Option, Point, allocate, frontier, point
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
@@ -125,7 +125,7 @@ def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -
     if not kept.exists():
         ctx.progress.say("timing the kernels of each projection and scheme")
         dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
-        target = Target(device, dtype, max_batch_size=budget.rows, max_step_tokens=128)
+        target = Deployment(device, dtype, max_batch_size=budget.rows, max_step_tokens=128)
         layer_of = {(unit.name, unit.n, unit.k): unit.layer_idx for unit in units}
         rows = []
         for name, n, k, scheme in asked(units):
