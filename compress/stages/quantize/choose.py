@@ -19,6 +19,7 @@ from compress.context import Context
 from compress.digest import canonical_json, digest_json
 from compress.errors import UsageError
 from compress.kernels.latency import latency_table
+from compress.machine import environment_facts
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
@@ -28,7 +29,6 @@ from compress.stages.budget.allocation import Option, Point, allocate, frontier,
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
 from compress.stages.quantize.mixed import Budget, Mixed
-from compress.validate.roofline import environment_facts
 
 SENSITIVITIES_NAME = "sensitivities.json"
 LATENCIES_NAME = "latencies.json"
