@@ -1,8 +1,10 @@
-"""What a fused linear takes on a device that need not be here: measured times that ship with the package, and what bytes say beyond them.
+"""What a fused linear takes on a device that need not be here: measured times that ship with the package, and
+what bytes say beyond them.
 
-A table is one JSON file in `latency_tables/`, which `scripts/latency_table.py` makes of a result of `scripts/bench_kernels.py`. For a shape
-or a scheme that it does not hold, the time is launch + bytes / rate, both fitted to the table's own rows of one token; the bytes are those
-of the kernel that would serve there, so that a scheme without a fast kernel, which runs dequantized, is as slow as a dense weight.
+A table is one JSON file in `latency_tables/`, which `scripts/latency_table.py` makes of a result of
+`scripts/bench_kernels.py`. For a shape or a scheme that it does not hold, the time is launch + bytes / rate,
+both fitted to the table's own rows of one token; the bytes are those of the kernel that would serve there, so
+that a scheme without a fast kernel, which runs dequantized, is as slow as a dense weight.
 """
 
 import json
@@ -14,8 +16,8 @@ from typing import Literal
 import torch
 
 from compress.errors import UsageError, did_you_mean
-from compress.kernels.coverage import Machine
-from compress.kernels.select import DENSE_SCHEMES, select
+from compress.kernels.problem import DENSE_SCHEMES, KernelDevice
+from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, Scheme
 
 TABLES = Path(__file__).parent / "latency_tables"
@@ -54,7 +56,9 @@ class LatencyTable:
     def _dequantized(self, n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> bool:
         return (
             DEQUANTIZED
-            in select(Machine("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)).name
+            in select(
+                KernelDevice("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)
+            ).name
         )
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
-from compress.runtime.loader import Projection, Target, place
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.loader import fuse
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """An H200 has 50 MB of L2."""
@@ -26,7 +28,7 @@ _ADDS_RESIDUAL = ("o", "down")
 
 
 def linear_time_us(
-    arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Target
+    arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Deployment
 ) -> float:
     """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens, input quantization included where
     its kernel does it.
@@ -43,10 +45,10 @@ def linear_time_us(
         for each, shape in shapes.items()
     }
     gate = arch.activation if name == "gate_up" else None
-    copies = [place(linears, weights, target, activation=gate)]
+    copies = [fuse(linears, weights, target, activation=gate)]
     cold = COLD_BYTES[target.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
-        copies.append(place(linears, weights, target, activation=gate))
+        copies.append(fuse(linears, weights, target, activation=gate))
     x_TI = torch.randn(
         rows, shapes[linears[0]][1], dtype=target.dtype, device=target.device, generator=generator
     )
@@ -60,8 +62,8 @@ def linear_time_us(
         return (_graph_seconds if target.device.type == "cuda" else _clock_seconds)(launches) * 1e6
 
 
-def _launch(projection: Projection, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:
-    return lambda: projection(x_TI, "decode", residual=residual_TO)
+def _launch(linear: FusedLinear, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:
+    return lambda: linear(x_TI, "decode", residual=residual_TO)
 
 
 def _graph_seconds(launches: Sequence[Callable[[], Tensor]]) -> float:

@@ -14,8 +14,8 @@ from compress.kernels.latency import latency_table
 from compress.machine import environment_facts, measure_bandwidth
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.pruning import Widths, resized, with_layers
+from compress.runtime.deployment import Deployment
 from compress.runtime.linear_time import linear_time_us
-from compress.runtime.loader import Target as Place
 from compress.stages.prune.spec import Target
 
 SEARCH_NAME = "search"
@@ -74,7 +74,7 @@ def _timer(target: Target, arch: Arch, ctx: Context) -> tuple[Callable[[Arch, st
     file = ctx.scratch / SEARCH_NAME / TIMES_NAME
     device = torch.device(ctx.device)
     known: dict[str, float] = json.loads(file.read_bytes()) if file.exists() else {}
-    place = Place(
+    place = Deployment(
         device,
         dtype if device.type == "cuda" else torch.float32,
         max_batch_size=target.rows,

@@ -16,15 +16,15 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
-from compress.digest import canonical_json, digest_json
+from compress.digest import canonical_json, digest_json, significant
 from compress.errors import UsageError
 from compress.kernels.latency import latency_table
 from compress.machine import environment_facts
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
+from compress.runtime.deployment import Deployment
 from compress.runtime.linear_time import linear_time_us
-from compress.runtime.loader import Target
 from compress.stages.budget.allocation import Option, Point, allocate, frontier, point
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
@@ -125,7 +125,7 @@ def _measured(budget: Budget, units: Sequence[Unit], arch: Arch, ctx: Context) -
     if not kept.exists():
         ctx.progress.say("timing the kernels of each projection and scheme")
         dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
-        target = Target(device, dtype, max_batch_size=budget.rows, max_step_tokens=128)
+        target = Deployment(device, dtype, max_batch_size=budget.rows, max_step_tokens=128)
         layer_of = {(unit.name, unit.n, unit.k): unit.layer_idx for unit in units}
         rows = []
         for name, n, k, scheme in asked(units):
@@ -163,7 +163,7 @@ def _facts(
     }
 
     def said(at: Point) -> dict[str, float]:
-        return {"cost": round(at.cost / costs.dense, 6), "kl": _rounded(at.loss)}
+        return {"cost": round(at.cost / costs.dense, 6), "kl": significant(at.loss)}
 
     rows = []
     for unit, of_unit, pick in zip(units, options, best.picks, strict=True):
@@ -172,7 +172,7 @@ def _facts(
             "projection": unit.name,
             "scheme": of_unit[pick].scheme,
         }
-        row["kl"] = {each.scheme: _rounded(each.loss) for each in of_unit}
+        row["kl"] = {each.scheme: significant(each.loss) for each in of_unit}
         row["bytes"] = {name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes}
         if times is not None:
             row["us"] = {
@@ -191,8 +191,3 @@ def _facts(
         "frontier": [said(each) for each in corners],
         "units": rows,
     }
-
-
-def _rounded(value: float) -> float:
-    """Six digits: what lies behind them is noise of the estimate."""
-    return float(f"{value:.6g}")

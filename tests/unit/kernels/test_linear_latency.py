@@ -13,8 +13,8 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.quant.scheme import SCHEMES
+from compress.runtime.deployment import Deployment
 from compress.runtime.linear_time import linear_time_us
-from compress.runtime.loader import Target
 
 ROOT = Path(__file__).parents[3]
 BF16 = torch.bfloat16
@@ -107,6 +107,6 @@ def test_a_projection_is_timed_as_the_loader_places_it(name: str, scheme: str | 
         "num_key_value_heads": 2,
     }
     tiny = family_of(config).read_config({**config, **small, "head_dim": 32})
-    target = Target(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
+    target = Deployment(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
     us = linear_time_us(tiny, 0, name, SCHEMES[scheme] if scheme else None, rows=2, target=target)
     assert 0 < us < 1e6
