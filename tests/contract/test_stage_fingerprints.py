@@ -161,7 +161,7 @@ def test_a_changed_stage_raises_its_version_or_records_that_no_number_moved(kind
         ("draft", "stages/draft/inits/eagle3.py"),
         ("draft", "methods/quantize/gptq.py"),
         ("validate", "runtime/engine.py"),
-        ("validate", "kernels/build/nvrtc.py"),
+        ("validate", "kernels/compilers/nvrtc.py"),
     ],
 )
 def test_code_that_is_reached_through_imports_and_plugins_counts(kind: str, path: str) -> None:

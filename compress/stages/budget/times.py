@@ -19,7 +19,7 @@ from compress.digest import canonical_json, digest_json
 from compress.machine import environment_facts, measure_bandwidth
 from compress.models.arch import Arch, LinearGroup
 from compress.quant.scheme import Scheme
-from compress.runtime.loader import Target
+from compress.runtime.deployment import Deployment
 from compress.stages.budget.tables import LatencyTable, Origin, latency_table
 from compress.stages.budget.timing import measure_linear_us
 
@@ -83,9 +83,10 @@ class MeasuredTimes:
         key = f"{group.name},{n},{k}" + ("" if scheme is None else f",{scheme.name}")
         device = torch.device(self._ctx.device)
         dtype = getattr(torch, arch.dtype) if device.type == "cuda" else torch.float32
-        target = Target(device, dtype, max_batch_size=self._rows, max_step_tokens=128)
+        deployment = Deployment(device, dtype, max_batch_size=self._rows, max_step_tokens=128)
         us = self._time(
-            key, lambda: measure_linear_us(arch, layer_idx, group, scheme, rows=self._rows, target=target)
+            key,
+            lambda: measure_linear_us(arch, layer_idx, group, scheme, rows=self._rows, deployment=deployment),
         )
         return us, "measured"
 

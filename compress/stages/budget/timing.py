@@ -17,7 +17,9 @@ from torch import Tensor
 from compress.models.arch import Arch, LinearGroup
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
-from compress.runtime.loader import Projection, Target, place
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.loader import fuse
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
 """Bytes that the copies of the weights must exceed, so that every launch reads cold memory: an H200 has 50 MB
@@ -35,7 +37,7 @@ def measure_linear_us(
     scheme: Scheme | None,
     *,
     rows: int,
-    target: Target,
+    deployment: Deployment,
 ) -> float:
     """Return the median microseconds of the product of a linear group for `rows` tokens.
 
@@ -44,30 +46,32 @@ def measure_linear_us(
     Raises:
         EnvironmentUnfit: no kernel on this device serves the product.
     """
-    generator = torch.Generator(target.device).manual_seed(0)
+    generator = torch.Generator(deployment.device).manual_seed(0)
     layer = arch.layers[layer_idx]
     shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in group.linears}
     weights = {
-        f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator)
+        f"{each}.weight": random_weight(shape, scheme, dtype=deployment.dtype, generator=generator)
         for each, shape in shapes.items()
     }
     gate = arch.activation if group.name == "gate_up" else None
-    copies = [place(group.linears, weights, target, activation=gate)]
-    cold = COLD_BYTES[target.device.type]
+    copies = [fuse(group.linears, weights, deployment, activation=gate)]
+    cold = COLD_BYTES[deployment.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
-        copies.append(place(group.linears, weights, target, activation=gate))
+        copies.append(fuse(group.linears, weights, deployment, activation=gate))
     n, k = layer.group_shape(group, arch.hidden_size)
-    x_TI = torch.randn(rows, k, dtype=target.dtype, device=target.device, generator=generator)
+    x_TI = torch.randn(rows, k, dtype=deployment.dtype, device=deployment.device, generator=generator)
     residual_TO = None
     if group.name in _ADDS_RESIDUAL:
-        residual_TO = torch.randn(rows, n, dtype=target.dtype, device=target.device, generator=generator)
+        residual_TO = torch.randn(
+            rows, n, dtype=deployment.dtype, device=deployment.device, generator=generator
+        )
     launches = [_launch(each, x_TI, residual_TO) for each in copies] * -(-LAUNCHES // len(copies))
     with torch.inference_mode():
-        return (_graph_seconds if target.device.type == "cuda" else _clock_seconds)(launches) * 1e6
+        return (_graph_seconds if deployment.device.type == "cuda" else _clock_seconds)(launches) * 1e6
 
 
-def _launch(projection: Projection, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:
-    return lambda: projection(x_TI, "decode", residual=residual_TO)
+def _launch(linear: FusedLinear, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:
+    return lambda: linear(x_TI, "decode", residual=residual_TO)
 
 
 def _graph_seconds(launches: Sequence[Callable[[], Tensor]]) -> float:

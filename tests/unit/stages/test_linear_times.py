@@ -12,7 +12,7 @@ from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.quant.scheme import SCHEMES
-from compress.runtime.loader import Target
+from compress.runtime.deployment import Deployment
 from compress.stages.budget.tables import TABLES, known_devices, latency_table
 from compress.stages.budget.timing import measure_linear_us
 from scripts import latency_table as latency_table_script
@@ -104,8 +104,8 @@ def test_a_linear_group_is_timed_as_the_loader_places_it(name: str, scheme: str 
         "num_key_value_heads": 2,
     }
     tiny = family_of(config).read_config({**config, **small, "head_dim": 32})
-    target = Target(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
+    deployment = Deployment(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
     us = measure_linear_us(
-        tiny, 0, LINEAR_GROUPS[name], SCHEMES[scheme] if scheme else None, rows=2, target=target
+        tiny, 0, LINEAR_GROUPS[name], SCHEMES[scheme] if scheme else None, rows=2, deployment=deployment
     )
     assert 0 < us < 1e6

@@ -1,11 +1,15 @@
-"""CUDA C++ without a toolkit at the user's: NVRTC compiles a source to machine code, the driver loads and launches it.
+"""CUDA C++ without an installed toolkit: NVRTC compiles a source to machine code, the driver loads and
+launches it.
 
-libnvrtc comes with torch's CUDA build (the package nvidia-cuda-nvrtc); the driver is libcuda. Sources include no headers. Compiled code is
-kept in the user's cache directory under the digest of (source, options, compiler version), behind its own digest, so that a torn or
-altered file is compiled again. Launches go to torch's current stream and can be captured into a CUDA graph once the kernel is loaded.
+libnvrtc comes with torch's CUDA build (the package nvidia-cuda-nvrtc); the driver is libcuda. Sources
+include no headers. Compiled code is cached in the user's cache directory under the digest of (source,
+options, compiler version), with a digest of its own in front, so that a torn or altered file is compiled
+again. Launches go to torch's current stream and can be captured into a CUDA graph once the kernel is
+loaded.
 
-From compute capability 9.0 every launch may overlap the kernel before it (programmatic dependent launch): the kernel itself waits with
-`griddepcontrol.wait` before it touches anything another kernel writes or reads.
+From compute capability 9.0 on, every launch may overlap the kernel before it (programmatic dependent
+launch): the kernel itself waits with `griddepcontrol.wait` before it touches anything that another kernel
+writes or reads.
 """
 
 import ctypes
@@ -33,12 +37,12 @@ _MAP_ALIGNMENT = 64
 _MAP_TYPES = {1: 0, 2: 1, 8: 4}
 _MAP_SWIZZLE_128B = 3
 _MAP_PROMOTE_128B = 2
-"""Of cuTensorMapEncodeTiled; types are unsigned integers by their bytes."""
+"""Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel to compile: text, the name of its `extern "C"` entry, and macros `(name, value)`."""
+    """One kernel to compile: its text, the name of its `extern "C"` entry, and macros `(name, value)`."""
 
     text: str
     entry: str
@@ -52,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of a launch. `cluster` consecutive blocks along x share a cluster (1: no cluster)."""
+    """The shape of a launch. `cluster` consecutive blocks along x share a cluster (1: no cluster)."""
 
     grid: tuple[int, int]
     threads: int
@@ -63,7 +67,8 @@ class Launch:
 
 @functools.cache
 def find_nvrtc() -> ctypes.CDLL | None:
-    """The compiler library: as the loader finds it (torch has loaded it already), or in the package beside torch."""
+    """Find the compiler library: where the loader finds it (torch has loaded it already), or in the package
+    installed next to torch."""
     for name in NVRTC_NAMES:
         found = _open(name)
         if found is not None:
@@ -72,9 +77,8 @@ def find_nvrtc() -> ctypes.CDLL | None:
     for root in package.submodule_search_locations or () if package else ():
         for name in NVRTC_NAMES:
             for path in sorted(Path(root).glob(f"*/lib/{name}")):
-                for builtins in path.parent.glob(
-                    "libnvrtc-builtins.so.*"
-                ):  # the compiler opens it by name: it must be loaded already
+                # the compiler opens it by name: it must be loaded already
+                for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
                     _open(str(builtins))
                 found = _open(str(path))
                 if found is not None:
@@ -83,7 +87,7 @@ def find_nvrtc() -> ctypes.CDLL | None:
 
 
 def compile_cubin(source: Source, sm: int) -> bytes:
-    """Machine code for a compute capability, from the cache or the compiler.
+    """Return machine code for a compute capability, from the cache or the compiler.
 
     Raises:
         EnvironmentUnfit: there is no libnvrtc, or it refuses the source; the message holds its log.
@@ -91,8 +95,8 @@ def compile_cubin(source: Source, sm: int) -> bytes:
     nvrtc = find_nvrtc()
     if nvrtc is None:
         raise EnvironmentUnfit(
-            "own CUDA kernels need libnvrtc, which was found neither by the loader nor in the package nvidia-cuda-nvrtc. Install torch's "
-            "CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
+            "the CUDA kernels need libnvrtc, which neither the loader nor the package nvidia-cuda-nvrtc has. "
+            "Install torch's CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
         )
     options = source.options(sm)
     facts = "\0".join((source.text, source.entry, *options, str(_version(nvrtc))))
@@ -113,13 +117,15 @@ def cache_directory() -> Path:
 
 
 def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> bytes:
-    """How the copy engine of sm_90 reads tiles of a tensor, or of any strided view of one, of 1, 2 or 8 bytes a number.
+    """Describe to the copy engine of sm_90 how to read tiles of a tensor, or of a strided view, of 1, 2 or 8
+    bytes a number.
 
-    `tile` is its extent along each dimension; in shared memory its rows, of the last dimension, lie as the others nest. Swizzled rows are
-    128 bytes, and the 16-byte chunks of one are permuted by its number (mod 8). What lies past the end is zero.
+    `tile` is the extent along each dimension; in shared memory, its rows (the last dimension) are nested
+    in the order of the other dimensions. Swizzled rows are 128 bytes, and the 16-byte chunks of a row are
+    permuted by the row's number (mod 8). Elements past the end read as zero.
 
     Raises:
-        EnvironmentUnfit: the driver refuses it.
+        EnvironmentUnfit: the driver refuses the description.
     """
     size = view.element_size()
     assert view.dim() == len(tile)
@@ -152,18 +158,18 @@ def _encoded(
     box = (ctypes.c_uint32 * rank)(*reversed(tile))
     ones = (ctypes.c_uint32 * rank)(*(1 for _ in tile))
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0, swizzle,
-        _MAP_PROMOTE_128B, 0,
+        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0,
+        swizzle, _MAP_PROMOTE_128B, 0,
     )  # fmt: skip
     if status:
         raise EnvironmentUnfit(
-            f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine (error {status})."
+            f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine ({status})."
         )
     return ctypes.string_at(at, _MAP_BYTES)
 
 
 class Function:
-    """A loaded kernel of one device, taking one struct by value."""
+    """A kernel that is loaded on one device and takes one struct by value."""
 
     def __init__(self, source: Source, *, device: torch.device, shared_bytes: int, sm: int) -> None:
         self._driver = _driver()
@@ -220,8 +226,8 @@ class Function:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise EnvironmentUnfit(
-                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA version must match, "
-                "and an earlier error of the device makes every later call fail."
+                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA "
+                "version must match, and an earlier error of the device makes every later call fail."
             )
 
 
@@ -291,7 +297,7 @@ def _compile(nvrtc: ctypes.CDLL, source: Source, options: Sequence[str]) -> byte
         if status:
             log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             raise EnvironmentUnfit(
-                f"NVRTC {_version(nvrtc)} refused the kernel '{source.entry}' with {' '.join(options)}:\n{log}"
+                f"NVRTC {_version(nvrtc)} refused '{source.entry}' with {' '.join(options)}:\n{log}"
             )
         return _text(nvrtc, program, "CUBIN")
     finally:
@@ -299,7 +305,7 @@ def _compile(nvrtc: ctypes.CDLL, source: Source, options: Sequence[str]) -> byte
 
 
 def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    """The compiler's log or machine code."""
+    """Return the compiler's log or machine code."""
     size = ctypes.c_size_t()
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
