@@ -121,7 +121,7 @@ def _observed(
 
     for tokens_1S in tokens_NS.split(1):
         embedded, features, _ = (
-            each.to(torch.float32) for each in target.asked(tokens_1S.to(device=device, dtype=torch.int64))
+            each.to(torch.float32) for each in target.features(tokens_1S.to(device=device, dtype=torch.int64))
         )
         observe("fc", features[:, :-1])
         for _ in unrolled(decoder, embedded, features, num_steps, tap=observe):
