@@ -44,7 +44,7 @@ class ProbedProposer:
     def __init__(self, proposer: Proposer, probe: ProposerProbe, setting: Setting) -> None:
         self._proposer = proposer
         self._probe = probe
-        self._device = setting.target.device
+        self._device = setting.deployment.device
         self._tokens_RK = torch.zeros(0, setting.k, dtype=torch.int64, device=self._device)
         self._last: Drafts | None = None
 

@@ -1,6 +1,8 @@
-"""Decode linear of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill multiplies by too.
+"""Decode linear of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill
+multiplies by too.
 
-Why not a library's GEMM: it splits K by M, so that a row's bits would depend on how many rows are decoded beside it.
+A library's GEMM does not serve: it splits K by M, so that a row's bits would depend on how many rows are
+decoded with it.
 """
 
 from collections.abc import Sequence
@@ -8,16 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
+from compress.kernels.linear.decode_kernels import decode_kernels, refuse_partial_tile
+from compress.kernels.linear.launch import KernelWeight
+from compress.kernels.linear.stream import stream
 from compress.kernels.operands.rows import RawRows
-from compress.kernels.select import DENSE_SCHEMES, Problem, register
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
 
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> Tensor:
-    """Weights [O_j, I] stacked along O, dense; `gated` changes nothing, the kernel pairs rows by their addresses."""
+    """Stack weights [O_j, I] along O, dense; `gated` changes nothing, because the kernel pairs rows by their
+    addresses."""
     dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
     return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense])
 
@@ -31,7 +37,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    weight = Streamed("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
+    weight = KernelWeight("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
     return stream(
         x,
         weight,
@@ -46,8 +52,10 @@ def linear(
 def _refusal(problem: Problem) -> str | None:
     if problem.scheme != DENSE_SCHEMES[problem.dtype]:
         return f"the weight is {problem.scheme} and the model is not"
-    return partial_tile(problem)
+    return refuse_partial_tile(problem)
 
 
-for _kernel in kernels("stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal):
+for _kernel in decode_kernels(
+    "stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal
+):
     register(_kernel)
