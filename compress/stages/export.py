@@ -24,7 +24,7 @@ from compress.models.family import family_of
 from compress.recipe import Spec, checked_by
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 
@@ -61,7 +61,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
         )
     assert isinstance(quantize, Quantize)
     arch = facts.arch
-    possible = quantize.possible_schemes(facts.arch)
+    possible = possible_schemes(quantize, facts.arch)
     kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
