@@ -24,9 +24,9 @@ import torch
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import Workspace
 from compress.cli.run import pick_device
+from compress.machine import environment_facts
 from compress.pipeline import resolve_text
 from compress.recipe import Recipe, SourceMap, StageEntry
-from compress.validate.roofline import environment_facts
 from scripts.bench_quality import document
 from scripts.bench_setup import markdown
 from scripts.quality_bench.measure import Setting, run_until, score

@@ -21,7 +21,6 @@ from compress.calibrate.room import rounds_as_one
 from compress.calibrate.sequential import deal
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch, LayerShape
-from compress.models.decoder import LinearGroup
 
 STACK_COPIES = 6
 """float32 matrices as large as the stack that GPTQ and the search of its scales hold at once, the stack among them."""
@@ -71,7 +70,7 @@ def peak_bytes(work: Work) -> int:
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
     widest = (
-        max(max(_taps(arch, layer).values()) for layer in arch.layers) if work.in_turn else 0
+        max(max(_input_sizes(arch, layer)) for layer in arch.layers) if work.in_turn else 0
     )  # what is kept at a second tap
     activations = (work.streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.width
     return (
@@ -96,7 +95,7 @@ def flops(work: Work, *, products: float) -> tuple[float, float]:
     arch = work.arch
     tokens = work.num_samples * work.seq_len
     grams = work.streams * sum(
-        2.0 * tokens * size**2 for layer in arch.layers for size in _taps(arch, layer).values()
+        2.0 * tokens * size**2 for layer in arch.layers for size in _input_sizes(arch, layer)
     )
     replays = 0 if work.in_turn else 1
     forward = (replays + work.streams) * 2.0 * arch.num_linear_params * tokens
@@ -131,10 +130,9 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
     total = 0.0
     num_ranks = 1 if work.in_turn else work.num_ranks
     for idx, layer in enumerate(arch.layers):
-        groups = _groups(layer)
-        owners = deal(arch, idx, groups, num_ranks)
+        owners = deal(arch, idx, layer.groups, num_ranks)
         load = [0.0] * num_ranks
-        for group in groups:
+        for group in layer.groups:
             load[owners[group.tap]] += cost(
                 [layer.linear_shape(name, arch.hidden_size) for name in group.linears]
             )
@@ -145,11 +143,11 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
 def _layer_bytes(work: Work, layer: LayerShape) -> int:
     params = _num_params(work.arch, layer)
     on_cpu = work.device == "cpu"
-    taps = _taps(work.arch, layer)
-    moments = 4 * sum(size**2 for size in taps.values())
+    sizes = _input_sizes(work.arch, layer)
+    moments = 4 * sum(size**2 for size in sizes)
     waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
     cross = moments if work.compares else 0
-    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(taps.values()) ** 2
+    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(sizes) ** 2
     ahead = 2 * params if on_cpu else 0
     unchanged = 2 * params if work.in_turn else 0
     compress = 2 * params + ahead + params + moments // 2 + cross + unchanged + _rounding_bytes(work, layer)
@@ -161,7 +159,7 @@ def _rounding_bytes(work: Work, layer: LayerShape) -> int:
     """Of one stack of linears: its own copies beside the moment and the factor, or the factorisation beside the stack."""
     most = 0
     on_cpu = work.device == "cpu"
-    for group in _groups(layer):
+    for group in layer.groups:
         shapes = [layer.linear_shape(name, work.arch.hidden_size) for name in group.linears]
         sizes = [rows * columns for rows, columns in shapes]
         stack = sum(sizes) if rounds_as_one(sum(sizes), on_cpu=on_cpu) else max(sizes)
@@ -178,13 +176,6 @@ def _num_params(arch: Arch, layer: LayerShape) -> int:
     )
 
 
-def _taps(arch: Arch, layer: LayerShape) -> dict[str, int]:
-    """Tap -> features."""
-    return {tap: layer.linear_shape(name, arch.hidden_size)[1] for name, tap in layer.linears.items()}
-
-
-def _groups(layer: LayerShape) -> list[LinearGroup]:
-    taps: dict[str, list[str]] = {}
-    for name, tap in layer.linears.items():
-        taps.setdefault(tap, []).append(name)
-    return [LinearGroup(tap, tuple(names)) for tap, names in taps.items()]
+def _input_sizes(arch: Arch, layer: LayerShape) -> list[int]:
+    """Return the number of features that each linear group of the layer reads."""
+    return [layer.group_shape(group, arch.hidden_size)[1] for group in layer.groups]

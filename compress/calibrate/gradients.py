@@ -24,8 +24,9 @@ from compress.calibrate.stats import Stat, StatFactory
 from compress.calibrate.streaming import Ahead, return_freed_blocks
 from compress.context import Context
 from compress.errors import UsageError
+from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, LinearGroup, RMSNorm
+from compress.models.decoder import DecoderLayer, RMSNorm
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 

@@ -35,7 +35,8 @@ from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.gradients import Ends, visit_gradients
 from compress.calibrate.stats import Stat, StatFactory
 from compress.context import Context
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.arch import LinearGroup
+from compress.models.decoder import DecoderLayer
 from compress.models.weights import WeightSource
 from compress.recipe import Spec
 

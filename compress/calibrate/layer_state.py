@@ -12,8 +12,8 @@ from compress.calibrate.observe import Flow, TokenWeights
 from compress.calibrate.room import Room
 from compress.calibrate.stats import Stat, StatFactory
 from compress.context import OneRank, Ranks
-from compress.models.arch import Arch
-from compress.models.decoder import DecoderLayer, LinearGroup, SmoothingPair
+from compress.models.arch import Arch, LinearGroup
+from compress.models.decoder import DecoderLayer, SmoothingPair
 from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 

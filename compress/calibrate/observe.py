@@ -18,8 +18,9 @@ from compress.calibrate.kv import Forward
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory, shard_bounds
 from compress.context import OneRank, Ranks
+from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import LinearGroup, no_tap
+from compress.models.decoder import no_tap
 
 Trees = dict[tuple[str, str], MergeTree[Stat]]
 """(tap, statistic) -> what is summed so far."""

@@ -44,9 +44,9 @@ from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
 from compress.context import Context
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
-from compress.models.arch import Arch
+from compress.models.arch import Arch, LinearGroup
 from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.decoder import DecoderLayer
 from compress.models.weights import Weights, WeightSource, build_layer, dense
 from compress.quant.scheme import Schemes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
-from compress.models.pruning import Widths, is_uniform, resized, with_layers
+from compress.models.pruning import Widths, resized, with_layers
 from compress.models.weights import WeightSource, dense
 from compress.quant.kv import KV_SCALES
 
@@ -40,7 +40,7 @@ def evenly(num_kept: int, num_all: int) -> list[int]:
 
 def student_arch(teacher: Arch, shape: Shape) -> Arch:
     """Raises UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads evenly."""
-    if not is_uniform(teacher):
+    if not teacher.is_uniform:
         raise UsageError(
             "student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them."
         )

@@ -28,7 +28,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.rules import shapes
-from compress.models.arch import Arch
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
@@ -319,15 +319,7 @@ class CompressedTensors:
         rules = []
         for bits in sorted({each.num_bits for each in scheme.all} - {4, 8}):
             rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
-        if (
-            len(
-                {
-                    (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
-                    for each in arch.layers
-                }
-            )
-            > 1
-        ):
+        if not arch.is_uniform:
             rules.append(
                 Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say.")
             )
@@ -414,7 +406,7 @@ def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
 
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
     """Linears that end within a block, with another behind them where vLLM makes one of q, k and v, and of gate and up."""
-    fused = ("attn.q", "attn.k", "ffn.gate")
+    fused = [name for group in LINEAR_GROUPS.values() for name in group.linears[:-1]]
     return [
         name
         for name, (out_features, _) in sorted(shapes(arch).items())

@@ -66,15 +66,7 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
 def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     """What breaks any checkpoint that a stock config describes."""
     rules = []
-    if (
-        len(
-            {
-                (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
-                for each in arch.layers
-            }
-        )
-        > 1
-    ):
+    if not arch.is_uniform:
         rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
     if scheme.head is not None and arch.tied_head:
         rules.append(

@@ -13,19 +13,13 @@ import torch
 from compress.kernels.build.triton import compute_capability
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.select import DENSE_SCHEMES, Op, Problem, candidates
-from compress.models.arch import Arch
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.scheme import SCHEMES
 
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-PROJECTIONS = {
-    "qkv": ("attn.q", "attn.k", "attn.v"),
-    "o": ("attn.o",),
-    "gate_up": ("ffn.gate", "ffn.up"),
-    "down": ("ffn.down",),
-}
-"""Linears of a layer that read the same input and become one."""
-LINEARS = (*PROJECTIONS, "head")
+LINEARS = (*LINEAR_GROUPS, "head")
+"""The products of a model by name: its linear groups and the head."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +94,10 @@ class Served:
 
 
 def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int]:
-    """[O, I] of a fused linear of `LINEARS`."""
+    """Return [O, I] of a product of `LINEARS`."""
     if name == "head":
         return arch.vocab_size, arch.hidden_size
-    shapes = [arch.layers[layer_idx].linear_shape(each, arch.hidden_size) for each in PROJECTIONS[name]]
-    return sum(rows for rows, _ in shapes), shapes[0][1]
+    return arch.layers[layer_idx].group_shape(LINEAR_GROUPS[name], arch.hidden_size)
 
 
 def linear_problems(arch: Arch, machine: Machine, name: str, *, scheme: str, phase: Phase) -> list[Problem]:

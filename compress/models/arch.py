@@ -37,6 +37,30 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class LinearGroup:
+    """Linears of a layer that read one input; a runtime stacks their rows, in this order, into one product.
+
+    `tap` names the point of the forward where that input is observed.
+    """
+
+    name: str
+    tap: str
+    linears: tuple[str, ...]
+
+
+LINEAR_GROUPS: Mapping[str, LinearGroup] = {
+    group.name: group
+    for group in (
+        LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v")),
+        LinearGroup("o", "attn_out", ("attn.o",)),
+        LinearGroup("gate_up", "ffn_in", ("ffn.gate", "ffn.up")),
+        LinearGroup("down", "ffn_mid", ("ffn.down",)),
+    )
+}
+"""The linear groups of a dense layer by name, in execution order."""
+
+
+@dataclass(frozen=True)
 class LayerShape:
     """Widths of one decoder layer; `window` is the number of positions a query sees including itself, None for all."""
 
@@ -48,20 +72,22 @@ class LayerShape:
     window: int | None = None
 
     @property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        """The linear groups of this layer, in execution order."""
+        return tuple(LINEAR_GROUPS.values())
+
+    @property
     def linears(self) -> dict[str, str]:
         """Canonical linear name -> the tap that observes its input, in execution order."""
-        return {
-            "attn.q": "attn_in",
-            "attn.k": "attn_in",
-            "attn.v": "attn_in",
-            "attn.o": "attn_out",
-            "ffn.gate": "ffn_in",
-            "ffn.up": "ffn_in",
-            "ffn.down": "ffn_mid",
-        }
+        return {linear: group.tap for group in self.groups for linear in group.linears}
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The numbers of query heads and KV heads, the head dimension and the FFN channels."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size
 
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
-        """[O, I] of a canonical linear of this layer."""
+        """Return [O, I] of a canonical linear of this layer."""
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         ffn_size = self.intermediate_size
@@ -75,6 +101,11 @@ class LayerShape:
             "ffn.down": (hidden_size, ffn_size),
         }
         return shapes[linear]
+
+    def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
+        """Return [O, I] of the product that computes all linears of a group, their rows stacked."""
+        shapes = [self.linear_shape(linear, hidden_size) for linear in group.linears]
+        return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
 @dataclass(frozen=True)
@@ -114,6 +145,11 @@ class Arch:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same widths, as a stock `config.json` requires."""
+        return len({layer.widths for layer in self.layers}) == 1
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch, LayerShape, LinearGroup
 from compress.models.attention import AttentionFn, FullAttention
 from compress.models.norm_gradient import norm_cpu
 from compress.models.rope import cos_sin, rotate
@@ -37,14 +37,6 @@ def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
-
-
-@dataclass(frozen=True)
-class LinearGroup:
-    """Linears that read the same input, and therefore share statistics: `tap` names that input."""
-
-    tap: str
-    linears: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -217,26 +209,19 @@ class DecoderLayer(nn.Module):
         return module
 
     def groups(self) -> list[LinearGroup]:
-        """Linears by shared input, in execution order."""
-        taps: dict[str, list[str]] = {}
-        for name, tap in self.shape.linears.items():
-            taps.setdefault(tap, []).append(name)
-        return [LinearGroup(tap, tuple(names)) for tap, names in taps.items()]
+        """Return the linear groups of this layer, in execution order."""
+        return list(self.shape.groups)
 
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Where a per-channel scale can be moved into the producer without changing the function, in execution order."""
-        shape = self.shape
+        qkv, o, gate_up, down = self.shape.groups
+        head_dim = self.shape.head_dim
+        repeat = self.shape.num_heads // self.shape.num_kv_heads
         return [
-            SmoothingPair("attn_norm", "attn_in", ("attn.q", "attn.k", "attn.v")),
-            SmoothingPair(
-                "attn.v",
-                "attn_out",
-                ("attn.o",),
-                head_dim=shape.head_dim,
-                repeat=shape.num_heads // shape.num_kv_heads,
-            ),
-            SmoothingPair("ffn_norm", "ffn_in", ("ffn.gate", "ffn.up")),
-            SmoothingPair("ffn.up", "ffn_mid", ("ffn.down",)),
+            SmoothingPair("attn_norm", qkv.tap, qkv.linears),
+            SmoothingPair("attn.v", o.tap, o.linears, head_dim=head_dim, repeat=repeat),
+            SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears),
+            SmoothingPair("ffn.up", down.tap, down.linears),
         ]
 
 

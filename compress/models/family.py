@@ -201,11 +201,7 @@ class Family:
             UnsupportedArch: the widths differ between layers, which a stock config cannot say.
         """
         first = arch.layers[0]
-        widths = {
-            (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.intermediate_size)
-            for layer in arch.layers
-        }
-        if len(widths) > 1:
+        if not arch.is_uniform:
             raise UnsupportedArch(
                 "the layers differ in width; a stock Hugging Face config states one width for all layers."
             )

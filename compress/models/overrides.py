@@ -20,12 +20,10 @@ def linear_names(arch: Arch) -> list[str]:
 
 
 def linears_by_input(arch: Arch) -> Iterator[tuple[str, ...]]:
-    """Names of linears that read the same input, together."""
+    """Yield the canonical names of the linears of every linear group of the model."""
     for idx, layer in enumerate(arch.layers):
-        taps: dict[str, list[str]] = {}
-        for linear, tap in layer.linears.items():
-            taps.setdefault(tap, []).append(f"layers.{idx}.{linear}")
-        yield from map(tuple, taps.values())
+        for group in layer.groups:
+            yield tuple(f"layers.{idx}.{linear}" for linear in group.linears)
 
 
 def described(arch: Arch, scheme: ModelScheme | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -104,18 +104,6 @@ class Widths:
         return Widths(first.num_heads, first.num_kv_heads, first.intermediate_size, arch.num_layers)
 
 
-def is_uniform(arch: Arch) -> bool:
-    return (
-        len(
-            {
-                (each.num_heads, each.num_kv_heads, each.head_dim, each.intermediate_size)
-                for each in arch.layers
-            }
-        )
-        == 1
-    )
-
-
 def resized(arch: Arch, widths: Widths) -> Arch:
     """The same layers with other widths."""
     assert widths.num_layers == arch.num_layers, "layers go by `with_layers`, which says which"

@@ -14,7 +14,7 @@ are made on the device.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from compress.runtime.loader import Target, load_model
 from compress.runtime.model_runner import ModelRunner, PrefillBatch
-from compress.runtime.request import Finished, Request
+from compress.runtime.request import Finished, Reason, Request
 from compress.runtime.running import Launched, Run, Steps
 from compress.runtime.sampler import Choice, sample
 from compress.runtime.scheduler import Generation, Scheduled, Scheduler
@@ -132,7 +132,7 @@ class Engine:
         self._eos = frozenset(self.arch.eos_token_ids)
         self.wait_s = 0.0
         self.observer: Observer | None = None
-        self._ids: set[str] = set()
+        self._unfinished: dict[str, Generation] = {}
 
     @property
     def has_work(self) -> bool:
@@ -174,12 +174,43 @@ class Engine:
             raise UsageError(
                 f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer is another model's."
             )
-        if request.id in self._ids:
+        if request.id in self._unfinished:
             raise UsageError(
                 f"request id '{request.id}' is in use by an unfinished request; ids are the caller's to keep apart."
             )
-        self._ids.add(request.id)
-        self._scheduler.add(Generation(request, time.perf_counter(), list(prompt)))
+        generation = Generation(request, time.perf_counter(), list(prompt))
+        self._unfinished[request.id] = generation
+        self._scheduler.add(generation)
+
+    def tokens_of(self, request_id: str, *, start: int = 0) -> list[int]:
+        """Return the tokens generated so far for an unfinished request, without the first `start`.
+
+        Call it after `step()` to stream; a request that `step()` returned is finished, and its `Finished` holds all tokens.
+
+        Raises:
+            UsageError: no unfinished request has this id.
+        """
+        generation = self._find(request_id)
+        return generation.tokens[len(generation.request.prompt) + start :]
+
+    def cancel(self, request_id: str) -> Finished:
+        """Stop an unfinished request, free its blocks and return what it has generated; `reason` is "cancelled".
+
+        The other requests go on with the same tokens. `step()` never returns a cancelled request.
+
+        Raises:
+            UsageError: no unfinished request has this id.
+        """
+        generation = self._find(request_id)
+        if self._run is not None:
+            self._run.end()
+        return self._finish(generation, "cancelled")
+
+    def _find(self, request_id: str) -> Generation:
+        generation = self._unfinished.get(request_id)
+        if generation is None:
+            raise UsageError(f"no unfinished request has the id '{request_id}'.")
+        return generation
 
     def step(self) -> list[Finished]:
         """Serve every running request once; the requests that are known to have finished."""
@@ -317,10 +348,10 @@ class Engine:
             [] if self._speculation is None else self._speculation.kernel_report()
         )
 
-    def _finish(self, generation: Generation, reason: Literal["stop", "length"]) -> Finished:
+    def _finish(self, generation: Generation, reason: Reason) -> Finished:
         request = generation.request
         self._scheduler.finish(generation)
-        self._ids.remove(request.id)
+        del self._unfinished[request.id]
         return Finished(
             id=request.id,
             prompt=request.prompt,

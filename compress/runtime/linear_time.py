@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compress.kernels.coverage import PROJECTIONS
-from compress.models.arch import Arch
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.loader import Projection, Target, place
@@ -37,7 +36,7 @@ def linear_time_us(
     """
     generator = torch.Generator(target.device).manual_seed(0)
     layer = arch.layers[layer_idx]
-    linears = PROJECTIONS[name]
+    linears = LINEAR_GROUPS[name].linears
     shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in linears}
     weights = {
         f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.coverage import PROJECTIONS, Machine, Phase
+from compress.kernels.coverage import Machine, Phase
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
 from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
@@ -286,10 +286,13 @@ def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWe
         qk_norm=qk_norm,
         ffn_norm=_vector(weights, "ffn_norm.weight", target),
         **{
-            name: place(
-                linears, weights, target, activation=source.arch.activation if name == "gate_up" else None
+            group.name: place(
+                group.linears,
+                weights,
+                target,
+                activation=source.arch.activation if group.name == "gate_up" else None,
             )
-            for name, linears in PROJECTIONS.items()
+            for group in shape.groups
         },
         kv_scales=_kv_scales(weights),
     )

@@ -5,6 +5,9 @@ from typing import Literal
 
 from compress.errors import UsageError
 
+Reason = Literal["stop", "length", "cancelled"]
+"""Why a request ended: with an end-of-sequence token, with `max_tokens` tokens, or by `Engine.cancel`."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -65,7 +68,7 @@ class Finished:
     id: str
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    reason: Literal["stop", "length"]
+    reason: Reason
     arrival_s: float
     token_times_s: tuple[float, ...]
     logprobs: tuple[float, ...] | None = None

@@ -9,10 +9,9 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
 from compress.runtime.kv_cache import BlockAllocator
-from compress.runtime.request import Request
+from compress.runtime.request import Reason, Request
 
 
 @dataclass(eq=False)
@@ -47,9 +46,9 @@ class Generation:
 
     def take(
         self, tokens: list[int], now_s: float, eos: frozenset[int], logprobs: list[float] | None = None
-    ) -> Literal["stop", "length"] | None:
+    ) -> Reason | None:
         """Go on with these tokens, up to one of `eos` or as many as are left: why it has ended, if it has."""
-        reason: Literal["stop", "length"] | None = None
+        reason: Reason | None = None
         if len(self.tokens) + len(tokens) >= self.end or not eos.isdisjoint(tokens):
             tokens, reason = self._until_end(tokens, eos)
         self.tokens += tokens
@@ -59,9 +58,7 @@ class Generation:
             self.logprobs += logprobs[: len(tokens)]
         return reason
 
-    def _until_end(
-        self, tokens: list[int], eos: frozenset[int]
-    ) -> tuple[list[int], Literal["stop", "length"] | None]:
+    def _until_end(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], Reason | None]:
         tokens = tokens[: self.num_left]
         stops = (
             []
@@ -121,7 +118,8 @@ class Scheduler:
         self._waiting.append(generation)
 
     def finish(self, generation: Generation) -> None:
-        self._running.remove(generation)
+        """Remove a generation from the queue or from the running set, and free its blocks."""
+        (self._running if generation in self._running else self._waiting).remove(generation)
         self._release(generation)
 
     def extend(self, generation: Generation, num_tokens: int) -> bool:

@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.coverage import linear_shape
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+from compress.models.arch import LINEAR_GROUPS
 from compress.models.decoder import activation
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
-from compress.runtime.loader import PROJECTIONS, Phase, Projection, place
+from compress.runtime.loader import Phase, Projection, place
 from scripts.kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, relative_error
 from scripts.kernel_bench.timer import num_copies, walk
 
-LINEARS = (*PROJECTIONS, "head")
 _RESIDUAL = ("o", "down")
 _PREFILL_COPIES = 4
 _SCALED_MM_SM = 89
@@ -40,7 +41,7 @@ def linear_cases(bench: Bench, schemes: Sequence[str], names: Sequence[str]) -> 
 
 
 def _linear(bench: Bench, scheme: Scheme | None, name: str) -> Iterator[Case]:
-    linears = PROJECTIONS.get(name, ("head",))
+    linears = LINEAR_GROUPS[name].linears if name in LINEAR_GROUPS else ("head",)
     weights = _weights(bench, scheme, name)
     gate = bench.arch.activation if name == "gate_up" else None
     first = place(linears, weights, bench.target, activation=gate)
@@ -97,7 +98,9 @@ def _least(phase: Phase) -> int:
 
 def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
     """Timed, not checked: their numbers are their authors'."""
-    weight = random_weight(_stacked_shape(bench, name), None, dtype=bench.dtype, generator=bench.generator())
+    weight = random_weight(
+        linear_shape(bench.arch, name), None, dtype=bench.dtype, generator=bench.generator()
+    )
     assert isinstance(weight, Tensor)
     dense = [
         weight,
@@ -149,7 +152,7 @@ def _torch_cases(
     packed: Sequence[Any],
     call: Callable[[Bench, int, int], Any],
 ) -> Iterator[Case]:
-    out_features, in_features = _stacked_shape(bench, name)
+    out_features, in_features = linear_shape(bench.arch, name)
     for m in _rows(bench, name):
         phase: Phase = "decode" if m <= DECODE_ROWS else "prefill"
         if kernel == _INT4 and m > _INT4_ROWS:
@@ -203,15 +206,6 @@ def _scale_bytes(scheme: str, out_features: int, in_features: int) -> int:
     )
 
 
-def _stacked_shape(bench: Bench, name: str) -> tuple[int, int]:
-    arch = bench.arch
-    layer = bench.arch.layers[0]
-    shapes = [layer.linear_shape(each, arch.hidden_size) for each in PROJECTIONS.get(name, ())] or [
-        (arch.vocab_size, arch.hidden_size)
-    ]
-    return sum(rows for rows, _ in shapes), shapes[0][1]
-
-
 def _project(
     projection: Projection, *, x: Any, phase: Phase, residual: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
@@ -221,10 +215,10 @@ def _project(
 def _weights(bench: Bench, scheme: Scheme | None, name: str) -> dict[str, Tensor | QuantizedWeight]:
     arch = bench.arch
     generator = bench.generator()
-    shapes = {
-        linear: arch.layers[0].linear_shape(linear, arch.hidden_size) for linear in PROJECTIONS.get(name, ())
-    }
-    shapes = shapes or {"head": (arch.vocab_size, arch.hidden_size)}
+    shapes = {"head": (arch.vocab_size, arch.hidden_size)}
+    if name in LINEAR_GROUPS:
+        linears = LINEAR_GROUPS[name].linears
+        shapes = {each: arch.layers[0].linear_shape(each, arch.hidden_size) for each in linears}
     return {
         f"{each}.weight": random_weight(shape, scheme, dtype=bench.dtype, generator=generator)
         for each, shape in shapes.items()

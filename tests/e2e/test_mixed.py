@@ -10,7 +10,7 @@ import pytest
 
 from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint
-from compress.kernels.coverage import PROJECTIONS
+from compress.models.arch import LINEAR_GROUPS
 from compress.quant.scheme import SCHEMES, ModelScheme
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
@@ -53,10 +53,10 @@ def test_a_budget_of_bytes_is_kept_and_explained(
     scheme = ModelScheme.from_json(exported.manifest.scheme)
     opened = open_checkpoint(exported.path)
     dense_bytes = 2 * opened.arch.num_linear_params
-    assert len(mixed["units"]) == NUM_LAYERS * len(PROJECTIONS)
+    assert len(mixed["units"]) == NUM_LAYERS * len(LINEAR_GROUPS)
     spent = 0
     for row in mixed["units"]:
-        linears = [f"layers.{row['layer']}.{linear}" for linear in PROJECTIONS[row["projection"]]]
+        linears = [f"layers.{row['layer']}.{linear}" for linear in LINEAR_GROUPS[row["projection"]].linears]
         expected = SCHEMES.get(row["scheme"])
         assert all(scheme.of(linear) == opened.schemes.get(linear) == expected for linear in linears)
         spent += row["bytes"][row["scheme"]]

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from compress.calibrate.stats import Stat, StatFactory
 from compress.methods.prune import SCORERS, Candidates, Choice
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.arch import LinearGroup
+from compress.models.decoder import DecoderLayer
 from compress.models.pruning import Units
 from compress.recipe import Spec
 

@@ -18,7 +18,8 @@ from compress.calibrate.room import rounds_as_one
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, Smoother, Target
-from compress.models.decoder import LinearGroup, SmoothingPair
+from compress.models.arch import LinearGroup
+from compress.models.decoder import SmoothingPair
 from compress.models.surgery import fold_, producer_scale
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.coverage import PROJECTIONS, Phase
+from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
@@ -94,8 +94,10 @@ def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
         qk_norm=None,
         ffn_norm=vector(f"{prefix}ffn_norm.weight"),
         **{
-            name: place(linears, own, target, activation=arch.activation if name == "gate_up" else None)
-            for name, linears in PROJECTIONS.items()
+            group.name: place(
+                group.linears, own, target, activation=arch.activation if group.name == "gate_up" else None
+            )
+            for group in arch.layers[0].groups
         },
         kv_scales=None,
     )

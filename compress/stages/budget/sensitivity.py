@@ -23,7 +23,8 @@ from torch import Tensor
 
 from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
 from compress.kernels.operands.rows import ActivationQuant, quantize
-from compress.models.decoder import DecoderLayer, LinearGroup
+from compress.models.arch import LinearGroup
+from compress.models.decoder import DecoderLayer
 from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
 from compress.quant.scheme import Scheme
 

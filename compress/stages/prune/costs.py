@@ -9,14 +9,14 @@ import torch
 from compress.artifact.atomic import write_atomic
 from compress.context import Context
 from compress.digest import canonical_json, digest_json
-from compress.kernels.coverage import PROJECTIONS, linear_shape
+from compress.kernels.coverage import linear_shape
 from compress.kernels.latency import latency_table
-from compress.models.arch import Arch
+from compress.machine import environment_facts, measure_bandwidth
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.runtime.linear_time import linear_time_us
 from compress.runtime.loader import Target as Place
 from compress.stages.prune.spec import Target
-from compress.validate.roofline import environment_facts, measure_bandwidth
 
 SEARCH_NAME = "search"
 TIMES_NAME = "times.json"
@@ -55,7 +55,7 @@ def _step_us(
     kv_bytes = 2 * 2 * shape.num_kv_heads * shape.head_dim * target.rows * target.context
     head_us = 2 * arch.vocab_size * arch.hidden_size / bytes_per_us
     return (
-        arch.num_layers * (sum(linear_us(arch, name) for name in PROJECTIONS) + kv_bytes / bytes_per_us)
+        arch.num_layers * (sum(linear_us(arch, name) for name in LINEAR_GROUPS) + kv_bytes / bytes_per_us)
         + head_us
     )
 

@@ -12,7 +12,7 @@ from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compen
 from compress.methods.prune.least_squares import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
-from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, is_uniform
+from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 
@@ -237,7 +237,7 @@ class Prune(Spec):
                 f"the model is quantized already (quant_method '{said.get('quant_method')}'), and pruning puts new weights in the place of "
                 "codes. Name the dense model that it was made from, and quantize after pruning."
             )
-        if not is_uniform(arch):
+        if not arch.is_uniform:
             raise UsageError(
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, which it cannot say here."
             )

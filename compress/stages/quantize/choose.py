@@ -18,9 +18,9 @@ from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
 from compress.digest import canonical_json, digest_json
 from compress.errors import UsageError
-from compress.kernels.coverage import PROJECTIONS
 from compress.kernels.latency import latency_table
-from compress.models.arch import Arch
+from compress.machine import environment_facts
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
 from compress.runtime.linear_time import linear_time_us
@@ -29,7 +29,6 @@ from compress.stages.budget.allocation import Option, Point, allocate, frontier,
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
 from compress.stages.quantize.mixed import Budget, Mixed
-from compress.validate.roofline import environment_facts
 
 SENSITIVITIES_NAME = "sensitivities.json"
 LATENCIES_NAME = "latencies.json"
@@ -113,9 +112,8 @@ def _sensitivities(
         visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS)
         write_atomic(kept, canonical_json([[*key, losses] for key, losses in visitor.loss.items()]))
     measured = {(layer, tap): losses for layer, tap, losses in json.loads(kept.read_bytes())}
-    tap_of = {name: source.arch.layers[0].linears[linears[0]] for name, linears in PROJECTIONS.items()}
     return {
-        (unit.layer_idx, unit.name): {**measured[unit.layer_idx, tap_of[unit.name]], DENSE: 0.0}
+        (unit.layer_idx, unit.name): {**measured[unit.layer_idx, LINEAR_GROUPS[unit.name].tap], DENSE: 0.0}
         for unit in units
     }
 

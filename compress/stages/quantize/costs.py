@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.coverage import PROJECTIONS, linear_shape
+from compress.kernels.coverage import linear_shape
 from compress.kernels.latency import latency_table
-from compress.models.arch import Arch
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.scheme import Scheme, name_of
 from compress.stages.budget.allocation import Option, allocate
 from compress.stages.quantize.mixed import Budget, Mixed, scheme_or_dense
@@ -35,12 +35,12 @@ class Unit:
 
     @property
     def linears(self) -> list[str]:
-        return [f"layers.{self.layer_idx}.{linear}" for linear in PROJECTIONS[self.name]]
+        return [f"layers.{self.layer_idx}.{linear}" for linear in LINEAR_GROUPS[self.name].linears]
 
     def num_bytes(self, arch: Arch, scheme: Scheme | None) -> int:
         shapes = [
             arch.layers[self.layer_idx].linear_shape(linear, arch.hidden_size)
-            for linear in PROJECTIONS[self.name]
+            for linear in LINEAR_GROUPS[self.name].linears
         ]
         return sum(2 * n * k if scheme is None else scheme.weight_bytes(n, k) for n, k in shapes)
 
@@ -54,7 +54,7 @@ def units_of(spec: Mixed, pinned: Mapping[str, Scheme | None], arch: Arch) -> li
     choices = tuple(scheme_or_dense(name) for name in spec.schemes)
     units = []
     for layer_idx in range(arch.num_layers):
-        for name in PROJECTIONS:
+        for name in LINEAR_GROUPS:
             unit = Unit(layer_idx, name, *linear_shape(arch, name, layer_idx=layer_idx), choices)
             said = {linear: pinned[linear] for linear in unit.linears if linear in pinned}
             if said and (len(said) < len(unit.linears) or len(set(said.values())) > 1):

@@ -14,7 +14,7 @@ from compress.kernels.select import Problem, refusals, select
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
-from compress.models.decoder import LinearGroup
+from compress.models.arch import LinearGroup
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import nearest_weight, output_error
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -172,7 +172,7 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
     def rounded(names: tuple[str, ...]) -> dict[str, QuantizedWeight]:
         weights = {f"{name}.weight": linears[name].clone() for name in names}
         state = LayerState(
-            0, [LinearGroup("attn_in", names)], [], weights, {"attn_in": {"second_moment": moment}}
+            0, [LinearGroup("qkv", "attn_in", names)], [], weights, {"attn_in": {"second_moment": moment}}
         )
         RoundPass(Gptq(), SCHEME, torch.bfloat16, refiner).apply(state)
         return state.quantized

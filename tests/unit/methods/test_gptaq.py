@@ -20,8 +20,8 @@ from compress.methods.quantize.gptaq import Gptaq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
+from compress.models.arch import LinearGroup
 from compress.models.canonical import layer_name, load_weights
-from compress.models.decoder import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.stages.quantize.layers import quantization_passes
@@ -91,7 +91,7 @@ def test_the_error_against_the_source_falls_with_every_step_of_the_way(rounder: 
 
     def error(target: Gptaq | None) -> float:
         state = LayerState(
-            1, [LinearGroup("tap", ("l",))], [], {"l.weight": case.w_OI.clone()}, {"tap": case.stats()}
+            1, [LinearGroup("l", "tap", ("l",))], [], {"l.weight": case.w_OI.clone()}, {"tap": case.stats()}
         )
         RoundPass(rounder, FOUR_BITS, torch.bfloat16, refiner, target).apply(state)
         return case.error(state.quantized["l"].dequantize(torch.float32))

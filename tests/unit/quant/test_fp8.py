@@ -16,9 +16,9 @@ from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
 from compress.kernels.select import Problem, select
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
-from compress.models.arch import Arch
+from compress.models.arch import Arch, LinearGroup
 from compress.models.canonical import layer_name, load_weights
-from compress.models.decoder import Decoder, LinearGroup
+from compress.models.decoder import Decoder
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme, scheme_named
@@ -159,7 +159,11 @@ def test_inputs_without_a_range_have_no_static_scale(broken: float) -> None:
     for stat in stats.values():
         stat.update(x_TI)
     state = LayerState(
-        0, [LinearGroup("attn_in", ("attn.q",))], [], {"attn.q.weight": torch.ones(2, 8)}, {"attn_in": stats}
+        0,
+        [LinearGroup("qkv", "attn_in", ("attn.q",))],
+        [],
+        {"attn.q.weight": torch.ones(2, 8)},
+        {"attn_in": stats},
     )
     with pytest.raises(UsageError, match=r"layer 0, attn\.q: .*NaN or infinity"):
         RoundPass(Rtn(), scheme, torch.bfloat16).apply(state)

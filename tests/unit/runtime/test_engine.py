@@ -141,6 +141,64 @@ def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatc
     assert all(len(each.token_times_s) == len(each.tokens) for each in finished)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_tokens_arrive_step_by_step_and_are_those_of_the_finished_request(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: ahead))
+    engine = Engine(make_source(), device=CPU)
+    requests = make_requests(4)
+    streamed: dict[str, list[int]] = {each.id: [] for each in requests}
+    for request in requests:
+        engine.add(request)
+    finished: dict[str, Finished] = {}
+    most_new = 0
+    while engine.has_work:
+        finished |= {each.id: each for each in engine.step()}
+        for name, got in streamed.items():
+            done = finished.get(name)
+            new = [*done.tokens[len(got) :]] if done else engine.tokens_of(name, start=len(got))
+            most_new = max(most_new, len(new))
+            got += new
+    assert most_new == 1
+    assert streamed == {name: [*each.tokens] for name, each in finished.items()}
+    with pytest.raises(UsageError, match="no unfinished request has the id '0'"):
+        engine.tokens_of("0")
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 9])
+def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, after: int, ahead: bool
+) -> None:
+    source = make_source()
+    expected = tokens(Engine(source, device=CPU).generate(make_requests(8)))
+    monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: ahead))
+    engine = Engine(
+        source,
+        device=CPU,
+        config=EngineConfig(max_batch_size=3, max_model_len=192, kv_cache_bytes=1 << 20),
+    )
+    num_free = engine._scheduler._allocator.num_free
+    for request in make_requests(8):
+        engine.add(request)
+    finished = [each for _ in range(after) for each in engine.step()]
+    ended = {each.id for each in finished}
+    cancelled = [engine.cancel(name) for name in ("1", "2", "7") if name not in ended]
+    while engine.has_work:
+        finished += engine.step()
+    assert {each.id for each in (*finished, *cancelled)} == expected.keys()
+    assert len(finished) + len(cancelled) == 8
+    for each in cancelled:
+        assert each.reason == "cancelled"
+        assert each.tokens == expected[each.id][: len(each.tokens)]
+        assert len(each.tokens) == len(each.token_times_s)
+    assert all(each.tokens == expected[each.id] for each in finished)
+    assert engine._scheduler._allocator.num_free == num_free
+    with pytest.raises(UsageError, match="no unfinished request has the id '7'"):
+        engine.cancel("7")
+
+
 def test_a_preempted_request_continues_as_if_undisturbed() -> None:
     recorder = Recorder()
     source = make_source()

@@ -224,6 +224,31 @@ def test_fillers_and_warming_up_while_a_step_is_unread_change_nothing(
     assert launched
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_cancelled_request_leaves_the_others_their_tokens(late: bool, launched: list[int]) -> None:
+    source = make_source()
+    requests = [
+        replace(each, params=replace(each.params, max_tokens=24, ignore_eos=True))
+        for each in make_requests(5, 4)
+    ]
+    plain = {each.id: each.tokens for each in Engine(source, device=CPU).generate(requests)}
+    speculative = Speculative(proposers(source)["draft_model"], k=3)
+    engine = Ahead(source, device=CPU, config=EngineConfig(max_model_len=128, speculative=speculative))
+    if late:
+        make_late(engine)
+    for request in requests:
+        engine.add(request)
+    finished = [each for _ in range(4) for each in engine.step()]
+    assert not finished
+    cancelled = engine.cancel("1")
+    assert 0 < len(cancelled.tokens) < 24
+    assert cancelled.tokens == plain["1"][: len(cancelled.tokens)]
+    while engine.has_work:
+        finished += engine.step()
+    assert {each.id: each.tokens for each in finished} == {idx: plain[idx] for idx in "023"}
+    assert launched
+
+
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_sequences_up_to_the_last_position_are_served(name: str, launched: list[int]) -> None:
     """A request with all its tokens may be served once more, behind the last position of the cache and of the rotary tables."""

@@ -14,7 +14,8 @@ from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.stats import Stat, StatFactory
 from compress.context import Context
 from compress.errors import UsageError
-from compress.models.decoder import Decoder, DecoderLayer, LinearGroup
+from compress.models.arch import LinearGroup
+from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
@@ -189,7 +190,7 @@ def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
     layer = source.arch.layers[0]
     pairs = []
     for (layer_idx, tap), losses in visitor.loss.items():
-        names = tuple(name for name in layer.linears if layer.linears[name] == tap)
+        (names,) = (group.linears for group in layer.groups if group.tap == tap)
         pairs += [
             (losses[scheme.name], measured_kl(source, tokens_NS, (layer_idx, names), scheme))
             for scheme in schemes
