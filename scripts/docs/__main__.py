@@ -5,8 +5,8 @@ from scripts.docs.pages import write
 
 def main() -> None:
     """Write what is out of date, and print its paths."""
-    for name in write():
-        print(name)
+    for path in write():
+        print(path)
 
 
 if __name__ == "__main__":

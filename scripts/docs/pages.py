@@ -3,8 +3,7 @@
 A template is Markdown with Jinja expressions. Templates of results pages contain no number: numbers are expressions.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -12,10 +11,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scripts.docs import markdown
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
-from scripts.docs.tables import performance, pruning, quality, speculation
+from scripts.docs.tables import performance, pruning, quality, schemes, speculation
 
 TEMPLATES = Path(__file__).parent / "templates"
-NOTICE = "<!-- Written by `python -m scripts.docs` from {source}; edit that and run it again. -->\n"
+PAGES = (
+    "recipe.md",
+    "results/quality.md",
+    "results/pruning.md",
+    "results/speculation.md",
+    "results/performance.md",
+)
+"""Pages of `docs/` that are written from the template of the same name."""
+NOTICE = "<!-- Written by `python -m scripts.docs` from `scripts/docs/templates/{name}`: edit that, and run it. -->\n\n"
 
 
 def environment() -> Environment:
@@ -29,63 +36,38 @@ def environment() -> Environment:
         autoescape=False,
     )
     found.globals |= {
+        "table": markdown.table,
         "fixed": markdown.fixed,
         "significant": markdown.significant,
         "gigabytes": markdown.gigabytes,
         "percent": markdown.signed_percent,
         "result_file": result_file,
-        "table": markdown.table,
         "quality": quality,
         "pruning": pruning,
         "speculation": speculation,
         "performance": performance,
+        "schemes": schemes,
         "recipe": RecipeReference(),
-        "formats": format_names,
-        "gates": gate_table,
     }
     return found
 
 
-def rendered(template: str) -> str:
+def rendered(name: str) -> str:
     """Return the page of one template."""
-    text = environment().get_template(template).render()
-    return NOTICE.format(source=f"`scripts/docs/templates/{template}`") + "\n" + text
+    return NOTICE.format(name=name) + environment().get_template(name).render()
 
 
-def format_names() -> str:
-    """Return the names of the export formats."""
-    from compress.export import FORMATS
-
-    return ", ".join(f"`{name}`" for name in FORMATS.names())
+def generated() -> Mapping[Path, str]:
+    """Return the text of every generated file, by its path."""
+    return {ROOT / "docs" / name: rendered(name) for name in PAGES}
 
 
-def gate_table() -> str:
-    """Return the table of metrics that a gate may name."""
-    from compress.validate.gates import METRICS
-
-    rows = [
-        [f"`{name}`", metric.relation, "names a device" if metric.per_device else ""]
-        for name, metric in METRICS.items()
-    ]
-    return markdown.table(["gate", "good", ""], rows)
-
-
-PAGES: Mapping[str, Callable[[], str]] = {
-    "docs/recipe.md": partial(rendered, "recipe.md"),
-    f"docs/results/{name}.md": partial(rendered, f"results/{name}.md")
-    for name in ("quality", "pruning", "speculation", "performance")
-}
-"""Path of a page and the function that returns its text."""
-
-
-def write() -> list[str]:
-    """Write every page that is out of date, and return the paths of those."""
+def write() -> list[Path]:
+    """Write every generated file that is out of date, and return their paths."""
     changed = []
-    for name, page in PAGES.items():
-        path = ROOT / name
-        text = page()
+    for path, text in generated().items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            changed.append(name)
+            changed.append(path)
     return changed
