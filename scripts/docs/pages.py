@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.docs import markdown
+from scripts.docs.pictures import pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
 from scripts.docs.tables import performance, pruning, quality, schemes, speculation
@@ -16,12 +17,16 @@ from scripts.docs.tables import performance, pruning, quality, schemes, speculat
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = (
     "recipe.md",
+    "choosing.md",
+    "techniques.md",
     "results/quality.md",
     "results/pruning.md",
     "results/speculation.md",
     "results/performance.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
+COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
+"""Pages of `docs/` that are the README of another directory."""
 NOTICE = "<!-- Written by `python -m scripts.docs` from `scripts/docs/templates/{name}`: edit that, and run it. -->\n\n"
 
 
@@ -57,9 +62,22 @@ def rendered(name: str) -> str:
     return NOTICE.format(name=name) + environment().get_template(name).render()
 
 
+def copied(source: str) -> str:
+    """Return the text of a README elsewhere in the tree as a page, without its YAML head."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    if text.startswith("---\n"):
+        text = text.split("---\n", 2)[2].lstrip()
+    return f"<!-- Copied by `python -m scripts.docs` from `{source}`: edit that, and run it. -->\n\n" + text
+
+
 def generated() -> Mapping[Path, str]:
     """Return the text of every generated file, by its path."""
-    return {ROOT / "docs" / name: rendered(name) for name in PAGES}
+    docs = ROOT / "docs"
+    return {
+        **{docs / name: rendered(name) for name in PAGES},
+        **{docs / name: copied(source) for name, source in COPIES.items()},
+        **{docs / "pictures" / name: text for name, text in pictures()},
+    }
 
 
 def write() -> list[Path]:

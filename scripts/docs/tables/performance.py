@@ -161,6 +161,27 @@ def attention() -> str:
     return table(header, rows, align="lllrrrl")
 
 
+def attention_row(cache: str) -> Row:
+    """Return the row of decode attention over a long context, 16 requests, in that cache."""
+    return kernels_run().one(tool="compress", op="attention_decode", name="context 8192", scheme=cache, m=16)
+
+
+def attention_us(cache: str) -> float:
+    """Return the microseconds of `attention_row`."""
+    return float(attention_row(cache)["us"])
+
+
+def prefill_rates() -> str:
+    """Return the TFLOP/s of prefill attention, ours and torch's, by length."""
+    found: dict[int, dict[str, float]] = {}
+    for row in kernels_run().where(op="attention_prefill", scheme="BF16"):
+        found.setdefault(row["m"], {})[row["tool"]] = row["tflop_per_s"]
+    return ", ".join(
+        f"{fixed(each['compress'])} and {fixed(each['torch'])} at {fixed(length)} tokens"
+        for length, each in found.items()
+    )
+
+
 def quantizing_runs() -> list[Run]:
     """Return the runs that time the quantize stage, one table each."""
     names = ("h200/quantize", "h200/quantize_balanced", "h200/quantize_peers")

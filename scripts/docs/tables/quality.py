@@ -170,6 +170,16 @@ def kv_formats() -> str:
     return table(header, rows, align="llrrrrrr")
 
 
+def kv(kv_format: str) -> Row:
+    """Return the row of a KV cache format on the model as it is."""
+    return result_file("kv").run.one(model="as it is", kv_format=kv_format)
+
+
+def worst_kv() -> Row:
+    """Return the row of static scales with the largest KL."""
+    return max(result_file("kv").run.where(kv_format="FP8_STATIC"), key=lambda row: row["kl_mean"])
+
+
 def kv_outliers() -> str:
     """Return the table of one static scale a layer, as the keys of one head grow."""
     run = result_file("kv").run

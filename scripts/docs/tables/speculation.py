@@ -95,6 +95,16 @@ def bitwise_runs() -> list[Run]:
     return [run for run in result_file("speculation").runs if run.where(experiment="bitwise")]
 
 
+def num_compared() -> int:
+    """Return how many continuations were compared with plain decoding."""
+    return sum(row["num_requests"] for run in bitwise_runs() for row in run.rows)
+
+
+def num_equal() -> int:
+    """Return how many of them were equal."""
+    return sum(row["num_equal"] for run in bitwise_runs() for row in run.rows)
+
+
 def bitwise(run: Run) -> str:
     """Return the table of continuations that are equal, by weights and cache."""
     header = ["weights", "KV cache", "batch", "proposers", "continuations", "equal"]
