@@ -7,29 +7,26 @@ over the batch of means over the sequence; here both are the root of the mean sq
 the reading weights make of the inputs is not looked at.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
-from compress.calibrate.stats import SecondMoment, StatFactory
-from compress.methods.prune import SCORERS, Candidates, Choice
-from compress.recipe import Spec
+from compress.calibrate.stats import SecondMoment, Stat
+from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 
 
 @SCORERS.register("activation")
-class Activation(Spec):
+class Activation(Scorer):
     kind: Literal["activation"] = "activation"
 
-    @property
-    def gradient_samples(self) -> int:
-        return 0
-
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment = candidates.stats["second_moment"]
         units = candidates.units
-        assert isinstance(moment, SecondMoment)
         alive_I = (candidates.w_OI != 0).any(dim=0)  # what nothing reads, however large it is, does nothing
-        score_U = (moment.mean().diagonal() * alive_I).view(-1, units.width).sum(dim=1).sqrt()
+        score_U = (
+            (candidates.stats[SecondMoment].mean().diagonal() * alive_I)
+            .view(-1, units.width)
+            .sum(dim=1)
+            .sqrt()
+        )
         return Choice(units.best(score_U, num_kept), score_U)

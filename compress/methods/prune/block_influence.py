@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.methods.prune import LAYER_SCORERS
-from compress.recipe import Spec
+from compress.methods.prune import LAYER_SCORERS, LayerScorer
 
 
 @LAYER_SCORERS.register("block_influence")
-class BlockInfluence(Spec):
+class BlockInfluence(LayerScorer):
     kind: Literal["block_influence"] = "block_influence"
 
     def influence(self, before_TD: Tensor, after_TD: Tensor) -> Tensor:

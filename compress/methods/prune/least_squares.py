@@ -8,36 +8,28 @@ removed columns from zero, the same problem that `obs` chooses by. Solved in flo
 Shapes: O out, I in, K inputs that stay.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
-from compress.methods.prune import COMPENSATIONS, Compensated
-from compress.recipe import Spec
+from compress.methods.prune import COMPENSATIONS, Compensated, Compensation
 
 
 @COMPENSATIONS.register("least_squares")
-class LeastSquares(Spec):
+class LeastSquares(Compensation):
     kind: Literal["least_squares"] = "least_squares"
     damping: float = Field(0.01, gt=0, le=1, description="share of mean(diag H) added to the diagonal")
 
-    @property
-    def needs_bias(self) -> bool:
-        return False
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
-
-    def compensate(self, w_OI: Tensor, kept_I: Tensor, stats: Mapping[str, Stat]) -> Compensated:
+    def compensate(self, w_OI: Tensor, kept_I: Tensor, stats: InputStats) -> Compensated:
         """Raises UsageError: H holds NaN or infinity."""
-        moment = stats["second_moment"]
-        assert isinstance(moment, SecondMoment)
-        h_II = moment.mean().to(torch.float64)
+        h_II = stats[SecondMoment].mean().to(torch.float64)
         alive_I = h_II.diagonal() != 0
         if not bool((alive_I & ~kept_I).any()):  # nothing goes that ever fired
             return Compensated(w_OI[:, kept_I])

@@ -14,22 +14,20 @@ once, O I numbers, where it would read and write W and P.
 All in float64: P is the inverse of a matrix whose eigenvalues spread over many orders. Shapes: O out, I in, U units, C columns of a unit.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment, StatFactory
+from compress.calibrate.stats import SecondMoment, Stat
 from compress.errors import UsageError
-from compress.methods.prune import SCORERS, Candidates, Choice
+from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 from compress.models.pruning import Units
-from compress.recipe import Spec
 
 
 @SCORERS.register("obs")
-class Obs(Spec):
+class Obs(Scorer):
     kind: Literal["obs"] = "obs"
     damping: float = Field(0.01, gt=0, le=1, description="share of mean(diag H) added to the diagonal")
     block_size: int = Field(
@@ -38,18 +36,12 @@ class Obs(Spec):
         description="columns between two updates of the whole matrices; changes speed, not the choice",
     )
 
-    @property
-    def gradient_samples(self) -> int:
-        return 0
-
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
-        moment = candidates.stats["second_moment"]
         units = candidates.units
-        assert isinstance(moment, SecondMoment)
-        h_II = moment.mean()
+        h_II = candidates.stats[SecondMoment].mean()
         w_OI = torch.where(
             h_II.diagonal() == 0, 0.0, candidates.w_OI.to(torch.float64)
         )  # what never fires costs nothing

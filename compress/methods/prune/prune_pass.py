@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.stats import Mean, SecondMoment, StatFactory
+from compress.calibrate.stats import Mean, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.prune import Candidates, Compensated, Compensation, Scorer
 from compress.models.arch import Arch, LayerShape
@@ -68,8 +68,8 @@ class PrunePass:
         self._rng = rng
         self._losses = losses
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, **self._scorer.stats(), **self._compensation.stats()}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, *self._scorer.needs(), *self._compensation.needs()
 
     def apply(self, state: LayerState) -> None:
         decided: dict[str, tuple[Tensor, Compensated, dict[str, Any]]] = {}
@@ -102,15 +102,13 @@ class PrunePass:
         assert int(choice.kept_U.sum()) == cut.num_kept, "a scorer keeps as many as it is asked for"
         kept_I = units.columns(choice.kept_U)
         result = self._compensation.compensate(w_OI, kept_I, stats)
-        moment = stats["second_moment"]
-        mean = stats.get("mean")
-        assert isinstance(moment, SecondMoment)
-        mean_I = mean.mean() if isinstance(mean, Mean) else None
+        mean = stats.get(Mean)
+        mean_I = None if mean is None else mean.mean()
         facts = {
             "unit": cut.unit,
             "num_units": units.num_units,
             "num_kept": cut.num_kept,
-            "error": lost(w_OI, kept_I, result, moment.mean(), mean_I),
+            "error": lost(w_OI, kept_I, result, stats[SecondMoment].mean(), mean_I),
             **_score_facts(choice.kept_U, choice.score_U),
         }
         return choice.kept_U, result, facts

@@ -1,32 +1,24 @@
 """Units at random: the baseline that every other score has to beat. What is drawn depends on the seed, the layer and the linear alone."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
-from compress.calibrate.stats import SecondMoment, StatFactory
-from compress.methods.prune import SCORERS, Candidates, Choice
-from compress.recipe import Spec
+from compress.calibrate.stats import SecondMoment, Stat
+from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 
 
 @SCORERS.register("random")
-class RandomUnits(Spec):
+class RandomUnits(Scorer):
     kind: Literal["random"] = "random"
 
-    @property
-    def gradient_samples(self) -> int:
-        return 0
-
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
         """Among units that do something."""
-        moment = candidates.stats["second_moment"]
         units = candidates.units
-        assert isinstance(moment, SecondMoment)
-        alive_I = (moment.mean().diagonal() != 0) & (candidates.w_OI != 0).any(dim=0)
+        alive_I = (candidates.stats[SecondMoment].mean().diagonal() != 0) & (candidates.w_OI != 0).any(dim=0)
         alive_U = alive_I.view(-1, units.width).any(dim=1)
         score_U = (torch.rand(units.num_units, generator=candidates.generator) + 1e-3).to(
             alive_U.device

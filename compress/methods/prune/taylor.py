@@ -19,16 +19,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import Stat, StatFactory
-from compress.methods.prune import SCORERS, Candidates, Choice
+from compress.calibrate.gradients import GradientVisitor
+from compress.calibrate.stats import InputStats
+from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
 from compress.models.pruning import Units
-from compress.recipe import Spec
 
 
 @SCORERS.register("taylor")
-class Taylor(Spec):
+class Taylor(Scorer):
     kind: Literal["taylor"] = "taylor"
     num_samples: int = Field(
         32, ge=1, description="samples of the calibration set that gradients are taken on"
@@ -38,16 +38,13 @@ class Taylor(Spec):
     def gradient_samples(self) -> int:
         return self.num_samples
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {}
-
     def choose(self, candidates: Candidates, num_kept: int) -> Choice:
         assert candidates.loss_U is not None, "the stage takes gradients for a scorer that asks for them"
         score_U = candidates.loss_U.to(candidates.w_OI.device)
         return Choice(candidates.units.best(score_U, num_kept), score_U)
 
 
-class UnitLosses:
+class UnitLosses(GradientVisitor):
     """A `GradientVisitor` over the units of some linears: tap -> units. `loss` is (layer, tap) -> [U], nats of KL a token."""
 
     def __init__(self, units: Mapping[str, Units]) -> None:
@@ -62,10 +59,7 @@ class UnitLosses:
             for key, total_U in sorted(self._sums.items())
         }
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {}
-
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         del layer, stats
 
     def see(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import kl_between, walk
-from compress.calibrate.stats import Mean, SecondMoment, Stat
+from compress.calibrate.stats import InputStats, Mean, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
 from compress.methods.prune import Candidates, Compensated
@@ -37,10 +37,10 @@ def weights(size: int = IN) -> Tensor:
     return torch.randn(OUT, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def stats_of(x_TI: Tensor) -> dict[str, Stat]:
-    stats: dict[str, Stat] = {"second_moment": SecondMoment(), "mean": Mean()}
+def stats_of(x_TI: Tensor) -> InputStats:
+    stats = InputStats(SecondMoment(), Mean())
     for each in x_TI.to(torch.float32).chunk(2):
-        for stat in stats.values():
+        for stat in stats:
             stat.update(each)
     return stats
 
@@ -174,10 +174,8 @@ def test_a_bias_takes_the_mean_of_what_went_and_the_error_is_that_on_the_inputs(
     errors = []
     for compensation in (BiasCompensation(), LeastSquares(damping=1e-6)):
         result = compensation.compensate(w_OI.float(), kept_I, stats)
-        moment = stats["second_moment"]
-        mean = stats["mean"]
-        assert isinstance(moment, SecondMoment)
-        assert isinstance(mean, Mean)
+        moment = stats[SecondMoment]
+        mean = stats[Mean]
         said = lost(w_OI.float(), kept_I, result, moment.mean(), mean.mean())
         assert said == pytest.approx(measured(result), rel=1e-3, abs=1e-6)
         errors.append(said)
