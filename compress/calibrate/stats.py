@@ -18,6 +18,11 @@ from torch import Tensor
 from compress.calibrate.arithmetic import add_gram, add_lower_gram
 from compress.context import NUM_SHARDS
 
+NOT_FINITE = (
+    "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or infinity. "
+    "Check the checkpoint, or compute in float32."
+)
+"""Message of the UsageError that a method raises when it cannot factorise a moment."""
 PARKED_ROWS = 256
 """Rows of a block of a parked sum."""
 

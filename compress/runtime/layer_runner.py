@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import RawRows
-from compress.kernels.select import Op, select
+from compress.kernels.problem import Op, Phase
+from compress.kernels.select import select
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.loader import LayerWeights, Placed, Projection, Rows, Target

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.coverage import Machine, Phase
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
-from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, candidates, refusals, select
+from compress.kernels.problem import DENSE_SCHEMES, KernelDevice, Phase, Problem
+from compress.kernels.select import Kernel, candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
@@ -49,8 +49,8 @@ class Target:
         return FEW_ROWS if self.device.type == "cuda" else 0
 
     @property
-    def machine(self) -> Machine:
-        return Machine.of(
+    def machine(self) -> KernelDevice:
+        return KernelDevice.from_torch(
             self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens
         )
 

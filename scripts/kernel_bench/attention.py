@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.select import Kernel, Op, select
+from compress.kernels.problem import Op
+from compress.kernels.select import Kernel, select
 from compress.runtime.loader import Phase
 from scripts.kernel_bench.case import (
     MIN_LAUNCHES,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
 from compress.kernels.operands.rows import FP8
-from compress.kernels.select import DENSE_SCHEMES
+from compress.kernels.problem import DENSE_SCHEMES
 from compress.models.arch import Arch
 from compress.runtime.loader import Phase, Target
 from scripts.kernel_bench.timer import Launch

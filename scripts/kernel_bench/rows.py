@@ -14,7 +14,8 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
-from compress.kernels.select import KERNELS, Kernel, Op, select
+from compress.kernels.problem import Op
+from compress.kernels.select import KERNELS, Kernel, select
 from compress.models.rope import cos_sin
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample_rows

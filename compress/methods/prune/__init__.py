@@ -1,8 +1,9 @@
 """Pruning = score x compensation, over units of columns of a linear.
 
-A score decides which units stay, a compensation decides what the weights of the columns that stay become. A layer score measures how much
-a whole layer does. Each is a Spec (the mapping `{kind: NAME, options}` of a recipe) that derives from one of the classes below and is
-registered by name; `stages/prune` combines them and `prune_pass.py` applies them to a layer.
+A score decides which units stay, a compensation decides what the weights of the columns that stay become. A
+layer score measures how much a whole layer does. Each is a Spec (the mapping `{kind: NAME, options}` of a
+recipe) that derives from one of the classes below and is registered by name; `stages/prune` combines them and
+`prune_pass.py` applies them to a layer.
 """
 
 from abc import abstractmethod
@@ -21,8 +22,9 @@ from compress.recipe import Spec
 class Candidates:
     """The units of one linear, some of which are to be removed.
 
-    `w_OI` are its float32 weights, `stats` the statistics of its input that the score needs, `generator` is seeded for this linear alone.
-    `loss_U` are predicted losses (`taylor.UnitLosses`), for a score with `gradient_samples` > 0.
+    `w_OI` are its float32 weights, `stats` the statistics of its input that the score needs, `generator` is
+    seeded for this linear alone. `loss_U` are predicted losses (`taylor.UnitLosses`), for a score with
+    `gradient_samples` > 0.
     """
 
     w_OI: Tensor
@@ -34,7 +36,8 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which units stay, bool [U], as many as requested; and their scores, float32 [U] >= 0, larger for units that matter more."""
+    """The decision of a score: the units that stay, bool [U], and the scores of all, float32 [U] >= 0, larger
+    for units that matter more."""
 
     kept_U: Tensor
     score_U: Tensor
@@ -87,7 +90,8 @@ class LayerScorer(Spec):
 
     @abstractmethod
     def influence(self, before_TD: Tensor, after_TD: Tensor) -> Tensor:
-        """Return how much a layer's output differs from its input, summed over the tokens of one sample: a float64 scalar."""
+        """Return how much a layer's output differs from its input, summed over the tokens of one sample: a
+        float64 scalar."""
 
 
 SCORERS: PluginSet[type[Scorer]] = PluginSet("score", "compress.methods.prune", group="compress.methods")

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token

@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
-from compress.digest import canonical_json, digest_json
+from compress.digest import canonical_json, digest_json, significant
 from compress.errors import UsageError
 from compress.kernels.latency import latency_table
 from compress.machine import environment_facts
@@ -163,7 +163,7 @@ def _facts(
     }
 
     def said(at: Point) -> dict[str, float]:
-        return {"cost": round(at.cost / costs.dense, 6), "kl": _rounded(at.loss)}
+        return {"cost": round(at.cost / costs.dense, 6), "kl": significant(at.loss)}
 
     rows = []
     for unit, of_unit, pick in zip(units, options, best.picks, strict=True):
@@ -172,7 +172,7 @@ def _facts(
             "projection": unit.name,
             "scheme": of_unit[pick].scheme,
         }
-        row["kl"] = {each.scheme: _rounded(each.loss) for each in of_unit}
+        row["kl"] = {each.scheme: significant(each.loss) for each in of_unit}
         row["bytes"] = {name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes}
         if times is not None:
             row["us"] = {
@@ -191,8 +191,3 @@ def _facts(
         "frontier": [said(each) for each in corners],
         "units": rows,
     }
-
-
-def _rounded(value: float) -> float:
-    """Six digits: what lies behind them is noise of the estimate."""
-    return float(f"{value:.6g}")

@@ -10,7 +10,8 @@ from compress.calibrate.layer_state import LayerState
 from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.kernels.select import Problem, refusals, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import refusals, select
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass

@@ -13,7 +13,8 @@ from compress.calibrate.stats import AbsMax, InputStats, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
-from compress.kernels.select import Problem, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import select
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch, LinearGroup
