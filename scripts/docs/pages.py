@@ -3,7 +3,8 @@
 A template is Markdown with Jinja expressions. Templates of results pages contain no number: numbers are expressions.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -12,7 +13,7 @@ from scripts.docs import markdown
 from scripts.docs.pictures import pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
-from scripts.docs.tables import performance, pruning, quality, schemes, speculation
+from scripts.docs.tables import performance, pruning, quality, readme, schemes, speculation
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = (
@@ -27,6 +28,8 @@ PAGES = (
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
 """Pages of `docs/` that are the README of another directory."""
+REGIONS: Mapping[str, Callable[[], str]] = {"schemes": schemes.schemes, "best": readme.best}
+"""Name of a marked region of README, and the function that fills it."""
 NOTICE = "<!-- Written by `python -m scripts.docs` from `scripts/docs/templates/{name}`: edit that, and run it. -->\n\n"
 
 
@@ -70,10 +73,28 @@ def copied(source: str) -> str:
     return f"<!-- Copied by `python -m scripts.docs` from `{source}`: edit that, and run it. -->\n\n" + text
 
 
+def with_regions(source: str) -> str:
+    """Return a hand-written page with its marked regions filled.
+
+    Raises:
+        LookupError: a region has no function, or no end.
+    """
+    text = (ROOT / source).read_text(encoding="utf-8")
+    for name in re.findall(r"<!-- begin: (\w+) -->", text):
+        begin = f"<!-- begin: {name} -->"
+        before, _, rest = text.partition(begin)
+        _, end, after = rest.partition(f"<!-- end: {name} -->")
+        if not end or name not in REGIONS:
+            raise LookupError(f"{source}: the region {name} has no end or nothing that fills it")
+        text = f"{before}{begin}\n{REGIONS[name]()}\n{end}{after}"
+    return text
+
+
 def generated() -> Mapping[Path, str]:
     """Return the text of every generated file, by its path."""
     docs = ROOT / "docs"
     return {
+        ROOT / "README.md": with_regions("README.md"),
         **{docs / name: rendered(name) for name in PAGES},
         **{docs / name: copied(source) for name, source in COPIES.items()},
         **{docs / "pictures" / name: text for name, text in pictures()},

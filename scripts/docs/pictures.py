@@ -11,6 +11,8 @@ from scripts.docs.svg import THEMES, Canvas
 PACKAGES: Mapping[str, str] = {
     "cli": "one command a file",
     "api": "load, generate, quantize, run",
+    "llm": "text in, text out",
+    "serve": "HTTP server",
     "pipeline": "the only loop over stages",
     "stages": "one stage a file or folder; budgets",
     "validate": "accuracy, latency, gates, report",
