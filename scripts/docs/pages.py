@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.docs import markdown
+from scripts.docs.journeys import JOURNEYS
 from scripts.docs.pictures import pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
@@ -20,6 +21,7 @@ PAGES = (
     "recipe.md",
     "choosing.md",
     "techniques.md",
+    "architecture.md",
     "results/quality.md",
     "results/pruning.md",
     "results/speculation.md",
@@ -56,8 +58,18 @@ def environment() -> Environment:
         "performance": performance,
         "schemes": schemes,
         "recipe": RecipeReference(),
+        "journeys": JOURNEYS,
+        "picture": picture,
     }
     return found
+
+
+def picture(name: str, title: str) -> str:
+    """Return the HTML of a picture that follows the reader's light or dark page."""
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="pictures/{name}-dark.svg">\n'
+        f'  <img alt="{title}" src="pictures/{name}-light.svg">\n</picture>'
+    )
 
 
 def rendered(name: str) -> str:

@@ -9,6 +9,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.docs.pages import COPIES
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
@@ -18,9 +20,10 @@ PAGES = sorted(
         ROOT / "CHANGELOG.md",
         ROOT / "calib_data" / "README.md",
         ROOT / "compress" / "reference" / "README.md",
-        *(ROOT / "docs").rglob("*.md"),
+        *(page for page in (ROOT / "docs").rglob("*.md") if page.name not in COPIES),
     ]
 )
+"""All pages but those that are copies of a README."""
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<rest>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.M | re.S
 )

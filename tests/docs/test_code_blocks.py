@@ -10,8 +10,8 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 from ruamel.yaml import YAML
@@ -150,15 +150,13 @@ def parsed(words: list[str]) -> None:
     if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1 :]
     if words[0].endswith("compress"):
-        group = typer.main.get_command(build_app())
-        assert isinstance(group, click.Group)
-        with click.Context(group) as context:
-            command = group.get_command(context, words[1])
-            assert command is not None, f"no command {words[1]}"
-            command.make_context(words[1], [word for word in words[2:] if word != ">"], parent=context)
+        commands: Any = typer.main.get_command(build_app())
+        assert words[1] in commands.commands, f"no command {words[1]}"
+        commands.commands[words[1]].make_context(words[1], [word for word in words[2:] if word != ">"])
     elif words[:2] == ["python", "-m"]:
-        assert (ROOT / (words[2].replace(".", "/") + ".py")).is_file() or words[2] not in ("scripts",)
-        assert not words[2].startswith("scripts") or (ROOT / (words[2].replace(".", "/") + ".py")).is_file()
+        module = ROOT / words[2].replace(".", "/")
+        own = words[2].startswith("scripts")
+        assert not own or module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
     elif words[0] == "make":
         targets = (ROOT / "Makefile").read_text()
         for word in words[1:]:
