@@ -305,6 +305,8 @@ class CompressedTensors:
         assert all(targets for _, targets in coded), "a scheme without linears"
         groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
+        # transformers 5.23 drops zero points unless it decompresses at load; it does that by one scheme only.
+        at_load = len(scheme.all) == 1 and not scheme.layers.symmetric
         return {
             "quant_method": self.quant_method,
             "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
@@ -313,6 +315,7 @@ class CompressedTensors:
             "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
             KV_KEY: None,
             "version": FORMAT_VERSION,
+            **({"dequantize": True} if at_load else {}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
@@ -355,7 +358,7 @@ class CompressedTensors:
         loads = True
         if not all(each.symmetric for each in scheme.all):
             loads = len(scheme.all) == 1
-            transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"
+            transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
         return [

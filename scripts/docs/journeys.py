@@ -137,7 +137,7 @@ BATCH = Journey(
         ),
         Stop(
             "compress/models/surgery.py",
-            "fold_scale",
+            "fold_",
             "Folds that scale into the weights; the compressed layer then feeds the next one with the same samples.",
         ),
     ),

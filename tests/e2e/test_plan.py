@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.cli.init import PRESETS
 from compress.models.family import family_of
 from compress.models.known import known_config, known_models
-from compress.pipeline import build_steps
-from compress.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -57,19 +54,6 @@ def test_every_recipe_passes_plan_offline(
 def test_the_first_line_of_a_recipe_tells_what_it_is_for(path: Path) -> None:
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     assert re.fullmatch(r"# [A-Z].{20,106}\.", first), first
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_init_writes_a_recipe_that_can_run(
-    name: str, command: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    code, _, err = command("init", path, "--preset", name)
-    assert code == 0, err
-    assert build_steps(load_recipe(path))
-    assert "calib_data/" not in path.read_text(), "a wheel has no such file"
-    assert command("init", path)[0] == 2
-    assert f"{name}: " in command("init", "--list")[1]
 
 
 def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> None:

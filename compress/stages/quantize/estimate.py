@@ -42,7 +42,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         facts.num_ranks,
         compares=spec.target is not None,
         factorises=isinstance(spec.round, Gptq) or spec.target is not None,
-        in_turn=spec.true_sequential,
+        true_sequential=spec.true_sequential,
     )
     kv_format = spec.kv_format()
     kv_note = (

@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
@@ -67,14 +67,16 @@ def quantize_layers(
     rows = run_sequential(
         source,
         tokens_NS if passes or kv_scales else tokens_NS[:1, :1],
-        passes,
+        Compression(
+            passes,
+            scheme=scheme,
+            kv_scales=kv_scales,
+            guide=None if spec.guide is None else GuideFiles(ctx.scratch),
+            true_sequential=spec.true_sequential,
+        ),
         ctx.scratch,
         ctx,
-        scheme=scheme,
         compute_dtype=in_dtype,
-        kv_scales=kv_scales,
-        guide=None if spec.guide is None else GuideFiles(ctx.scratch),
-        in_turn=spec.true_sequential,
     )
     if spec.tune is not None and scheme is not None:
         ctx.ranks.broadcast(None)  # nobody reads layers before they are written

@@ -125,7 +125,7 @@ class Quantize(Spec):
     refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = None
     true_sequential: bool = Field(
         False,
-        exclude_if=lambda in_turn: not in_turn,  # as `kv_cache`
+        exclude_if=lambda true_sequential: not true_sequential,  # as `kv_cache`
         description="the linears of a layer are rounded one group after the other, each behind those before "
         "it; not with `smooth`",
     )

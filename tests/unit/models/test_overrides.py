@@ -53,6 +53,16 @@ def test_the_first_pattern_that_matches_decides() -> None:
     )
 
 
+def test_braces_name_several_linears_at_once() -> None:
+    decided = decide({"layers.1.{ffn.{gate,up},attn.[qkv]}": FP8, "*.ffn.{gate,up}": INT8}, ARCH)
+    assert {name for name, scheme in decided.items() if scheme == FP8} == {
+        f"layers.1.{name}" for name in ("ffn.gate", "ffn.up", "attn.q", "attn.k", "attn.v")
+    }
+    assert decided["layers.0.ffn.up"] == decided["layers.2.ffn.gate"] == INT8
+    with pytest.raises(UsageError, match="matches no linear"):
+        decide({"*.ffn.{left,right}": FP8}, ARCH)
+
+
 PATTERNS = st.sampled_from(
     [*NAMES, "*", "*.down", "*.attn.*", "layers.[01].*", "layers.2.ffn.*", "*.attn.[qkv]"]
 )
