@@ -1,6 +1,7 @@
 """A proposer that can be timed, or replaced by one that costs nothing, while its engine runs.
 
-A step whose proposals cost nothing is as expensive as verification alone: that is how the two parts of a step are told apart.
+A step whose proposals cost nothing is as expensive as verification alone, so that the two parts of a step can
+be timed separately.
 """
 
 import time
@@ -18,7 +19,8 @@ from compress.runtime.speculative.state import RunningRow, SpeculativeState
 class ProposerProbe:
     """The mode of a probed proposer from now on, and the seconds of each call that was timed.
 
-    `own`: it proposes as it is. `timed`: the same, with each call timed. `idle`: it proposes the same token again and again.
+    `own`: it proposes as it is. `timed`: the same, with each call timed. `idle`: it proposes the same token
+    again and again.
     """
 
     mode: Literal["own", "timed", "idle"] = "own"
@@ -54,7 +56,8 @@ class ProbedProposer:
     def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
         """Return the proposals of the mode.
 
-        Idle proposals come with the last distributions: captured graphs read them at the addresses that they were captured with.
+        Idle proposals come with the last distributions: captured graphs read them at the addresses that they
+        were captured with.
         """
         if self._probe.mode == "idle":
             if self._tokens_RK.shape[0] < len(rows):
