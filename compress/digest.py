@@ -1,4 +1,6 @@
-"""Content digests: `sha256:<hex>` over bytes, files and canonical JSON (sorted keys, no spaces, UTF-8, no NaN)."""
+"""Content digests: `sha256:<hex>` over bytes, files and canonical JSON (sorted keys, no spaces, UTF-8, no
+NaN).
+"""
 
 import hashlib
 import json

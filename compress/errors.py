@@ -1,7 +1,9 @@
-"""Errors that a user meets. Each carries one paragraph (what, where, what to do) and the exit code of the process.
+"""Errors that a user meets. Each carries one paragraph (what, where, what to do) and the exit code of the
+process.
 
-Exit codes (a frozen surface, see README): 0 done, 1 internal error, 2 recipe or usage, 3 a gate failed, 4 environment or hardware,
-5 registry or input/output, 75 lock held or transient, 130 / 143 interrupted by SIGINT / SIGTERM and resumable.
+Exit codes (a frozen surface, see README): 0 done, 1 internal error, 2 recipe or usage, 3 a gate failed, 4
+environment or hardware, 5 registry or input/output, 75 lock held or transient, 130 / 143 interrupted by
+SIGINT / SIGTERM and resumable.
 """
 
 import difflib

@@ -1,7 +1,8 @@
 """The `compress` command: which commands there are, and what becomes of an error.
 
-To add a command, write one file that defines one function, and one line below. A command file imports only typer, `cli.output` and light
-modules at its top, and the rest (torch, pydantic, YAML) inside the function, so that `compress --help` stays under 0.4 s.
+To add a command, write one file that defines one function, and one line below. A command file imports only
+typer, `cli.output` and light modules at its top, and the rest (torch, pydantic, YAML) inside the function, so
+that `compress --help` stays under 0.4 s.
 """
 
 import logging
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_app() -> typer.Typer:
     """The typer application with every command."""
     app = typer.Typer(
-        help="One recipe from a Hugging Face checkpoint to a smaller, faster artifact with the proof attached.",
+        help="One recipe from a Hugging Face checkpoint to a smaller, faster artifact with the proof "
+        "attached.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,4 +1,5 @@
-"""`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve what here.
+"""`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve
+what here.
 
 Imports only torch and the kernels (with triton, where it is); the rest is metadata.
 """
@@ -81,7 +82,9 @@ def examine(workspace: Path) -> Iterator[Finding]:
 
 
 def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """What the package says it needs, against what is there; one line when all is well, beside the versions people ask for."""
+    """What the package says it needs, against what is there; one line when all is well, beside the versions
+    people ask for.
+    """
     try:
         declared = importlib.metadata.requires("compress") or []
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +131,9 @@ def parse_requirement(line: str) -> tuple[str, str]:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version meets comparisons such as `>=2.9,<2.14`, by its release numbers alone (`2.13.0+cpu` counts as 2.13.0)."""
+    """Whether a version meets comparisons such as `>=2.9,<2.14`, by its release numbers alone (`2.13.0+cpu`
+    counts as 2.13.0).
+    """
     compare: Mapping[str, Callable[[int], bool]] = {
         ">=": lambda sign: sign >= 0,
         "<=": lambda sign: sign <= 0,
@@ -201,7 +206,9 @@ def accelerator() -> Iterator[Finding]:
 
 
 def kernels_here() -> dict[str, Any]:
-    """Which kernel serves which op, scheme and range of rows here, for the shapes of one common model, and which serve nothing, and why."""
+    """Which kernel serves which op, scheme and range of rows here, for the shapes of one common model, and
+    which serve nothing, and why.
+    """
     import torch
 
     from compress.kernels.coverage import coverage, unused
@@ -288,7 +295,8 @@ def cpu(cpuinfo: str) -> Finding:
     cores = len(os.sched_getaffinity(0))
     slow_bf16 = not flags & {"avx512_bf16", "amx_bf16"}
     advice = (
-        "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 BF16."
+        "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 "
+        "BF16."
         if slow_bf16
         else ""
     )
@@ -301,7 +309,8 @@ def cpu(cpuinfo: str) -> Finding:
 
 
 def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of transformers.
+    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of
+    transformers.
 
     Judged by metadata alone: importing the wrong build is the very failure looked for.
     """

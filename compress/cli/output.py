@@ -1,6 +1,8 @@
-"""What goes where: data to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and progress to stderr.
+"""What goes where: data to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and progress
+to stderr.
 
-Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's log stays readable.
+Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's
+log stays readable.
 """
 
 import json
@@ -41,12 +43,16 @@ def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def write_data(text: str) -> None:
-    """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not all data arrived."""
+    """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not
+    all data arrived.
+    """
     write_piece(text + "\n")
 
 
 def write_piece(text: str) -> None:
-    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command as in `write_data`."""
+    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command
+    as in `write_data`.
+    """
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -183,7 +189,8 @@ class _LogLines:
         elapsed_s = now - self.started_s
         left = f", {duration_text(elapsed_s / done * (total - done))} left" if done else ""
         self.say(
-            f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}"
+            f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak "
+            f"{size_text(self.peak_bytes())}"
         )
 
     def say(self, text: str) -> None:

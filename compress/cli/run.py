@@ -131,8 +131,9 @@ def _execute(
     unchanged_exit_code: int = 0,
     **asked: Any,
 ) -> int:
-    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of several ranks that torchrun
-    started, rank 0 does this and the others help."""
+    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of
+    several ranks that torchrun started, rank 0 does this and the others help.
+    """
     from compress.context import OneRank
     from compress.pipeline import Job, execute, pick_device
 
@@ -158,14 +159,17 @@ def _execute(
 
 
 def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
-    """Join the others, and lead or follow. What ends one rank ends all; rank 0 says why, with the exit code of whoever it was."""
+    """Join the others, and lead or follow. What ends one rank ends all; rank 0 says why, with the exit code
+    of whoever it was.
+    """
     from compress.pipeline import follow
     from compress.ranks import Launch, joined
 
     launch = Launch.of(os.environ)
     if launch is None:
         raise UsageError(
-            "WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun."
+            "WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start "
+            "ranks with torchrun."
         )
     chosen = _device_of(launch, device)
     try:
@@ -197,11 +201,13 @@ def _device_of(launch: "Launch", asked: str | None) -> str:
         return chosen
     if torch.device(chosen).index is not None:
         raise UsageError(
-            f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, or leave it out."
+            f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, "
+            f"or leave it out."
         )
     if launch.local_rank >= torch.cuda.device_count():
         raise EnvironmentUnfit(
-            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks were started."
+            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks "
+            f"were started."
         )
     torch.cuda.set_device(launch.local_rank)
     return f"cuda:{launch.local_rank}"
@@ -236,7 +242,9 @@ class TerminalWatch:
 
 @contextmanager
 def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
-    """While the block runs, SIGTERM and the first SIGINT are remembered for the next boundary; a second SIGINT ends at once."""
+    """While the block runs, SIGTERM and the first SIGINT are remembered for the next boundary; a second
+    SIGINT ends at once.
+    """
     received: list[int] = []
 
     def remember(number: int, frame: object) -> None:
@@ -245,7 +253,8 @@ def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
         received.append(number)
         if not silent:
             note(
-                f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)"
+                f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at "
+                f"once)"
             )
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}

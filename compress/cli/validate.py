@@ -82,7 +82,8 @@ def validate(
     candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
     if candidate is None:
         raise UsageError(
-            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and `compress run` make some."
+            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and "
+            f"`compress run` make some."
         )
     out.mkdir(parents=True, exist_ok=True)
     writer = ArtifactWriter(out)

@@ -1,7 +1,9 @@
-"""What ranks other than 0 do: wait until rank 0 comes to a stage that all take part in, and do their part of it.
+"""What ranks other than 0 do: wait until rank 0 comes to a stage that all take part in, and do their part of
+it.
 
-Rank 0 alone has the workspace, the recipe and the registry. A part names what the stage reads by path, so ranks on several machines need
-these directories, the workspace's among them, at the same places of a file system that all share.
+Rank 0 alone has the workspace, the recipe and the registry. A part names what the stage reads by path, so
+ranks on several machines need these directories, the workspace's among them, at the same places of a file
+system that all share.
 """
 
 from dataclasses import asdict

@@ -1,10 +1,12 @@
-"""The only loop over stages: a recipe becomes steps, steps become artifacts, artifacts are found again by key.
+"""The only loop over stages: a recipe becomes steps, steps become artifacts, artifacts are found again by
+key.
 
     recipe -> steps (kinds resolved, specs checked, defaults filled in, needs met)   before anything runs
-    step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or built
-    end    -> gates decide, then `publish`
+    step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or
+    built end    -> gates decide, then `publish`
 
-A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same command resumes there.
+A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same
+command resumes there.
 """
 
 import time
@@ -131,7 +133,8 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
     """
     if result.gates_failed:
         raise GateFailed(
-            f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report says by how much."
+            f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report "
+            f"says by how much."
         )
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
@@ -143,7 +146,9 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
 def unchanged(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> RunResult | None:
-    """The result of an earlier run if nothing that decides it has changed and it is where the recipe pushes it; else None."""
+    """The result of an earlier run if nothing that decides it has changed and it is where the recipe pushes
+    it; else None.
+    """
     ports = _initial_ports(source)
     results: list[StepResult] = []
     for step in steps:
@@ -162,7 +167,9 @@ def unchanged(
 def cached_keys(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> list[bool]:
-    """For each step, whether a run would find it built; unknown counts as not, and everything behind a missing step is unknown."""
+    """For each step, whether a run would find it built; unknown counts as not, and everything behind a
+    missing step is unknown.
+    """
     ports = _initial_ports(source)
     found: list[bool] = []
     for step in steps:

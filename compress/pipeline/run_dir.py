@@ -1,7 +1,8 @@
-"""The directory of one recipe's runs: the lock, the evidence, the log, and links to the artifacts in the workspace.
+"""The directory of one recipe's runs: the lock, the evidence, the log, and links to the artifacts in the
+workspace.
 
-recipe.lock.yaml   the recipe with everything resolved      evidence/     report.html report.json README.md provenance.json
-run.log            one line per stage and run               artifacts/    a link per stage
+recipe.lock.yaml   the recipe with everything resolved      evidence/     report.html report.json README.md
+provenance.json run.log            one line per stage and run               artifacts/    a link per stage
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 """
 
@@ -91,7 +92,9 @@ class RunDir:
 
 
 def _point(link: Path, target: Path) -> None:
-    """A relative link, set in one step. Both ends are resolved first: a path through another link has another parent than it spells."""
+    """A relative link, set in one step. Both ends are resolved first: a path through another link has another
+    parent than it spells.
+    """
     link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)

@@ -9,7 +9,9 @@ from compress.errors import RecipeError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelRef:
-    """Where the source model comes from. A `hf` reference without revision names a branch that moves; resolving it is the caller's part."""
+    """Where the source model comes from. A `hf` reference without revision names a branch that moves;
+    resolving it is the caller's part.
+    """
 
     scheme: Literal["builtin", "path", "hf"]
     name: str
@@ -40,5 +42,6 @@ def parse_model_ref(text: str) -> ModelRef:
             f"'{text}' is not a model reference. Write builtin://reference or hf://org/name@revision."
         )
     raise RecipeError(
-        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A path needs no scheme."
+        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A "
+        f"path needs no scheme."
     )

@@ -1,4 +1,6 @@
-"""A recipe: a model, a seed, and stages kept as `{kind, raw mapping, position}` until the stage's own Spec is loaded and checks them."""
+"""A recipe: a model, a seed, and stages kept as `{kind, raw mapping, position}` until the stage's own Spec is
+loaded and checks them.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage as the file has it: `raw` without `kind`, and `where` its keys stand (paths relative to this stage)."""
+    """One stage as the file has it: `raw` without `kind`, and `where` its keys stand (paths relative to this
+    stage).
+    """
 
     kind: str
     index: int
@@ -61,7 +65,8 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push) is wrong.
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push)
+            is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

@@ -1,8 +1,9 @@
 """YAML 1.2 text read into plain values, together with the line and column of every key.
 
-The values are built from the parser's event stream, not by its object constructor, so the whole language a recipe can say is on this page:
-mappings with unique text keys, lists, and the scalars of the YAML 1.2 core schema (plus `_` between digits). No tags, anchors, aliases,
-merge keys or second documents: a file says what it says, and `no`, `off` and `2026-01-31` are text.
+The values are built from the parser's event stream, not by its object constructor, so the whole language a
+recipe can say is on this page: mappings with unique text keys, lists, and the scalars of the YAML 1.2 core
+schema (plus `_` between digits). No tags, anchors, aliases, merge keys or second documents: a file says what
+it says, and `no`, `off` and `2026-01-31` are text.
 """
 
 import io
@@ -55,7 +56,9 @@ class Position:
 
 @dataclass(frozen=True)
 class SourceMap:
-    """Where every key and list item of a mapping stands in its file; `prefix` is the path of this mapping in the whole file."""
+    """Where every key and list item of a mapping stands in its file; `prefix` is the path of this mapping in
+    the whole file.
+    """
 
     file: str
     positions: Mapping[KeyPath, Position]
@@ -95,7 +98,9 @@ def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
 
 
 def dump_yaml(value: Any) -> str:
-    """Block YAML of plain data, in the order given; `read_yaml` gives the same value back. Text is quoted, so nothing can be misread."""
+    """Block YAML of plain data, in the order given; `read_yaml` gives the same value back. Text is quoted, so
+    nothing can be misread.
+    """
     out = io.StringIO()
     _write_block(out, value, indent=0)
     return out.getvalue()
@@ -228,7 +233,9 @@ def path_text(path: KeyPath) -> str:
 
 
 def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
-    """Nested collections one level further in; a list's dashes stand at the indent of what they belong to plus two."""
+    """Nested collections one level further in; a list's dashes stand at the indent of what they belong to
+    plus two.
+    """
     if isinstance(value, Mapping) and value:
         rows = [(_key_head(str(key), indent), inner) for key, inner in value.items()]
     elif isinstance(value, (list, tuple)) and value:
@@ -245,7 +252,9 @@ def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
 
 
 def _key_head(key: str, indent: int) -> str:
-    """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit one."""
+    """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit
+    one.
+    """
     text = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
     return f"{text}:" if len(text) < 1000 else f"? {text}\n{' ' * indent}:"
 

@@ -1,6 +1,8 @@
-"""What a part of a recipe may say: a `Spec` per stage, method or data card, and errors that point into the file.
+"""What a part of a recipe may say: a `Spec` per stage, method or data card, and errors that point into the
+file.
 
-A raw mapping is held against its spec strictly and as JSON: a quoted number is not a number, `yes` is not a truth value, a list is a tuple.
+A raw mapping is held against its spec strictly and as JSON: a quoted number is not a number, `yes` is not a
+truth value, a list is a tuple.
 """
 
 import json
@@ -28,7 +30,8 @@ S = TypeVar("S", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ByKind:
-    """A field whose Spec is chosen by its `kind`, among specs that plug-ins bring: `round: Annotated[Spec, ByKind(rounder_specs)]`.
+    """A field whose Spec is chosen by its `kind`, among specs that plug-ins bring: `round: Annotated[Spec,
+    ByKind(rounder_specs)]`.
 
     `specs` is called when the Spec that holds the field is built, and to explain an error.
     Each choice declares `kind: Literal["its name"]`.
@@ -44,8 +47,9 @@ class ByKind:
 
 
 def checked_by(check: Callable[[Any], object]) -> AfterValidator:
-    """Mark of a field whose value `check` refuses with a UsageError, so that the error stands at the field's own place in the file:
-    `scheme: Annotated[str, checked_by(scheme_named)]`."""
+    """Mark of a field whose value `check` refuses with a UsageError, so that the error stands at the field's
+    own place in the file: `scheme: Annotated[str, checked_by(scheme_named)]`.
+    """
 
     def validate(value: Any) -> Any:
         try:
@@ -60,8 +64,9 @@ def checked_by(check: Callable[[Any], object]) -> AfterValidator:
 def list_to_tuple(value: Any) -> Any:
     """Return a list as a tuple and any other value as it is.
 
-    For `Annotated[tuple[...], BeforeValidator(list_to_tuple)]`: strict validation takes a list for a tuple only while it reads JSON, and
-    a Spec inside another one that has a validator of its own is validated from Python values.
+    For `Annotated[tuple[...], BeforeValidator(list_to_tuple)]`: strict validation takes a list for a tuple
+    only while it reads JSON, and a Spec inside another one that has a validator of its own is validated from
+    Python values.
     """
     return tuple(value) if isinstance(value, list) else value
 
@@ -132,7 +137,9 @@ def _explain(
 
 
 def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
-    """`location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec that owns its last key."""
+    """`location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec that
+    owns its last key.
+    """
     path: KeyPath = ()
     annotation = spec_type
     value = raw

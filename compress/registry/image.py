@@ -1,8 +1,8 @@
 """The JSON of OCI images 1.1: descriptors, and the manifests that an artifact and its evidence become.
 
-An artifact is one image manifest: its config blob is `compress.json`, byte for byte (so the config digest is the artifact digest), and
-each file is one layer with its path as title. Evidence is another manifest whose `subject` is the first
-(https://github.com/opencontainers/image-spec, manifest.md).
+An artifact is one image manifest: its config blob is `compress.json`, byte for byte (so the config digest is
+the artifact digest), and each file is one layer with its path as title. Evidence is another manifest whose
+`subject` is the first (https://github.com/opencontainers/image-spec, manifest.md).
 """
 
 import json

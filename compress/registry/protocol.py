@@ -1,4 +1,6 @@
-"""What a registry can do, and how one is found: a module of this package registers a factory under the scheme of its URLs."""
+"""What a registry can do, and how one is found: a module of this package registers a factory under the scheme
+of its URLs.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +23,9 @@ class Tag:
 
 
 class Registry(Protocol):
-    """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag` makes anything visible."""
+    """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag`
+    makes anything visible.
+    """
 
     def has(self, blob: Descriptor) -> bool:
         """Whether the blob is there and whole, so that it need not be put."""
@@ -44,7 +48,9 @@ class Registry(Protocol):
         ...
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays reachable by digest."""
+        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays
+        reachable by digest.
+        """
         ...
 
     def tags(self) -> tuple[Tag, ...]:

@@ -1,6 +1,8 @@
-"""A reference to something pushed: `scheme://place/of/registry/name:tag`, or `...name@sha256:<hex>` for one exact object.
+"""A reference to something pushed: `scheme://place/of/registry/name:tag`, or `...name@sha256:<hex>` for one
+exact object.
 
-The last path component is the name, everything before it is the registry; without a tag the reference means `latest`.
+The last path component is the name, everything before it is the registry; without a tag the reference means
+`latest`.
 """
 
 import re
@@ -17,7 +19,9 @@ _SHAPE = "scheme://registry/name:tag or scheme://registry/name@sha256:<64 hex di
 
 @dataclass(frozen=True)
 class Ref:
-    """Where an object is. `tag` moves, `digest` (of the OCI manifest) does not; exactly one of them decides, the digest if there is one."""
+    """Where an object is. `tag` moves, `digest` (of the OCI manifest) does not; exactly one of them decides,
+    the digest if there is one.
+    """
 
     scheme: str
     place: str

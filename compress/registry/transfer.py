@@ -1,7 +1,9 @@
-"""Moving artifacts and their evidence to and from a registry so that every byte is checked and only the last step shows.
+"""Moving artifacts and their evidence to and from a registry so that every byte is checked and only the last
+step shows.
 
-Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before. Pull writes beside the
-destination, checks each blob against its digest while copying, and renames at the end: killed or failed anywhere, there is no destination.
+Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before.
+Pull writes beside the destination, checks each blob against its digest while copying, and renames at the end:
+killed or failed anywhere, there is no destination.
 """
 
 import contextlib
@@ -74,10 +76,12 @@ def push(
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
 ) -> PushResult:
-    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to it in one step.
+    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
+    it in one step.
 
     Raises:
-        UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an artifact.
+        UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
+            artifact.
         StorageError: a file is not what the manifest says, or the registry cannot be written.
     """
     check_name(name)
@@ -164,7 +168,8 @@ def pull(ref: Ref | str, destination: Path) -> Artifact:
 
     Raises:
         UsageError: the reference means nothing, or the destination exists and is not an empty directory.
-        StorageError: a blob is missing or differs from its digest (the blob and the file are named); the destination is not made.
+        StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
+            destination is not made.
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
@@ -237,7 +242,8 @@ def _find(registry: Registry, ref: Ref) -> Descriptor:
                 f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}"
             )
         raise UsageError(
-            f"{ref.registry} holds nothing named '{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
+            f"{ref.registry} holds nothing named "
+            f"'{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
         )
     return found
 
@@ -252,7 +258,8 @@ def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageMan
     manifest = Manifest.from_bytes(_read(registry, image.config), where=str(image.config))
     if file_layers(manifest.files) != image.layers:
         raise StorageError(
-            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact again."
+            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact "
+            f"again."
         )
     return image, manifest
 
@@ -261,7 +268,8 @@ def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descript
     image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
     if image.subject is None or image.subject.digest != subject.digest:
         raise StorageError(
-            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another artifact; push it again."
+            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another "
+            f"artifact; push it again."
         )
     return image
 
@@ -305,7 +313,8 @@ def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
     if size_bytes != blob.size_bytes:
         kind = "longer than" if size_bytes > blob.size_bytes else f"{size_bytes} bytes instead of"
         raise StorageError(
-            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to repair it."
+            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to "
+            f"repair it."
         )
     if digest != blob.digest:
         raise StorageError(
@@ -315,7 +324,9 @@ def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
 
 @contextlib.contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
-    """A directory beside the destination that takes its place when the block ends well and is removed otherwise."""
+    """A directory beside the destination that takes its place when the block ends well and is removed
+    otherwise.
+    """
     if (
         destination.is_symlink()
         or (destination.exists() and not destination.is_dir())
