@@ -23,7 +23,7 @@ def digest_file(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte form of a JSON value that digests are taken over."""
+    """Return the one byte form of a JSON value that digests are taken over."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()

@@ -1,9 +1,10 @@
-"""The header of a safetensors file, read without torch: which tensors a file holds and where their bytes lie.
+"""The header of a safetensors file, read without torch: its tensors, their dtypes, shapes and places.
 
 Layout of a file: u64 little-endian header length n, n bytes of JSON `{name: {dtype, shape, data_offsets:
 [begin, end]}}` (offsets count from the end of the header; `__metadata__` is a map of strings), then the
 tensor bytes, row-major, little-endian, without holes. What is checked here is that law: every range fits its
-dtype and shape, ranges neither overlap nor leave a hole, and the file is exactly as long as the header says.
+dtype and shape, ranges neither overlap nor leave a hole, and the file is exactly as long as its header
+demands.
 """
 
 import json
@@ -38,10 +39,10 @@ class TensorHeader:
 
 
 def read_header(path: Path) -> tuple[TensorHeader, ...]:
-    """The tensors of one safetensors file in the order of their bytes.
+    """Return the tensors of one safetensors file in the order of their bytes.
 
     Raises:
-        StorageError: the file cannot be read, or is shorter or longer than its header says.
+        StorageError: the file cannot be read, or is shorter or longer than its header demands.
         UnsupportedFormat: the header is not that of a safetensors file.
     """
     try:

@@ -1,5 +1,4 @@
-"""The manifest of an artifact: what `compress.json` says, and the check that the directory still is what it
-says.
+"""The manifest of an artifact (`compress.json`), and the check that the directory still matches it.
 
 An artifact is a directory of files plus `compress.json`, written last. Its digest is the digest of the
 manifest, which names every file and every tensor by digest: equal digest means equal artifact. Nothing in it
@@ -22,7 +21,8 @@ MANIFEST_NAME = "compress.json"
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_NUM_HASHERS = 4  # SHA-256 runs near 1.5 GB/s on one core with SHA extensions, below one NVMe disk; hashlib releases the GIL
+_NUM_HASHERS = 4
+"""SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk; hashlib releases the GIL."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
-        """The one byte form: sorted keys, one space of indent so that two manifests can be compared line by
-        line, newline at the end.
+        """Return the one byte form: sorted keys, one space of indent so that two manifests can be compared
+        line by line.
         """
         canonical = json.loads(canonical_json(asdict(self)))
         return (
@@ -146,7 +146,7 @@ class Artifact:
         return sum(record.size_bytes for record in self.manifest.files)
 
     def file(self, name: str) -> Path:
-        """Where the file of that name is; a name that the manifest lacks is the caller's mistake."""
+        """Return the path of a file; asking for a name that the manifest lacks is a programmer's error."""
         if all(record.path != name for record in self.manifest.files):
             raise UsageError(f"the {self.manifest.role} artifact at {self.path} has no file '{name}'.")
         return self.path / name
@@ -188,8 +188,8 @@ def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorReco
 
 
 def file_names(path: Path) -> list[str]:
-    """The content files of a directory, sorted, relative, with forward slashes. Links are refused: their
-    target is not under our digest.
+    """Return the content files of a directory, sorted, relative, with forward slashes. Links are refused:
+    their target is not under our digest.
     """
     names = []
     for entry in sorted(path.rglob("*")):

@@ -1,10 +1,10 @@
 """Tensors in safetensors files: deterministic writing, lazy reading, and the refusal of pickles.
 
 The writer lays a file out as the reference implementation does (widest dtype first, then by name, header
-padded with spaces to 8 bytes), so that equal tensors give equal bytes, whoever wrote them. It streams each
-tensor from memory to the file; tensors that share storage are written out each. Reading copies the bytes of
-one tensor into memory of its own and leaves the file alone: a mapped file would keep every page that was ever
-looked at, and end the process with a signal where reading says what is wrong with the disk.
+padded with spaces to 8 bytes), so that equal tensors give equal bytes, whichever program wrote them. It
+streams each tensor from memory to the file; tensors that share storage are written out each. Reading copies
+the bytes of one tensor into memory of its own and leaves the file alone: a mapped file would keep every page
+that was ever looked at, and a disk error would end the process with a signal, where a read raises an error.
 """
 
 import io
@@ -86,7 +86,7 @@ def _raw(tensor: Tensor) -> Any:
 def load_tensors(
     path: Path, names: Iterable[str] | None = None, *, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """The named tensors (all by default) of a safetensors file or of a checkpoint directory.
+    """Return the named tensors (all by default) of a safetensors file or of a checkpoint directory.
 
     Raises:
         UsageError: a name is not in the file.
@@ -167,7 +167,7 @@ class TensorFiles:
 
 
 def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
-    """Raises OSError: the file ends before the place is full."""
+    """Fill a place from the stream; raise OSError when the file ends before it is full."""
     while place:
         count = stream.readinto(place)
         if not count:
@@ -176,7 +176,7 @@ def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint without an index."""
+    """Return the safetensors files of a checkpoint without an index."""
     if path.is_file():
         if path.suffix in _PICKLE_SUFFIXES:
             raise _pickle_error(path, path.parent)
@@ -205,7 +205,9 @@ def _pickle_error(pickle: Path, directory: Path) -> UnsupportedFormat:
 
 
 def _indexed(path: Path) -> dict[Path, list[str] | None]:
-    """Shard -> its tensors, from the index. A shard is a plain name beside the index."""
+    """Return the tensors of each shard, from the index. A shard is a plain name in the directory of the
+    index.
+    """
     index = path / INDEX_NAME
     try:
         places = json.loads(index.read_bytes())["weight_map"].items()
@@ -217,7 +219,7 @@ def _indexed(path: Path) -> dict[Path, list[str] | None]:
     for name, file in places:
         if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
             raise UnsupportedFormat(
-                f"{index} places the tensor '{name}' in '{file}', which is not a safetensors file beside it."
+                f"{index} places the tensor '{name}' in '{file}', which is no safetensors file there."
             )
         if path / file not in shards and not (path / file).exists():
             raise StorageError(

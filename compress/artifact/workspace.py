@@ -1,13 +1,14 @@
 """A content-addressed cache of stage results that a kill at any instant leaves whole.
 
-    root/store/<key>/     finished artifacts, immutable          root/tmp/<host>-<pid>-<random>/   one build
-    in progress root/scratch/<key>/   resume points of unfinished stages     root/lock, root/lock.holder
-    one run at a time root/kept/            what several stages may use again, under names that say its
-    content
+    root/store/<key>/                 finished artifacts, immutable
+    root/tmp/<host>-<pid>-<random>/   one build in progress
+    root/scratch/<key>/               resume points of unfinished stages
+    root/kept/                        intermediate results that several stages reuse, named by their content
+    root/lock, root/lock.holder       one run at a time
 
 A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk;
 there is no other way into `store/`. The key of a result is a digest over everything that decides its bytes,
-so a hit needs no question and a changed recipe needs no invalidation.
+so a hit is always right and a changed recipe needs no invalidation.
 """
 
 import contextlib
@@ -33,9 +34,7 @@ _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 
 
 class ArtifactWriter:
-    """What a stage gets to write its result: a directory of its own, and `describe`, to be called exactly
-    once.
-    """
+    """The place for a stage's result: a directory of its own, and `describe`, to be called exactly once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +82,8 @@ class Workspace:
         seed: int,
         extra: Mapping[str, str] | None = None,
     ) -> str:
-        """The hex digest of everything that decides a result; `inputs` maps port names to artifact digests.
+        """Return the hex digest of everything that decides a result; `inputs` maps port names to artifact
+        digests.
 
         `extra` is for results that depend on more than the recipe: a latency measurement on the device, for
         example.
@@ -99,8 +99,8 @@ class Workspace:
         return digest_json(parts).removeprefix("sha256:")
 
     def get(self, key: str) -> Artifact | None:
-        """The finished result of that key, or None; one with a damaged manifest, a missing or a cut file
-        counts as not there.
+        """Return the finished result of that key, or None; one with a damaged manifest, a missing or a cut
+        file counts as missing.
         """
         path = self._place(self._store, key)
         try:
@@ -150,8 +150,8 @@ class Workspace:
         self.drop_scratch(key)
 
     def scratch(self, key: str) -> Path:
-        """A directory for the resume points of an unfinished stage; it outlives a killed run and goes when
-        the result is committed.
+        """Return a directory for the resume points of an unfinished stage; it outlives a killed run and is
+        removed when the result is committed.
         """
         path = self._place(self._scratch, key)
         path.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class Workspace:
 
     @property
     def kept(self) -> Path:
-        """A directory for what is costly to make, known by its content and safe to delete (a teacher's
+        """A directory for results that are costly to make, named by content and safe to delete (a teacher's
         logits).
         """
         path = self.root / "kept"
@@ -174,8 +174,8 @@ class Workspace:
         """Be the only run in this workspace, and clear away what killed runs left in `tmp/`.
 
         Raises:
-            LockHeld: another process holds it; says which. The kernel frees the lock of a process that died,
-                however it died.
+            LockHeld: another process holds it; the message names it. The kernel frees the lock of a process
+                that died, however it died.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         holder = self.root / "lock.holder"

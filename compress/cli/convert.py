@@ -25,8 +25,8 @@ def convert(
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a quantized model in another checkpoint format, bit for bit; what the format cannot say exactly
-    is refused.
+    """Write a quantized model in another checkpoint format, bit for bit; refuse what the format cannot
+    express exactly.
     """
     from compress.export import FORMATS
     from compress.export.conversion import convert as convert_model

@@ -96,8 +96,8 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
-    """The model's shapes: from its directory, from its config.json on the hub, or from those that ship with
-    the package.
+    """Return the model's shapes: from its directory, from its config.json on the hub, or from those that ship
+    with the package.
     """
     from compress.models.checkpoint import read_config
     from compress.models.family import family_of

@@ -26,8 +26,8 @@ def push(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Store an artifact in a registry, unless its evidence says that a gate failed; only the last step,
-    moving the tags, is visible.
+    """Store an artifact in a registry, unless a gate failed in its evidence; only the last step, moving the
+    tags, is visible.
     """
     from compress.artifact.manifest import open_artifact
     from compress.registry.protocol import open_registry
@@ -60,7 +60,7 @@ def push(
 
 
 def _check_evidence(file: Path, digest: str) -> None:
-    """Evidence must speak of this artifact, and must not speak against it.
+    """Check that evidence is about this artifact and that no gate failed in it.
 
     Raises:
         UsageError: the report is of another artifact, or is not JSON.

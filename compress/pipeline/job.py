@@ -25,7 +25,9 @@ from compress.stages import Port
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. `if_changed`: do nothing when neither recipe, model, data nor registry changed."""
+    """A recipe to run, and how. `if_changed`: do nothing when neither recipe, model, data nor registry
+    changed.
+    """
 
     recipe_file: Path
     directory: RunDir
@@ -111,7 +113,7 @@ def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> 
 
 @contextmanager
 def _ends_in_log(directory: RunDir) -> Iterator[None]:
-    """Whatever ends the block early is noted in the run's log."""
+    """Note the error that ends the block early in the run's log."""
     try:
         yield
     except BaseException as error:

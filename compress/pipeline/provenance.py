@@ -1,4 +1,4 @@
-"""Where, when and with what an artifact was made: kept beside the artifact, never in it, because the artifact
+"""Provenance of an artifact: where, when and with what it was made. It is kept outside the artifact, which
 must not depend on it.
 """
 

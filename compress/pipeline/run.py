@@ -41,14 +41,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What every stage gave; `complete` is false when `until` ended the run early."""
+    """The artifact of every stage; `complete` is false when `until` ended the run early."""
 
     source: ModelSource
     steps: tuple[StepResult, ...]
     complete: bool = True
 
     def latest(self, port: Port) -> Artifact | None:
-        """The last artifact given to a port."""
+        """Return the last artifact given to a port, None where there is none."""
         found = [each.artifact for each in self.steps if STAGES.get(each.kind).gives == port]
         return found[-1] if found else None
 
@@ -68,7 +68,7 @@ class RunResult:
 
 
 class Watch(Protocol):
-    """Who watches a run: gives each stage a place for its progress."""
+    """An observer of a run: gives each stage an object for its progress."""
 
     def stage(self, kind: str, *, cached: bool) -> AbstractContextManager[Progress]: ...
 
@@ -146,8 +146,8 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
 def unchanged(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> RunResult | None:
-    """The result of an earlier run if nothing that decides it has changed and it is where the recipe pushes
-    it; else None.
+    """Return the result of an earlier run if nothing that decides it has changed and it was pushed where the
+    recipe pushes; else None.
     """
     ports = _initial_ports(source)
     results: list[StepResult] = []
@@ -167,8 +167,8 @@ def unchanged(
 def cached_keys(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> list[bool]:
-    """For each step, whether a run would find it built; unknown counts as not, and everything behind a
-    missing step is unknown.
+    """Return for each step whether a run would find it built; unknown counts as not built, and so does every
+    step after a missing one.
     """
     ports = _initial_ports(source)
     found: list[bool] = []
@@ -235,7 +235,7 @@ def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:
-    """Whether every tag of the push points at this very artifact."""
+    """Return whether every tag of the push points at this very artifact."""
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
     registry = open_registry(push.to)

@@ -1,4 +1,4 @@
-"""From a recipe to steps: kinds resolved, specs checked, defaults filled in, needs met; everything that can
+"""Steps of a recipe: kinds resolved, specs checked, defaults filled in, needs fulfilled; everything that can
 be refused before any work.
 """
 
@@ -17,9 +17,7 @@ from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 @dataclass(frozen=True)
 class Step:
-    """A stage of a recipe with its checked spec. `implied` steps stand for a default that the recipe left
-    out.
-    """
+    """A stage of a recipe with its checked spec. An `implied` step is a default that the recipe left out."""
 
     stage: Stage
     spec: Spec
@@ -30,9 +28,9 @@ def build_steps(recipe: Recipe) -> list[Step]:
     """Check a whole recipe before anything runs.
 
     Raises:
-        RecipeError: an unknown stage or key, a wrong value, or a stage whose need no earlier stage meets;
-            with file, line and column. Also a push to what cannot be a registry, a name or a tag, or of what
-            was exported after the last validation.
+        RecipeError: an unknown stage or key, a wrong value, or a stage that needs what no earlier stage
+            gives; with file, line and column. Also a push to what cannot be a registry, a name or a tag, or
+            of what was exported after the last validation.
     """
     steps: list[Step] = []
     present = {Port.SOURCE, Port.DENSE}
@@ -46,30 +44,30 @@ def build_steps(recipe: Recipe) -> list[Step]:
             if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
+                    gives = ", ".join(f"{name} -> {each.gives.value}" for name, each in STAGES.items())
                     raise entry.where.error(
                         ("kind",),
                         f"'{entry.kind}' needs {_need_text(need)}, and no stage before it gives that. Known "
-                        f"stages and what they "
-                        f"give: {', '.join(f'{name} -> {each.gives.value}' for name, each in STAGES.items())}.",
+                        f"stages and what they give: {gives}.",
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before "
+                f"'{entry.kind}' comes after quantize, whose codes it would not change. Put it before "
                 f"that stage.",
             )
         if stage.gives in (Port.DENSE, Port.QUANTIZED) and Port.DRAFT in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it "
+                f"'{entry.kind}' comes after draft, whose draft would propose to another model. Put it "
                 f"before that stage.",
             )
         if stage.gives == Port.DRAFT and Port.CHECKPOINT in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind export, whose checkpoint would lack it. Put it before that "
+                f"'{entry.kind}' comes after export, whose checkpoint would lack it. Put it before that "
                 f"stage.",
             )
         steps.append(Step(stage, spec))
@@ -105,8 +103,8 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
 
 
 def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int = 1) -> list[Estimate]:
-    """What each step will need, of the model that the steps before it leave; also the last check before any
-    work, because a stage refuses here what this model cannot do.
+    """Return what each step will need, for the model that the steps before it leave. This is also the last
+    check before any work, because a stage refuses here what this model cannot do.
 
     Raises:
         RecipeError: a data card that is wrong or not there.
@@ -127,7 +125,7 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
 
 
 def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
-    """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be.
+    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here.
 
     Raises:
         UsageError: the reference means nothing.
@@ -138,7 +136,9 @@ def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
-    """The recipe with everything resolved: it runs the same again, whatever defaults or moving names become."""
+    """Return the recipe with everything resolved: it runs the same again, whatever defaults or moving names
+    become.
+    """
     ref = parse_model_ref(recipe.model)
     if ref.scheme == "hf":
         model = f"hf://{ref.name}@{source.revision}"
@@ -155,19 +155,19 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
 
 
 def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """What is pushed is the last checkpoint, and its proof must be about it: no validation of something
-    earlier beside it.
+    """Refuse a push of a checkpoint that was exported after the last validation: its proof would be about
+    something earlier.
     """
     gives = [step.stage.gives for step in steps]
     if Port.EVIDENCE in gives and gives[::-1].index(Port.EVIDENCE) > gives[::-1].index(Port.CHECKPOINT):
         raise RecipeError(
-            f"{recipe.file}: validate stands before the last export, so what is pushed would be unproven. "
+            f"{recipe.file}: validate comes before the last export, so what is pushed would be unproven. "
             f"Put validate last."
         )
 
 
 def _check_push(push: Push, file: str) -> None:
-    """A wrong name must not come to light after hours of work."""
+    """Refuse a wrong registry, name or tag before hours of work."""
     try:
         open_registry(push.to)
         for tag in (DEFAULT_TAG, *push.aliases):

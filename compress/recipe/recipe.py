@@ -20,8 +20,8 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage as the file has it: `raw` without `kind`, and `where` its keys stand (paths relative to this
-    stage).
+    """One stage as the file has it: `raw` without `kind`, and `where`, the positions of its keys (paths
+    relative to this stage).
     """
 
     kind: str
@@ -31,7 +31,7 @@ class StageEntry:
 
 
 class Push(Spec):
-    """Where the finished artifact goes."""
+    """The registry, name and tags that the finished artifact gets."""
 
     to: str = Field(min_length=1, description="registry, such as layout://registry")
     name: str = Field(min_length=1, description="name of the artifact in the registry")
@@ -82,7 +82,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, *, file: str) -> Recipe:
-    """The recipe that `text` says; each stage is kept raw, for its owner to check with `parse_spec`.
+    """Return the recipe in `text`; each stage is kept raw, for its owner to check with `parse_spec`.
 
     Raises:
         RecipeError: as `load_recipe`.
@@ -108,7 +108,7 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
 
 
 def unknown_kind_error(entry: StageEntry, known: Iterable[str]) -> RecipeError:
-    """The error for a stage whose kind nobody registered."""
+    """Return the error for a stage whose kind is not registered."""
     return entry.where.error(("kind",), f"unknown stage '{entry.kind}'.{did_you_mean(entry.kind, known)}")
 
 

@@ -40,7 +40,9 @@ class Layout:
         self.root = root
 
     def has(self, blob: Descriptor) -> bool:
-        """Reads the blob (about 1.5 GB/s), so that pushing again repairs a damaged one."""
+        """Return whether the blob is there and whole. It is read (about 1.5 GB/s), so that pushing again
+        repairs a damaged one.
+        """
         path = self._blob(blob.digest)
         if path.is_symlink() or not path.is_file() or path.stat().st_size != blob.size_bytes:
             return False
@@ -99,7 +101,7 @@ class Layout:
         found = []
         for entry in self._entries():
             name, colon, tag = (_ref_name(entry) or "").rpartition(":")
-            if colon:  # other tools may write entries of other shapes beside ours
+            if colon:  # other tools may write entries of other shapes
                 found.append(Tag(name, tag, self._descriptor(entry)))
         return tuple(sorted(found, key=lambda item: (item.name, item.tag)))
 
@@ -130,7 +132,7 @@ class Layout:
         )
         if (
             strange and not (self.root / "oci-layout").exists()
-        ):  # asked again: another first push may have come between
+        ):  # looked at again: another first push may have come between
             raise UsageError(
                 f"{self.root} is not an OCI image layout and not empty; give a new directory to push to."
             )
@@ -147,7 +149,7 @@ class Layout:
         return directory
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of `index.json`, none when nothing was pushed yet."""
+        """Return the entries of `index.json`, none when nothing was pushed yet."""
         entries: list[dict[str, Any]] = self._index()["manifests"]
         return entries
 
@@ -219,7 +221,9 @@ class Layout:
 
 @REGISTRIES.register("layout")
 def open_layout(place: str) -> Layout:
-    """`layout://place`: a path, relative to the working directory unless it starts with `/` or `~`."""
+    """Return the registry of `layout://place`: a path, relative to the working directory unless it starts
+    with `/` or `~`.
+    """
     return Layout(Path(place).expanduser())
 
 

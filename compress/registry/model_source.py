@@ -1,7 +1,7 @@
-"""Where a recipe's model comes from, as a directory on this machine: bundled with the package, a path, or the
+"""The source model of a recipe as a directory on this machine: bundled with the package, a path, or from the
 Hugging Face hub.
 
-A hub name is resolved to the commit it stands for before anything is fetched, and only model and tokenizer
+A hub name is resolved to a commit before anything is fetched, and only model and tokenizer
 files come: no pickles, no code. The digest covers every file that decides the model's function or its text,
 and nothing else in the directory.
 """
@@ -57,7 +57,7 @@ class ModelSource:
     digest: str
 
     def text_files(self) -> list[Path]:
-        """Return the tokenizer and generation files, which travel with every checkpoint made from this model."""
+        """Return the tokenizer and generation files, which every checkpoint made from this model gets."""
         return _matching(self.path, TEXT_FILES)
 
     def copy_text_files(self, directory: Path) -> None:
@@ -113,7 +113,7 @@ def locate_model(
 
 
 def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: list[str]) -> dict[str, Any]:
-    """`config.json` alone of a hub model, for planning.
+    """Return `config.json` alone of a hub model, for planning.
 
     Raises:
         StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with
@@ -140,14 +140,16 @@ def model_digest(path: Path) -> str:
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of a directory and of its folders for which a pattern holds, in order of their names."""
+    """Return the files of a directory and of its folders that match a pattern, in order of their names."""
     found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of the HTTP client, whichever it is
+
+    # HTTPError is that of the HTTP client, which differs between versions
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         commit = revision

@@ -1,9 +1,9 @@
-"""Moving artifacts and their evidence to and from a registry so that every byte is checked and only the last
-step shows.
+"""Transfer of artifacts and their evidence to and from a registry: every byte is checked and only the last
+step is visible.
 
 Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before.
-Pull writes beside the destination, checks each blob against its digest while copying, and renames at the end:
-killed or failed anywhere, there is no destination.
+Pull writes next to the destination, checks each blob against its digest while copying, and renames at the
+end: killed or failed anywhere, there is no destination.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push made visible; `num_new_blobs` is 0 when all of it was there already."""
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already."""
 
     name: str
     tags: tuple[str, ...]
@@ -58,7 +58,7 @@ class PushResult:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` read and found whole."""
+    """The objects that `verify` read and found whole."""
 
     ref: Ref
     manifest_digest: str
@@ -82,7 +82,7 @@ def push(
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
             artifact.
-        StorageError: a file is not what the manifest says, or the registry cannot be written.
+        StorageError: a file does not match the manifest, or the registry cannot be written.
     """
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
@@ -128,7 +128,7 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
 
 
 def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path) -> int:
-    """Put what the registry lacks, the manifest last; how many blobs that were."""
+    """Put what the registry lacks, the manifest last, and return how many blobs that were."""
     sources: list[tuple[Descriptor, Path | bytes]] = [
         (layer, files / str(layer.title)) for layer in image.layers
     ]
@@ -143,7 +143,7 @@ def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path)
 
 
 def resolve(ref: Ref | str) -> Ref:
-    """The same reference pinned to the digest that it means now.
+    """Return a reference pinned to the digest that it means now.
 
     Raises:
         UsageError: nothing has that name, tag or digest; the nearest one is named.
@@ -153,13 +153,13 @@ def resolve(ref: Ref | str) -> Ref:
 
 
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
-    """The digest of the artifact that `name:tag` points to; None when nothing has that tag."""
+    """Return the digest of the artifact that `name:tag` points to; None when nothing has that tag."""
     found = registry.read_tag(name, tag)
     return None if found is None else _read_artifact(registry, found)[1].digest
 
 
 def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
-    """Every tag of a registry, sorted."""
+    """Return every tag of a registry, sorted."""
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()
 
 
@@ -185,7 +185,7 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
 
     Raises:
         UsageError: there is none, or as `pull`.
-        StorageError: as `pull`, or the evidence speaks of another artifact.
+        StorageError: as `pull`, or the evidence is about another artifact.
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
@@ -249,7 +249,7 @@ def _find(registry: Registry, ref: Ref) -> Descriptor:
 
 
 def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageManifest, Manifest]:
-    """The manifest of the image and that of the artifact, checked against one another."""
+    """Return the manifest of the image and that of the artifact, checked against one another."""
     image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
     if image.artifact_type != ARTIFACT:
         raise UsageError(
@@ -275,7 +275,7 @@ def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descript
 
 
 def _read(registry: Registry, blob: Descriptor) -> bytes:
-    """A small blob in memory, checked."""
+    """Return a small blob, checked against its digest."""
     if blob.size_bytes > MAX_MANIFEST_BYTES:
         raise StorageError(
             f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again."
@@ -324,8 +324,8 @@ def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
 
 @contextlib.contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
-    """A directory beside the destination that takes its place when the block ends well and is removed
-    otherwise.
+    """Yield a temporary directory next to the destination that replaces it when the block ends well and is
+    removed otherwise.
     """
     if (
         destination.is_symlink()
