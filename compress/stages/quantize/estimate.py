@@ -2,7 +2,7 @@
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.quantize.awq import Awq
-from compress.methods.quantize.descent import PHASES, Descent
+from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
@@ -118,9 +118,9 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     rounds = isinstance(spec.round, Gptq)
     searches = getattr(spec.round, "scale", "min_max") != "min_max"
     sweeps, coupled = _sweeps(spec)
-    visits = sweeps + coupled * PHASES
+    visits = sweeps + coupled * NUM_ROW_SETS
     if device == "cpu":
-        return int((3 * (rounds + sweeps) + 0.6 * coupled * PHASES) * num_columns)
+        return int((3 * (rounds + sweeps) + 0.6 * coupled * NUM_ROW_SETS) * num_columns)
     return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_OF_A_LAUNCH
 
 
