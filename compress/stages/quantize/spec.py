@@ -198,7 +198,7 @@ class Quantize(Spec):
             *self.overrides.values(),
         ]
         schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
-        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
+        reasons = [cast(Smoother, self.smooth).no_effect_on(scheme) for scheme in schemes]
         if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
             raise ValueError(
