@@ -24,9 +24,10 @@ from compress.models.arch import Arch
 from compress.models.weights import WeightSource
 from compress.quant.kv import DENSE
 from compress.runtime.decode import DecodeSteps
+from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
-from compress.runtime.loader import Target, load_model
+from compress.runtime.loader import load_model
 from compress.runtime.model_runner import ModelRunner, PrefillBatch
 from compress.runtime.request import Finished, Reason, Request
 from compress.runtime.running import Launched, Run, Steps
@@ -80,16 +81,16 @@ class Engine:
         self.device = device
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
-        target = Target(
+        deployment = Deployment(
             device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
         )
-        weights = load_model(source, target)
+        weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         speculative = config.speculative
         proposer = (
             None
             if speculative is None
-            else speculative.build(source.arch, target, block_size=config.block_size_on(device))
+            else speculative.build(source.arch, deployment, block_size=config.block_size_on(device))
         )
         stated = config.kv_format if config.kv_format is not None else source.kv_format
         self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
@@ -118,7 +119,7 @@ class Engine:
         if speculative is not None and proposer is not None:
             pages = Pages(num_blocks, self._block_size, self.max_model_len)
             self._speculation = Speculation(
-                speculative, proposer, self.runner, pages, target, self._scheduler
+                speculative, proposer, self.runner, pages, deployment, self._scheduler
             )
         self._steps: Steps = self._speculation or DecodeSteps(
             self.runner,
@@ -304,14 +305,14 @@ class Engine:
         self, prefills: tuple[Scheduled, ...]
     ) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
         """What runs at once, and whether it is short prompts: few rows at a time, while chunks of long prompts all run together."""
-        few_rows = self.runner.few_rows
+        short_rows = self.runner.short_prompt_rows
         group: list[Scheduled] = []
         long_ones = []
         for each in prefills:
-            if max(len(each.generation.request.prompt), each.num_tokens) > few_rows:
+            if max(len(each.generation.request.prompt), each.num_tokens) > short_rows:
                 long_ones.append(each)
                 continue
-            if sum(one.num_tokens for one in (*group, each)) > few_rows:
+            if sum(one.num_tokens for one in (*group, each)) > short_rows:
                 yield tuple(group), True
                 group = []
             group.append(each)

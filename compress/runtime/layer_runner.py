@@ -1,12 +1,12 @@
-"""A layer of the serving forward: the kernels chosen for a model's layers, and a layer run with them.
+"""The forward of one decoder layer in serving, with the kernels selected for it.
 
     x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
 
-It knows nothing of embeddings, heads and how layers follow one another: `model_runner.py` has a whole model of them, an EAGLE-3 head one
-whose q, k and v read something else.
+`model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer, whose q, k and v have
+another input.
 
-Shapes: T rows, D hidden, F outputs of a projection, H heads, C head dimension, B blocks of the longest sequence, R sequences.
+Shapes: T rows, D hidden, F outputs of a fused linear, H heads, C head dimension, B blocks of the longest sequence, R sequences.
 """
 
 from collections.abc import Callable
@@ -21,40 +21,47 @@ from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.rope import cos_sin
-from compress.runtime.loader import LayerWeights, Placed, Projection, Rows, Target
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
+from compress.runtime.loader import LayerWeights
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
-"""(shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]"""
+"""Attention of one pass: (layer shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
 class LayerRunner:
-    """Kernels for layers of these shapes over pages of this format."""
+    """Runs layers of one architecture over pages of one KV cache format.
 
-    def __init__(self, arch: Arch, target: Target, kv_format: str, *, max_model_len: int) -> None:
+    Raises:
+        EnvironmentUnfit: no kernel here serves a norm, the activation, rotary embeddings or attention.
+    """
+
+    def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
         self._arch = arch
 
-        def placed(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> Placed:
+        def bound(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> BoundKernel:
             phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-            problem = target.machine.problem(op, n=n, k=k, phase=phase, scheme=scheme)
-            return Placed(select(problem), problem)
+            problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+            return BoundKernel(select(problem), problem)
 
         widest_ffn = max(layer.intermediate_size for layer in arch.layers)
         self._ops = {
-            "rms_norm": placed("rms_norm", arch.hidden_size),
-            "act_mul": placed("act_mul", widest_ffn),
+            "rms_norm": bound("rms_norm", arch.hidden_size),
+            "act_mul": bound("act_mul", widest_ffn),
         }
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
         self._head_ops = {
-            (op, key): placed(op, key[0], key[1], scheme=kv_format)
+            (op, key): bound(op, key[0], key[1], scheme=kv_format)
             for key in sorted({_head_key(layer) for layer in arch.layers})
             for op in _PER_HEAD_OPS
         }
-        # One position more than a sequence has: a step that was launched before its predecessor's end was known may look there.
-        positions = torch.arange(max_model_len + 1, device=target.device)
+        # One position more than a sequence has: a step launched ahead, before the host sees that a request has ended, reads it.
+        positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
-            key: cos_sin(*key, positions, target.dtype) for key in {_rope_key(layer) for layer in arch.layers}
+            key: cos_sin(*key, positions, deployment.dtype)
+            for key in {_rope_key(layer) for layer in arch.layers}
         }
 
     def layer(
@@ -67,11 +74,11 @@ class LayerRunner:
         attend: Attend,
         phase: Phase,
     ) -> Tensor:
-        """[T, D]; keys and values are in the cache afterwards."""
+        """Return the output [T, D] of a layer; its keys and values are in the cache afterwards."""
         qkv_TF = layer.qkv(self.normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
-        return self.behind_qkv(layer, qkv_TF, x_TD, positions_T, slots_T, kv, attend, phase)
+        return self.after_qkv(layer, qkv_TF, x_TD, positions_T, slots_T, kv, attend, phase)
 
-    def behind_qkv(
+    def after_qkv(
         self,
         layer: LayerWeights,
         qkv_TF: Tensor,
@@ -82,20 +89,20 @@ class LayerRunner:
         attend: Attend,
         phase: Phase,
     ) -> Tensor:
-        """The rest of a layer, whatever its q, k and v were made of."""
+        """Return the output [T, D] of a layer from its q, k and v, side by side in `qkv_TF`, and the residual stream."""
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
         x_TD = layer.o(
             attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD
         )
         mid_TF = layer.gate_up(self.normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
-        if not layer.gate_up.gated(phase):
+        if not layer.gate_up.applies_gate(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
         return layer.down(mid_TF, phase, residual=x_TD)
 
     def queries(
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
-        """[T, H, C], rotated; keys and values are in the cache afterwards."""
+        """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache."""
         shape = layer.shape
         eps = self._arch.norm_eps
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
@@ -112,20 +119,23 @@ class LayerRunner:
         )
         return q_THC
 
-    def normed(self, x_TD: Tensor, weight_D: Tensor, projection: Projection, phase: Phase) -> Rows:
-        """The projection's input: left to its kernel where that prepares rows itself."""
-        if projection.prepares(phase):
-            return RawRows(x_TD, weight_D, self._arch.norm_eps, projection.quant)
-        normed: Rows = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, projection.quant)
+    def normed(self, x_TD: Tensor, weight_D: Tensor, linear: FusedLinear, phase: Phase) -> Rows:
+        """Return the input of a fused linear: x normalized, and quantized as it reads it.
+
+        Where the kernel of the linear does both itself, x is returned raw, with the weights of the norm.
+        """
+        if linear.prepares_input(phase):
+            return RawRows(x_TD, weight_D, self._arch.norm_eps, linear.quant)
+        normed: Rows = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, linear.quant)
         return normed
 
     def norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
-        """[T, D], for more than one projection to read."""
+        """Return x normalized, [T, D], without quantization."""
         normed_TD: Tensor = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, None)
         return normed_TD
 
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
-        """Of the last `q_len` rows of each sequence, its context including them all."""
+        """Return the attention of the last `q_len` rows of each sequence; `context_lens` count all of them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
@@ -145,7 +155,7 @@ class LayerRunner:
     def attend_prefill(
         self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
     ) -> Attend:
-        """Of ragged rows; a context includes the sequence's own."""
+        """Return the attention of `query_lens[r]` rows of each sequence; `context_lens` count all of them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
@@ -157,13 +167,13 @@ class LayerRunner:
         return attend
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """One row for each op."""
-        rows = [placed.report(layer=None, linear=op) for op, placed in self._ops.items()]
-        return rows + [placed.report(layer=None, linear=op) for (op, _), placed in self._head_ops.items()]
+        """Return rows of `Engine.kernel_report`, one for each op that is not a linear."""
+        rows = [bound.report(layer=None, linear=op) for op, bound in self._ops.items()]
+        return rows + [bound.report(layer=None, linear=op) for (op, _), bound in self._head_ops.items()]
 
 
 def _head_key(shape: LayerShape) -> tuple[int, int]:
-    """Head dimension, and query heads per KV head: what attention kernels are chosen by."""
+    """Return the head dimension and the query heads per KV head, by which attention kernels are selected."""
     return shape.head_dim, shape.num_heads // shape.num_kv_heads
 
 

@@ -1,15 +1,11 @@
-"""From a source of weights to what the runner reads: linears fused, a kernel chosen for each, weights repacked once, layer by layer.
+"""Load a model for serving: fuse its linears, choose a kernel for each, and repack the weights once, layer by layer.
 
-q, k and v (gate and up) read the same input and become one projection, so one product instead of three. Linears of different schemes
-cannot share a kernel: a projection is a row of parts, each a run of linears with one scheme (one part, unless precision is mixed).
-Every part has a kernel for decode rows, whose rows must not depend on one another, and one for prefill rows; both read one copy of the
-weights where they agree on its layout.
-
-A decode kernel may apply the gate itself (`Projection.gated`), and norm and quantize its own input (`Projection.prepares`).
+`load_model` streams a `WeightSource` onto the device. `fuse` turns the linears of a linear group into one `FusedLinear`
+(`fused_linear.py`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,202 +13,101 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
-from compress.kernels.problem import DENSE_SCHEMES, KernelDevice, Phase, Problem
-from compress.kernels.select import Kernel, candidates, refusals, select
+from compress.kernels.operands.rows import ActivationQuant
+from compress.kernels.problem import DENSE_SCHEMES, Phase
+from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
-
-Rows = Tensor | QuantizedRows | RawRows
-FEW_ROWS = 128
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where and how the model runs: what every kernel choice depends on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    max_batch_size: int
-    max_step_tokens: int
-
-    @property
-    def max_decode_rows(self) -> int:
-        """Rows up to which decode kernels serve: a full batch, and short prompts."""
-        return max(self.max_batch_size, self.few_rows)
-
-    @property
-    def few_rows(self) -> int:
-        """Tokens up to which a prompt is short: on CUDA its time is then the bytes of the weights, as in decoding."""
-        return FEW_ROWS if self.device.type == "cuda" else 0
-
-    @property
-    def machine(self) -> KernelDevice:
-        return KernelDevice.from_torch(
-            self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens
-        )
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A kernel bound to its problem and, for a linear, to weights in its layout."""
-
-    kernel: Kernel
-    problem: Problem
-    packed: Any = None
-
-    def report(self, *, layer: int | None, linear: str) -> dict[str, Any]:
-        problem = self.problem
-        faster = [each for each in candidates(problem.op) if each.rank > self.kernel.rank]
-        return {
-            "layer": layer,
-            "linear": linear,
-            "op": problem.op,
-            "scheme": problem.scheme,
-            "n": problem.n,
-            "k": problem.k,
-            "m_range": [problem.m_min, problem.m_max],
-            "phase": "decode" if problem.row_invariant else "prefill",
-            "kernel": self.kernel.name,
-            "refused": {each.name: each.refusal(problem) for each in faster},
-        }
-
-
-@dataclass(frozen=True)
-class Part:
-    """Linears of one scheme, stacked along O. `quant` says how they want their input, None as it is."""
-
-    linears: tuple[str, ...]
-    decode: Placed
-    prefill: Placed
-    bias_O: Tensor | None
-    quant: ActivationQuant | None
-    quantize: Callable[[Tensor, ActivationQuant], QuantizedRows]
-
-    def __call__(self, x: Rows, phase: Phase, **epilogue: Any) -> Tensor:
-        placed = self.decode if phase == "decode" else self.prefill
-        if self.quant is not None and isinstance(x, Tensor):
-            x = RawRows(x, quant=self.quant) if placed.kernel.prepares else self.quantize(x, self.quant)
-        return placed.kernel.fn(x, placed.packed, self.bias_O, **epilogue)
-
-
-@dataclass(frozen=True)
-class Projection:
-    """Parts over the same input; outputs follow each other along O."""
-
-    parts: tuple[Part, ...]
-
-    def __call__(
-        self, x: Rows, phase: Phase, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """[T, O], or [T, O / 2] where it is `gated`; `residual` is added."""
-        if len(self.parts) == 1:
-            return self.parts[0](x, phase, residual_TO=residual, out_dtype=out_dtype)
-        y = torch.cat([part(x, phase, out_dtype=out_dtype) for part in self.parts], dim=-1)
-        return y if residual is None else residual + y
-
-    @property
-    def quant(self) -> ActivationQuant | None:
-        """How the op before is to give the rows: as all parts want them, if they agree and it is by whole rows; else each part quantizes
-        its input for itself."""
-        quant = self.parts[0].quant if len(self.parts) == 1 else None
-        return None if quant is None or quant.group_size is not None else quant
-
-    def prepares(self, phase: Phase) -> bool:
-        """Whether the kernel takes rows that are not yet normed and quantized."""
-        placed = self.parts[0].decode if phase == "decode" else self.parts[0].prefill
-        return len(self.parts) == 1 and placed.kernel.prepares
-
-    def gated(self, phase: Phase) -> bool:
-        """Whether the kernel applies the activation and multiplies."""
-        placed = self.parts[0].decode if phase == "decode" else self.parts[0].prefill
-        return placed.problem.activation is not None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes one decode step reads of it."""
-        return sum(_num_bytes(part.decode.packed) for part in self.parts)
-
-    def report(self, layer: int | None) -> list[dict[str, Any]]:
-        """One row for each part and phase."""
-        placed = [(part, each) for part in self.parts for each in (part.decode, part.prefill)]
-        return [each.report(layer=layer, linear="+".join(part.linears)) for part, each in placed]
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer as it runs. `qk_norm` holds a weight for every query and key head, [H + K, C]; None when heads are not normed. `kv_scales`
-    are the static scales (of keys, of values) of the cache; None when the source has none."""
+    """The weights of one layer in the layouts of its kernels.
+
+    `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized. `kv_scales` are the static
+    scales of keys and of values in the cache, or None where the source has none.
+    """
 
     shape: LayerShape
     attn_norm: Tensor
-    qkv: Projection
+    qkv: FusedLinear
     qk_norm: Tensor | None
-    o: Projection
+    o: FusedLinear
     ffn_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: FusedLinear
+    down: FusedLinear
     kv_scales: tuple[float, float] | None
 
     @property
-    def projections(self) -> tuple[Projection, ...]:
+    def fused_linears(self) -> tuple[FusedLinear, ...]:
+        """The four fused linears in execution order."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The whole model as it runs. A tied head is a second copy of the embedding, in its kernel's layout."""
+    """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its kernel."""
 
     arch: Arch
-    target: Target
+    deployment: Deployment
     embed_VD: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Projection
+    head: FusedLinear
 
     @property
     def kv_scales(self) -> list[tuple[float, float]] | None:
-        """Of every layer, or None."""
+        """Static scales of keys and of values for every layer, or None unless all layers have them."""
         scales = [layer.kv_scales for layer in self.layers if layer.kv_scales is not None]
         return scales if len(scales) == len(self.layers) else None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes one decode step reads: all linears and the head, in the layout of their decode kernels."""
+        """Bytes that one decode step reads: all linears and the head, in the layouts of their decode kernels."""
         return (
-            sum(each.weight_bytes for layer in self.layers for each in layer.projections)
+            sum(each.weight_bytes for layer in self.layers for each in layer.fused_linears)
             + self.head.weight_bytes
         )
 
 
-def load_model(source: WeightSource, target: Target) -> ModelWeights:
-    """Stream the source layer by layer onto the device.
+def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
+    """Stream a model onto the device, layer by layer.
 
     Raises:
-        EnvironmentUnfit: the dtype is none that the runtime computes in, or no kernel supports a linear.
+        EnvironmentUnfit: the runtime does not compute in this dtype, or no kernel supports a linear.
     """
-    if target.dtype not in DENSE_SCHEMES:
+    if deployment.dtype not in DENSE_SCHEMES:
         raise EnvironmentUnfit(
-            f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}; {target.dtype} was asked for."
+            f"the runtime computes in {', '.join(DENSE_SCHEMES.values())}, not in {deployment.dtype}."
         )
     outer = source.outer()
     head = {"head.weight": outer["embed.weight" if source.arch.tied_head else "head.weight"]}
     return ModelWeights(
         arch=source.arch,
-        target=target,
-        embed_VD=_vector(outer, "embed.weight", target),
-        layers=tuple(_load_layer(source, layer_idx, target) for layer_idx in range(source.arch.num_layers)),
-        norm=_vector(outer, "norm.weight", target),
-        head=place(("head",), head, target),
+        deployment=deployment,
+        embed_VD=_dense(outer, "embed.weight", deployment),
+        layers=tuple(
+            _load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers)
+        ),
+        norm=_dense(outer, "norm.weight", deployment),
+        head=fuse(("head",), head, deployment),
     )
 
 
-def place(
-    linears: Sequence[str], weights: Weights, target: Target, *, activation: str | None = None
-) -> Projection:
-    """Fuse linears over the same input, choose kernels, repack. `activation` is applied where one part holds both and its kernel can."""
+def fuse(
+    linears: Sequence[str], weights: Weights, deployment: Deployment, *, activation: str | None = None
+) -> FusedLinear:
+    """Stack linears that read one input, choose their kernels and repack their weights.
+
+    `activation` names the activation of gate and up: a decode kernel applies it if one can and both have the same scheme.
+
+    Raises:
+        EnvironmentUnfit: no kernel supports a linear.
+    """
 
     def scheme_of(linear: str) -> str | None:
         weight = weights[f"{linear}.weight"]
@@ -220,19 +115,27 @@ def place(
 
     runs = [(scheme, tuple(run)) for scheme, run in groupby(linears, key=scheme_of)]
     activation = activation if len(runs) == 1 else None
-    return Projection(tuple(_place_part(run, scheme, weights, target, activation) for scheme, run in runs))
+    return FusedLinear(
+        tuple(_bind_slice(run, scheme, weights, deployment, activation) for scheme, run in runs)
+    )
 
 
-def _place_part(
-    linears: tuple[str, ...], scheme: str | None, weights: Weights, target: Target, activation: str | None
-) -> Part:
+def _bind_slice(
+    linears: tuple[str, ...],
+    scheme: str | None,
+    weights: Weights,
+    deployment: Deployment,
+    activation: str | None,
+) -> SchemeSlice:
+    """Select the decode and the prefill kernel of linears of one scheme, and repack the weights once for each layout."""
     stacked = [weights[f"{linear}.weight"] for linear in linears]
     out_features = sum(weight.shape[0] for weight in stacked)
     in_features = stacked[0].shape[1]
+    device = deployment.kernel_device
     packed: dict[Any, Any] = {}
-    placed: dict[Phase, Placed] = {}
+    bound: dict[Phase, BoundKernel] = {}
     for phase in ("decode", "prefill"):
-        problem = target.machine.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
+        problem = device.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
         if activation is not None and phase == "decode":
             gated = replace(problem, activation=activation)
             problem = gated if len(refusals(gated)) < len(candidates("linear")) else problem
@@ -240,24 +143,32 @@ def _place_part(
         assert kernel.repack is not None, f"linear kernel {kernel.name} has no repack"
         if kernel.repack not in packed:
             packed[kernel.repack] = kernel.repack(
-                stacked, dtype=target.dtype, device=target.device, gated=problem.activation is not None
+                stacked,
+                dtype=deployment.dtype,
+                device=deployment.device,
+                gated=problem.activation is not None,
             )
-        placed[phase] = Placed(kernel, problem, packed[kernel.repack])
-    biased = f"{linears[0]}.bias" in weights
-    return Part(
+        bound[phase] = BoundKernel(kernel, problem, packed[kernel.repack])
+    bias_O = None
+    if f"{linears[0]}.bias" in weights:
+        bias_O = torch.cat([_dense(weights, f"{linear}.bias", deployment) for linear in linears])
+    return SchemeSlice(
         linears,
-        placed["decode"],
-        placed["prefill"],
-        bias_O=torch.cat([_vector(weights, f"{linear}.bias", target) for linear in linears])
-        if biased
-        else None,
-        quant=_input_quant(stacked, target),
-        quantize=select(target.machine.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
+        bound["decode"],
+        bound["prefill"],
+        bias_O=bias_O,
+        quant=_activation_quant(stacked, deployment),
+        quantize=select(device.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
 
 
-def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) -> ActivationQuant | None:
-    """Linears over one input share its static scale; where a checkpoint states several, the largest saturates none of them."""
+def _activation_quant(
+    stacked: Sequence[Tensor | QuantizedWeight], deployment: Deployment
+) -> ActivationQuant | None:
+    """Return how linears of one scheme quantize their input, or None.
+
+    They share its static scale. Where a checkpoint has several, the largest one saturates none of them.
+    """
     quantized = [
         weight
         for weight in stacked
@@ -266,36 +177,44 @@ def _input_quant(stacked: Sequence[Tensor | QuantizedWeight], target: Target) ->
     if not quantized:
         return None
     scales = [weight.input_scale.to(torch.float32) for weight in quantized if weight.input_scale is not None]
-    static_scale = torch.stack(scales).amax().to(target.device) if scales else None
+    static_scale = torch.stack(scales).amax().to(deployment.device) if scales else None
     scheme = quantized[0].scheme
     return ActivationQuant(
         static_scale, scheme.code_dtype, scheme.group_size if scheme.activation == "group" else None
     )
 
 
-def _load_layer(source: WeightSource, layer_idx: int, target: Target) -> LayerWeights:
-    shape = source.arch.layers[layer_idx]
+def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) -> LayerWeights:
+    arch = source.arch
+    shape = arch.layers[layer_idx]
     weights = source.layer(layer_idx)
     qk_norm = None
-    if source.arch.qk_norm:
-        q_norm, k_norm = (_vector(weights, f"attn.{name}.weight", target) for name in ("q_norm", "k_norm"))
+    if arch.qk_norm:
+        q_norm, k_norm = (_dense(weights, f"attn.{name}.weight", deployment) for name in ("q_norm", "k_norm"))
         qk_norm = torch.cat((q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1)))
     return LayerWeights(
         shape=shape,
-        attn_norm=_vector(weights, "attn_norm.weight", target),
+        attn_norm=_dense(weights, "attn_norm.weight", deployment),
         qk_norm=qk_norm,
-        ffn_norm=_vector(weights, "ffn_norm.weight", target),
-        **{
-            group.name: place(
-                group.linears,
-                weights,
-                target,
-                activation=source.arch.activation if group.name == "gate_up" else None,
-            )
-            for group in shape.groups
-        },
+        ffn_norm=_dense(weights, "ffn_norm.weight", deployment),
+        **fuse_groups(arch, shape, weights, deployment),
         kv_scales=_kv_scales(weights),
     )
+
+
+def fuse_groups(
+    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
+) -> dict[str, FusedLinear]:
+    """Return the fused linear of every linear group of a layer, by the name of the group."""
+    return {
+        group.name: fuse(
+            group.linears,
+            weights,
+            deployment,
+            activation=arch.activation if group.name == "gate_up" else None,
+        )
+        for group in shape.groups
+    }
 
 
 def _kv_scales(weights: Weights) -> tuple[float, float] | None:
@@ -303,14 +222,5 @@ def _kv_scales(weights: Weights) -> tuple[float, float] | None:
     return None if k_scale is None or v_scale is None else (float(dense(k_scale)), float(dense(v_scale)))
 
 
-def _vector(weights: Weights, name: str, target: Target) -> Tensor:
-    return dense(weights[name]).to(device=target.device, dtype=target.dtype)
-
-
-def _num_bytes(packed: Any) -> int:
-    """Of all tensors in a packed weight."""
-    if isinstance(packed, Tensor):
-        return packed.numel() * packed.element_size()
-    if is_dataclass(packed):
-        return sum(_num_bytes(getattr(packed, each.name)) for each in fields(packed))
-    return sum(_num_bytes(each) for each in packed) if isinstance(packed, tuple) else 0
+def _dense(weights: Weights, name: str, deployment: Deployment) -> Tensor:
+    return dense(weights[name]).to(device=deployment.device, dtype=deployment.dtype)

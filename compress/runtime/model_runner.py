@@ -1,12 +1,12 @@
-"""The serving forward: a straight-line step over per-layer facts and fused projections, held to `models/decoder.py` by a golden test.
+"""The serving forward of a whole model. A golden test compares it with `models/decoder.py`.
 
     x = embed(tokens)
     x = layer(x) for each      (`layer_runner.py`)
     logits = head(norm(x))
 
-Decode rows and prefill rows are two passes, with their own kernels where a prompt has more than a few rows: the bits of a decode row
-depend on its request alone (see `kernels/select.py`, `row_invariant`), whatever is prefilled beside it. Rows whose logits are wanted pass
-the head in its decode kernel.
+Decode rows and prefill rows are two passes. Long prompts have kernels of their own, so the bits of a decode row depend on its request
+alone (`row_invariant` in `kernels/select.py`), whatever is prefilled in the same step. The rows whose logits are wanted run the head in
+its decode kernel.
 
 Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = several D, B blocks of the longest sequence, R sequences,
 W rows wanted, V vocabulary.
@@ -23,18 +23,20 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
 from compress.kernels.problem import Phase
+from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner
-from compress.runtime.loader import FEW_ROWS, ModelWeights
+from compress.runtime.loader import ModelWeights
 
 _SCRATCH_BLOCK = 64
 
 
 @dataclass(frozen=True)
 class PrefillBatch:
-    """One ragged step of prompt chunks. A context includes the sequence's own rows: its last row has position `context_lens[r] - 1`.
+    """The ragged rows of one prefill pass: a chunk of each of R prompts.
 
-    Block tables are padded with block 0. `wanted_rows` index the T rows.
+    `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] - 1`. Block tables are padded
+    with block 0. `wanted_rows` are the indices, among the T rows, of those whose logits are wanted.
     """
 
     tokens_T: Tensor
@@ -48,49 +50,51 @@ class PrefillBatch:
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states that a step leaves beside its logits: those after `depths` layers (0: the embedding), before any norm, one beside the
-    other in rows [T, E]."""
+    """The hidden states of a pass that a proposer reads.
+
+    `rows_TE` holds the residual stream after each of `depths` layers (0: the embedding), not normalized, concatenated.
+    """
 
     depths: tuple[int, ...]
     rows_TE: Tensor
 
     @staticmethod
     def empty(depths: Sequence[int], num_rows: int, embed_VD: Tensor) -> "Features":
+        """Return features of `num_rows` rows that are yet to be filled in."""
         return Features(tuple(depths), embed_VD.new_empty(num_rows, len(depths) * embed_VD.shape[1]))
 
     def keep(self, depth: int, x_TD: Tensor) -> None:
-        """The step is that deep now."""
+        """Store the hidden states after `depth` layers, if they are wanted."""
         if depth in self.depths:
             start = self.depths.index(depth) * x_TD.shape[1]
             self.rows_TE[:, start : start + x_TD.shape[1]] = x_TD
 
 
 class ModelRunner:
-    """Weights, cache and chosen kernels. `decode` and `prefill` write the cache, `score` does not touch it."""
+    """Runs a model over a KV cache. `decode` and `prefill` write the cache, `score` does not touch it."""
 
     def __init__(self, weights: ModelWeights, cache: KVCache, *, max_model_len: int) -> None:
         arch = weights.arch
-        target = weights.target
         self._weights = weights
         self._arch = arch
         self._cache = cache
         self._max_model_len = max_model_len
-        self._layers = LayerRunner(arch, target, cache.kv_format, max_model_len=max_model_len)
+        self._layers = LayerRunner(arch, weights.deployment, cache.kv_format, max_model_len=max_model_len)
 
     @property
     def embedding(self) -> Tensor:
-        """[V, D], of which `decode` takes rows."""
+        """The token embedding [V, D]; `decode` takes rows of it."""
         return self._weights.embed_VD
 
     @property
-    def few_rows(self) -> int:
-        """Rows of short prompts that `prefill` takes at a time."""
-        return self._weights.target.few_rows
+    def short_prompt_rows(self) -> int:
+        """Number of rows of short prompts that one `prefill` takes, at most."""
+        return self._weights.deployment.short_prompt_rows
 
     @property
     def max_decode_rows(self) -> int:
-        """Rows that `decode` takes at once: as many as its kernels were chosen for."""
-        return max(self._weights.target.max_decode_rows, FEW_ROWS)
+        """Number of rows that one `decode` takes, at most: as many as its kernels were selected for."""
+        return max(self._weights.deployment.max_decode_rows, SHORT_PROMPT_ROWS)
 
     def decode(
         self,
@@ -103,19 +107,20 @@ class ModelRunner:
         q_len: int = 1,
         features: Features | None = None,
     ) -> Tensor:
-        """Logits float32 [T, V] of the last `q_len` embedded rows of each sequence; nothing waits for the host, so a graph can hold it.
+        """Return float32 logits [T, V] of the last `q_len` rows of each sequence, whose embeddings are `x_TD`.
 
-        A context includes them all. A row has the bits that it has with `q_len` 1. `features` are filled in.
+        Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are filled in. Nothing waits for the
+        host, so a CUDA graph can capture the pass.
         """
         attend = self._layers.attend_decode(block_table_RB, context_lens_R, q_len=q_len)
         x_TD = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
         return self._logits(x_TD, "decode")
 
     def prefill(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
-        """Logits float32 [W, V] of the rows wanted; `features` of all rows are filled in.
+        """Return float32 logits [W, V] of the wanted rows, and fill in `features` of all rows.
 
-        `short` prompts, `few_rows` rows at most, go through the linears as decode rows do: weight bytes bound them, and a row has the same
-        bits in any company. Whether a prompt is short is the caller's rule, and must depend on nothing but the prompt.
+        `short` prompts, at most `short_prompt_rows` rows, use the decode kernels of the linears: the weight bytes bound their time, and a
+        row has the same bits in any batch. The caller decides which prompts are short, by nothing but the prompt itself.
         """
         attend = self._layers.attend_prefill(batch.block_table_RB, batch.query_lens, batch.context_lens)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
@@ -126,22 +131,22 @@ class ModelRunner:
         return self._logits(x_TD[batch.wanted_rows_W], "decode")
 
     def score(self, tokens_BS: Tensor) -> Tensor:
-        """Logits float32 [B, S, V] of whole sequences, prefilled over pages of this call only.
+        """Return float32 logits [B, S, V] of whole sequences, prefilled over pages of their own.
 
-        A sequence's bits do not depend on the others of the call.
+        The bits of a sequence do not depend on the others of the call.
 
         Raises:
-            UsageError: sequences longer than the model length.
+            UsageError: the sequences are longer than the model length.
         """
         (num_sequences, length) = tokens_BS.shape
-        device = self._weights.target.device
+        device = self._weights.deployment.device
         if length > self._max_model_len:
             raise UsageError(
                 f"sequences of {length} tokens cannot be scored: the model length is {self._max_model_len}."
             )
-        short = 0 < length <= self.few_rows
-        if short and num_sequences * length > self.few_rows:
-            return torch.cat([self.score(each) for each in tokens_BS.split(self.few_rows // length)])
+        short = 0 < length <= self.short_prompt_rows
+        if short and num_sequences * length > self.short_prompt_rows:
+            return torch.cat([self.score(each) for each in tokens_BS.split(self.short_prompt_rows // length)])
         num_columns = -(-length // _SCRATCH_BLOCK)
         first_block = 1 + torch.arange(num_sequences, device=device).unsqueeze(1) * num_columns
         table_BN = first_block + torch.arange(num_columns, device=device)
@@ -156,11 +161,11 @@ class ModelRunner:
         return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """One row for each linear, phase and other op."""
+        """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other ops."""
         rows = [
             row
             for idx, layer in enumerate(self._weights.layers)
-            for each in layer.projections
+            for each in layer.fused_linears
             for row in each.report(idx)
         ]
         rows += self._weights.head.report(None)
@@ -176,7 +181,7 @@ class ModelRunner:
         phase: Phase,
         features: Features | None = None,
     ) -> Tensor:
-        """[T, D] after the last layer, before the final norm."""
+        """Return the hidden states [T, D] after the last layer, before the final norm."""
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
                 features.keep(layer_idx, x_TD)
@@ -193,7 +198,7 @@ class ModelRunner:
 
 
 class _ScratchPages:
-    """Pages for one call, like the cache's; layers of one shape share them."""
+    """Pages for one call in the format of the cache; layers of the same shape share them."""
 
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self._cache = cache
@@ -201,6 +206,7 @@ class _ScratchPages:
         self._made: dict[tuple[int, int], PagedKV] = {}
 
     def layer(self, layer_idx: int) -> PagedKV:
+        """Return the pages of a layer."""
         like = self._cache.layer(layer_idx)
         key = like.k.shape[0], like.head_dim
         made = self._made.get(key) or self._made.setdefault(

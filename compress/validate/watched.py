@@ -38,7 +38,7 @@ class WatchedProposer:
     def __init__(self, proposer: Proposer, watch: Watch, setting: Setting) -> None:
         self._proposer = proposer
         self._watch = watch
-        self._device = setting.target.device
+        self._device = setting.deployment.device
         self._tokens_RK = torch.zeros(0, setting.k, dtype=torch.int64, device=self._device)
         self._last: Drafts | None = None
 

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.problem import Op
+from compress.kernels.problem import Op, Phase
 from compress.kernels.select import Kernel, select
-from compress.runtime.loader import Phase
 from scripts.kernel_bench.case import (
     MIN_LAUNCHES,
     Bench,
@@ -149,7 +148,7 @@ def _attention_kernel(bench: Bench, op: Op, kv_format: str) -> Kernel:
     layer = bench.arch.layers[0]
     phase: Phase = "prefill" if op == "attention_prefill" else "decode"
     return select(
-        bench.target.machine.problem(
+        bench.target.kernel_device.problem(
             op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format
         )
     )

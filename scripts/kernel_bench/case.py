@@ -13,9 +13,9 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
 from compress.kernels.operands.rows import FP8
-from compress.kernels.problem import DENSE_SCHEMES
+from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
-from compress.runtime.loader import Phase, Target
+from compress.runtime.deployment import Deployment
 from scripts.kernel_bench.timer import Launch
 
 DECODE_ROWS = 128
@@ -39,9 +39,9 @@ class Bench:
         return DENSE_SCHEMES[self.dtype]
 
     @property
-    def target(self) -> Target:
+    def target(self) -> Deployment:
         most = max(DECODE_ROWS + 1, *self.rows)
-        return Target(self.device, self.dtype, max_batch_size=DECODE_ROWS, max_step_tokens=most)
+        return Deployment(self.device, self.dtype, max_batch_size=DECODE_ROWS, max_step_tokens=most)
 
     def generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed)

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.coverage import linear_shape
+from compress.kernels.coverage import Phase, linear_shape
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.models.arch import LINEAR_GROUPS
 from compress.models.decoder import activation
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
-from compress.runtime.loader import Phase, Projection, place
+from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.loader import fuse
 from scripts.kernel_bench.case import DECODE_ROWS, MIN_LAUNCHES, Bench, Case, relative_error
 from scripts.kernel_bench.timer import num_copies, walk
 
@@ -44,11 +45,11 @@ def _linear(bench: Bench, scheme: Scheme | None, name: str) -> Iterator[Case]:
     linears = LINEAR_GROUPS[name].linears if name in LINEAR_GROUPS else ("head",)
     weights = _weights(bench, scheme, name)
     gate = bench.arch.activation if name == "gate_up" else None
-    first = place(linears, weights, bench.target, activation=gate)
+    first = fuse(linears, weights, bench.target, activation=gate)
     copies = [first]
     while len(copies) < num_copies(first.weight_bytes, bench.device):
-        copies.append(place(linears, weights, bench.target, activation=gate))
-    part = first.parts[0]
+        copies.append(fuse(linears, weights, bench.target, activation=gate))
+    part = first.slices[0]
     out_features = part.decode.problem.n
     in_features = part.decode.problem.k
     most = max(_rows(bench, name))
@@ -118,7 +119,7 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
         dense,
         _dense_call,
     )
-    sm = bench.target.machine.problem("linear", n=0).sm
+    sm = bench.target.kernel_device.problem("linear", n=0).sm
     out_features, in_features = weight.shape
     if sm >= _SCALED_MM_SM and not (out_features % 16 or in_features % 16):
         rows = quantize(weight, ActivationQuant())
@@ -207,7 +208,7 @@ def _scale_bytes(scheme: str, out_features: int, in_features: int) -> int:
 
 
 def _project(
-    projection: Projection, *, x: Any, phase: Phase, residual: Tensor | None, out_dtype: torch.dtype | None
+    projection: FusedLinear, *, x: Any, phase: Phase, residual: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     return projection(x, phase, residual=residual, out_dtype=out_dtype)
 

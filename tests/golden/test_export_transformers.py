@@ -28,7 +28,7 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.quantize.mixed import scheme_or_dense
+from compress.stages.budget.spec import scheme_or_dense
 from tests.support.tiny_hf import CASES, SMALL, saved, tokens
 
 NUM_LAYERS = 2

@@ -20,10 +20,10 @@ Shapes: B columns of a block, O outputs.
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import triton
 from compress.kernels.columns import fused, host, reference
 from compress.kernels.columns.block import DescentBlock
 from compress.kernels.columns.reference import best_scale
+from compress.kernels.compilers.triton import triton
 from compress.quant.scheme import Scheme
 
 __all__ = ["DescentBlock", "best_scale", "descend_block", "round_block"]

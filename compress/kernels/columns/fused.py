@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, tl, triton
 from compress.kernels.columns.block import DescentBlock
+from compress.kernels.compilers.triton import jit, tl, triton
 from compress.quant.scheme import Scheme
 
 OUTPUTS = 64

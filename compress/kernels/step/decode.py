@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.build.triton import interpreted, jit, launch_dependents, pdl_options, tl, triton, wait
+from compress.kernels.compilers.triton import (
+    interpreted,
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    wait,
+)
 
 _ROWS = 128
 """Rows of a program of `end_step`."""

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import interpreted, jit, launch_dependents, pdl_options, tl, triton, wait
+from compress.kernels.compilers.triton import (
+    interpreted,
+    jit,
+    launch_dependents,
+    pdl_options,
+    tl,
+    triton,
+    wait,
+)
 
 CONTEXT = -4
 RUNNING = -3

@@ -59,8 +59,8 @@ class DraftModelProposer:
     def __init__(self, source: WeightSource, setting: Setting) -> None:
         self._arch = source.arch
         self._setting = setting
-        self._weights = load_model(source, setting.target)
-        self._kv_format = DENSE_FORMATS[setting.target.dtype]
+        self._weights = load_model(source, setting.deployment)
+        self._kv_format = DENSE_FORMATS[setting.deployment.dtype]
         self.weight_bytes = self._weights.weight_bytes
         self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
 
@@ -71,7 +71,7 @@ class DraftModelProposer:
                 f"the draft model has {self._arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
                 f"set max_model_len to {self._arch.max_position} at most, or take a draft of longer context."
             )
-        device = self._setting.target.device
+        device = self._setting.deployment.device
         cache = KVCache(
             self._arch,
             num_blocks=pages.num_blocks,
@@ -80,7 +80,7 @@ class DraftModelProposer:
             device=device,
         )
         self._runner = ModelRunner(self._weights, cache, max_model_len=pages.max_model_len)
-        self._graphs: Graphs[Tensor] = Graphs(device, self._setting.target.max_batch_size)
+        self._graphs: Graphs[Tensor] = Graphs(device, self._setting.deployment.max_batch_size)
         self._probs_SKV: Tensor | None = None
         if self._setting.draws:
             shape = self._graphs.max_rows, self._setting.k, self._arch.vocab_size

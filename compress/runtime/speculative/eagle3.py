@@ -29,9 +29,11 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
+from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
+from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import FEW_ROWS, LayerWeights, Projection, Target, place
+from compress.runtime.loader import LayerWeights, fuse, fuse_groups
 from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.speculative import PROPOSERS
@@ -66,18 +68,18 @@ class Eagle3:
 class Eagle3Weights:
     """The head as it runs. `layer.attn_norm` is the norm of the embedding."""
 
-    fc: Projection
+    fc: FusedLinear
     hidden_norm: Tensor
     layer: LayerWeights
     norm: Tensor
-    head: Projection
+    head: FusedLinear
 
     @property
     def weight_bytes(self) -> int:
-        return sum(each.weight_bytes for each in (self.fc, *self.layer.projections, self.head))
+        return sum(each.weight_bytes for each in (self.fc, *self.layer.fused_linears, self.head))
 
 
-def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
+def load_eagle3(head: Eagle3Head, deployment: Deployment) -> Eagle3Weights:
     """Raises EnvironmentUnfit where no kernel supports a linear."""
     arch = head.facts.arch
     prefix = "layers.0."
@@ -86,22 +88,17 @@ def load_eagle3(head: Eagle3Head, target: Target) -> Eagle3Weights:
     }
 
     def vector(name: str) -> Tensor:
-        return dense(head.weights[name]).to(device=target.device, dtype=target.dtype)
+        return dense(head.weights[name]).to(device=deployment.device, dtype=deployment.dtype)
 
     layer = LayerWeights(
         shape=arch.layers[0],
         attn_norm=vector(f"{prefix}embed_norm.weight"),
         qk_norm=None,
         ffn_norm=vector(f"{prefix}ffn_norm.weight"),
-        **{
-            group.name: place(
-                group.linears, own, target, activation=arch.activation if group.name == "gate_up" else None
-            )
-            for group in arch.layers[0].groups
-        },
+        **fuse_groups(arch, arch.layers[0], own, deployment),
         kv_scales=None,
     )
-    outer = {name: place((name,), head.weights, target) for name in ("fc", "head")}
+    outer = {name: fuse((name,), head.weights, deployment) for name in ("fc", "head")}
     return Eagle3Weights(
         outer["fc"], vector(f"{prefix}hidden_norm.weight"), layer, vector("norm.weight"), outer["head"]
     )
@@ -113,24 +110,24 @@ class Eagle3Proposer:
     on_device = True
 
     def __init__(self, head: Eagle3Head, setting: Setting) -> None:
-        target = setting.target
+        deployment = setting.deployment
         arch = head.facts.arch
         self.feature_layers = head.facts.layer_ids
         self._head = head
         self._setting = setting
-        self._weights = load_eagle3(head, target)
-        self._kv_format = DENSE_FORMATS[target.dtype]
+        self._weights = load_eagle3(head, deployment)
+        self._kv_format = DENSE_FORMATS[deployment.dtype]
         self._ring = 2 * (setting.k + 1)
         """A step reads the last k + 1 positions, and up to k more were written behind them."""
         self.weight_bytes = self._weights.weight_bytes
-        ring_bytes = self._ring * arch.hidden_size * target.dtype.itemsize
+        ring_bytes = self._ring * arch.hidden_size * deployment.dtype.itemsize
         self.kv_bytes_per_token = kv_bytes_per_token(arch, self._kv_format) + -(
             -ring_bytes // setting.block_size
         )
 
     def begin(self, pages: Pages, embed_VD: Tensor) -> None:
         """Raises UsageError where the head has fewer positions than the engine serves."""
-        target = self._setting.target
+        deployment = self._setting.deployment
         arch = self._head.facts.arch
         own = self._head.embed_VD
         if arch.max_position < pages.max_model_len:
@@ -138,8 +135,8 @@ class Eagle3Proposer:
                 f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
                 f"set max_model_len to {arch.max_position} at most."
             )
-        device = target.device
-        dtype = target.dtype
+        device = deployment.device
+        dtype = deployment.dtype
         self._block_size = pages.block_size
         self._embed_VD = embed_VD if own is None else own.to(device=device, dtype=dtype)
         cache = KVCache(
@@ -150,12 +147,12 @@ class Eagle3Proposer:
             device=device,
         )
         self._kv = cache.layer(0)
-        self._layers = LayerRunner(arch, target, self._kv_format, max_model_len=pages.max_model_len)
-        self._max_rows = max(target.max_decode_rows, FEW_ROWS)
+        self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=pages.max_model_len)
+        self._max_rows = max(deployment.max_decode_rows, SHORT_PROMPT_ROWS)
         self._rings_ND = torch.zeros(
             pages.num_blocks * self._ring, arch.hidden_size, dtype=dtype, device=device
         )
-        self._graphs: Graphs[Tensor] = Graphs(device, target.max_batch_size)
+        self._graphs: Graphs[Tensor] = Graphs(device, deployment.max_batch_size)
         self._vocabulary_W = self._head.vocabulary_W.to(device)
         max_rows = self._graphs.max_rows
         k = self._setting.k
@@ -171,7 +168,7 @@ class Eagle3Proposer:
     def kernel_report(self) -> list[dict[str, Any]]:
         """As of a model with one layer, and `fc`."""
         weights = self._weights
-        rows = [row for each in weights.layer.projections for row in each.report(0)]
+        rows = [row for each in weights.layer.fused_linears for row in each.report(0)]
         return [*weights.fc.report(None), *rows, *weights.head.report(None), *self._layers.kernel_report()]
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
@@ -260,7 +257,7 @@ class Eagle3Proposer:
             qkv_TF, residual_TD = self._qkv(fed.tokens_T, hidden_TD[fed.rows], "decode")
             attend = self._layers.attend_decode(fed.table_RB, fed.context_lens_R, q_len=q_len)
             where = fed.positions_T, fed.slots_T, self._kv
-            outputs.append(self._layers.behind_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode"))
+            outputs.append(self._layers.after_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode"))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compress.models.arch import Arch
-from compress.runtime.loader import Target
+from compress.runtime.deployment import Deployment
 from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.speculative.state import RunningRow, SpeculativeState
 
@@ -25,7 +25,7 @@ class Setting:
     their probabilities are wanted."""
 
     arch: Arch
-    target: Target
+    deployment: Deployment
     k: int
     draws: bool
     block_size: int

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.runtime.loader import Target
+from compress.runtime.deployment import Deployment
 from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
 from compress.runtime.scheduler import Generation, Scheduler
 from compress.runtime.speculative.acceptance import Rule
@@ -52,9 +52,9 @@ class Speculative:
                 f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for benchmarks only."
             )
 
-    def build(self, arch: Arch, target: Target, *, block_size: int) -> Proposer:
+    def build(self, arch: Arch, deployment: Deployment, *, block_size: int) -> Proposer:
         return self.proposer.build(
-            Setting(arch, target, self.k, draws=self.rule == "rejection", block_size=block_size)
+            Setting(arch, deployment, self.k, draws=self.rule == "rejection", block_size=block_size)
         )
 
 
@@ -122,20 +122,20 @@ class Speculation:
         proposer: Proposer,
         runner: ModelRunner,
         pages: Pages,
-        target: Target,
+        deployment: Deployment,
         scheduler: Scheduler,
     ) -> None:
         self._proposer = proposer
         self._runner = runner
         self._scheduler = scheduler
         proposer.begin(pages, runner.embedding)
-        graphs: Graphs[Tensor] = Graphs(target.device, target.max_batch_size)
+        graphs: Graphs[Tensor] = Graphs(deployment.device, deployment.max_batch_size)
         self._state = SpeculativeState(
             max_rows=graphs.max_rows,
             max_model_len=pages.max_model_len,
             block_size=pages.block_size,
             k=config.k,
-            device=target.device,
+            device=deployment.device,
         )
         self._steps = VerifySteps(
             runner, self._state, proposer, graphs, rule=config.rule, forced_rate=config.forced_rate

@@ -1,7 +1,9 @@
-"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and channels of those that stay.
+"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and
+channels of those that stay.
 
-What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before anything is decided by it, and a
-round that is complete says so, so that a resumed run decides the same and goes through no finished round again.
+What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before
+anything is decided by it, and a round that is complete says so, so that a resumed run decides the same and
+goes through no finished round again.
 """
 
 import json

@@ -1,0 +1,37 @@
+"""A deployment: the device, dtype and sizes that a model runs with, on which every choice of a kernel depends."""
+
+from dataclasses import dataclass
+
+import torch
+
+from compress.kernels.problem import KernelDevice
+
+SHORT_PROMPT_ROWS = 128
+"""Tokens of a short prompt on a GPU, at most: up to about as many rows a linear's time is the bytes of its weights."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The device and dtype a model runs in, and the sizes of the batches it must serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_batch_size: int
+    max_step_tokens: int
+
+    @property
+    def max_decode_rows(self) -> int:
+        """Rows that decode kernels must serve at once: a full batch, or short prompts."""
+        return max(self.max_batch_size, self.short_prompt_rows)
+
+    @property
+    def short_prompt_rows(self) -> int:
+        """Number of tokens up to which a prompt is short and uses decode kernels; 0 on a CPU, where no prompt does."""
+        return SHORT_PROMPT_ROWS if self.device.type == "cuda" else 0
+
+    @property
+    def kernel_device(self) -> KernelDevice:
+        """The device as kernels are selected for it."""
+        return KernelDevice.from_torch(
+            self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens
+        )
