@@ -116,7 +116,7 @@ class LayerState:
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
         """What linears over one input have, None if they stay dense."""
-        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        found = {schemes.for_linear(f"layers.{self.layer_idx}.{linear}") for linear in linears}
         assert len(found) == 1, f"linears over one input have several schemes: {linears}"
         return found.pop()
 

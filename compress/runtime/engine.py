@@ -22,7 +22,7 @@ from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS, PADDING_BLOCK
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.quant.kv import DENSE
+from compress.quant.kv import KV_DENSE
 from compress.runtime.decode import DecodeSteps
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
@@ -93,7 +93,7 @@ class Engine:
             else speculative.build(source.arch, deployment, block_size=config.block_size_on(device))
         )
         stated = config.kv_format if config.kv_format is not None else source.kv_format
-        self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
+        self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, KV_DENSE) else stated
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         self._block_size = config.block_size_on(device)
         bytes_per_token = self.kv_bytes_per_token + (

@@ -41,12 +41,12 @@ def test_names_are_those_of_the_decoder() -> None:
 
 def test_the_first_pattern_that_matches_decides() -> None:
     scheme = overridden(W8, {"layers.1.ffn.down": None, "*.down": FP8, "layers.2.*": INT8}, ARCH)
-    assert scheme.of("layers.0.ffn.down") == FP8
-    assert scheme.of("layers.1.ffn.down") is None
-    assert scheme.of("layers.2.ffn.down") == FP8
-    assert scheme.of("layers.2.attn.q") == INT8
-    assert scheme.of("layers.0.attn.q") == W8
-    assert (scheme.of("head"), scheme.dense, set(scheme.of_layers)) == (
+    assert scheme.for_linear("layers.0.ffn.down") == FP8
+    assert scheme.for_linear("layers.1.ffn.down") is None
+    assert scheme.for_linear("layers.2.ffn.down") == FP8
+    assert scheme.for_linear("layers.2.attn.q") == INT8
+    assert scheme.for_linear("layers.0.attn.q") == W8
+    assert (scheme.for_linear("head"), scheme.dense, set(scheme.of_layers)) == (
         None,
         ("layers.1.ffn.down",),
         {W8, FP8, INT8},
