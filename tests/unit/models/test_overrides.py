@@ -144,13 +144,15 @@ def test_schemes_of_single_linears_survive_json_and_naming(
 ) -> None:
     whole = with_exceptions(W8, schemes, head=head)
     assert ModelScheme.from_json(whole.to_json()) == whole
-    assert {name: whole.of(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
+    assert {name: whole.for_linear(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
     assert ("exceptions" in whole.to_json()) == any(scheme != W8 for scheme in schemes.values())
     again = whole.renamed(lambda name: f"x.{name}").renamed(lambda name: name[2:])
     assert again == whole
-    everywhere = {name: whole.of(name) for name in NAMES}
+    everywhere = {name: whole.for_linear(name) for name in NAMES}
     if any(everywhere.values()):
-        assert all(commonest(everywhere, head=head).of(name) == scheme for name, scheme in everywhere.items())
+        assert all(
+            commonest(everywhere, head=head).for_linear(name) == scheme for name, scheme in everywhere.items()
+        )
 
 
 def test_a_manifest_says_of_each_layer_what_differs_there() -> None:
