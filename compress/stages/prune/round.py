@@ -20,7 +20,7 @@ from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import walk
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.digest import canonical_json
 from compress.methods.prune import LAYER_SCORERS, Compensation, Scorer
@@ -91,7 +91,7 @@ def prune_round(
         )
         step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
         rows = run_sequential(
-            subset, tokens_NS, [step], directory, ctx, scheme=None, compute_dtype=dtype, pruned=pruned
+            subset, tokens_NS, Compression([step], pruned=pruned), directory, ctx, compute_dtype=dtype
         )
     elif leads:
         _copy(subset, directory, ctx)
