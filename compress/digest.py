@@ -27,5 +27,10 @@ def canonical_json(value: Any) -> bytes:
     ).encode()
 
 
+def significant(value: float, digits: int = 6) -> float:
+    """Return `value` rounded to `digits` significant digits: the rest of a measured number is noise."""
+    return float(f"{value:.{digits}g}")
+
+
 def digest_json(value: Any) -> str:
     return digest_bytes(canonical_json(value))

@@ -32,7 +32,7 @@ from compress.export import open_weights
 from compress.models.eagle3 import draft_head
 from compress.models.pruning import LayerSubset
 from compress.models.weights import Dense
-from compress.pipeline import resolve_text
+from compress.pipeline import resolve_source
 from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -83,7 +83,7 @@ def proposers(args: argparse.Namespace, source: ModelSource) -> Iterator[tuple[s
 
 def compared(args: argparse.Namespace, scheme: str, target: Path, kv_format: str) -> list[dict[str, Any]]:
     """All proposers and batch sizes of one target and cache."""
-    source = resolve_text(args.model)
+    source = resolve_source(args.model)
     device = pick_device()
     weights = open_weights(target)
     length = args.prompt_tokens + args.output_tokens
@@ -179,7 +179,7 @@ def main() -> int:
     args = parser.parse_args()
     device = pick_device()
     with tempfile.TemporaryDirectory() as place:
-        source = resolve_text(args.model)
+        source = resolve_source(args.model)
         targets = {
             each: source.path if each == DENSE else quantized(source, each, Path(place), device)
             for each in args.schemes

@@ -9,7 +9,7 @@ is printed and ends the program with exit code 1. Times are medians over CUDA-gr
 (`kernel_bench/timer.py`), with the 10th and 90th percentile.
 
     tb_per_s         bytes that the scheme stores, or keys and values, over time
-    bandwidth_frac   of the read bandwidth measured in this run (`validate/roofline.py`)
+    bandwidth_frac   of the read bandwidth measured in this run (`compress/machine.py`)
     curve_frac       of what a single launch can reach on an H200, t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of one tensor a
                      launch, from 8 to 512 MB; above 1 means that a launch's ramps hide behind its neighbours
     tflop_per_s      arithmetic over time, for prefill
@@ -30,7 +30,7 @@ from torch import Tensor
 from compress.kernels.coverage import LINEARS
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD
 from compress.kernels.operands.rows import QuantizedRows
-from compress.validate.roofline import measure_bandwidth, measure_matmul_rate
+from compress.machine import measure_bandwidth, measure_matmul_rate
 from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
     H200_LAUNCH_S,

@@ -25,7 +25,6 @@ from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
 from compress.calibrate.sequential import run_sequential
-from compress.cli.run import pick_device
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
@@ -34,7 +33,7 @@ from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
-from compress.pipeline import resolve_text
+from compress.pipeline import pick_device, resolve_source
 from compress.quant.kv import DENSE, FP8_STATIC
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
@@ -114,7 +113,7 @@ def row_of(kv_format: str, engine: Engine, accuracy: Accuracy, first: float, las
 def measure(
     args: argparse.Namespace, device: torch.device, scratch: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    source = resolve_text(args.model)
+    source = resolve_source(args.model)
     weights = open_weights(source.path)
     length = args.seq_len or weights.arch.max_position
     read = {"seq_len": length, "offline": True}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, as_mistral, resized
 from compress.models.random_source import RandomSource
@@ -25,7 +26,6 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 from compress.validate.latency import LatencyRow, measure_latency
-from compress.validate.roofline import measure_bandwidth
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 DENSE = "dense"

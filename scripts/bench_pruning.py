@@ -23,10 +23,9 @@ import torch
 
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import Workspace
-from compress.cli.run import pick_device
-from compress.pipeline import resolve_text
+from compress.machine import environment_facts
+from compress.pipeline import pick_device, resolve_source
 from compress.recipe import Recipe, SourceMap, StageEntry
-from compress.validate.roofline import environment_facts
 from scripts.bench_quality import document
 from scripts.bench_setup import markdown
 from scripts.quality_bench.measure import Setting, run_until, score
@@ -66,7 +65,7 @@ def measure(
     run_until(setting, asked, workspace, until="calibrate")
     pruned = run_until(setting, asked, workspace, until="prune")
     facts = open_artifact(pruned.artifact.path).manifest.facts["pruning"]
-    accuracy = score(setting, resolve_text(setting.model), pruned.artifact.path)
+    accuracy = score(setting, resolve_source(setting.model), pruned.artifact.path)
     kl = accuracy["kl_mean"]
     return {
         "experiment": EXPERIMENT,

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from compress.artifact.workspace import Workspace
-from compress.cli.run import pick_device
-from compress.validate.roofline import environment_facts
+from compress.machine import environment_facts
+from compress.pipeline import pick_device
 from scripts.peer_quantize import TOOLS
 from scripts.quality_bench.measure import Setting, measure, measure_peer
 from scripts.quality_bench.methods import METHODS, SUITE

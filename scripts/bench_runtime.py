@@ -33,13 +33,14 @@ from typing import Any
 
 import torch
 
+from compress.machine import measure_bandwidth, measure_matmul_rate
 from compress.models.arch import Arch
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.validate.latency import LatencyRow, measure_latency
-from compress.validate.roofline import Work, measure_bandwidth, measure_matmul_rate, roofline
+from compress.validate.roofline import Work, roofline
 from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
     H200_LAUNCH_S,

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from compress.errors import UsageError
+from compress.machine import environment_facts
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config, known_models
-from compress.validate.roofline import environment_facts
 
 SCHEMA = 1
 H200_LAUNCH_S = 2.8e-6

@@ -23,7 +23,7 @@ from compress.data.model_tokens import read_tokens
 from compress.export import open_weights
 from compress.export.speculators import open_eagle3
 from compress.models.weights import WeightSource
-from compress.pipeline import resolve_text
+from compress.pipeline import resolve_source
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
@@ -58,7 +58,7 @@ def compared(engine: Engine, plain: list[Finished], requests: list[Request]) -> 
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    source = resolve_text(args.model)
+    source = resolve_source(args.model)
     weights = open_weights(source.path)
     length = 2 * args.prompt_tokens
     tokens, _ = read_tokens(
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> list[dict[str, An
     prompts = [tuple(window[: args.prompt_tokens].tolist()) for window in tokens.tokens_NS]
     proposers: dict[str, ProposerOptions] = {"ngram": NGram()}
     if args.draft is not None:
-        draft: WeightSource = open_weights(resolve_text(args.draft).path)
+        draft: WeightSource = open_weights(resolve_source(args.draft).path)
         proposers["draft_model"] = DraftModel(draft)
     if args.head is not None:
         proposers["eagle3"] = Eagle3(open_eagle3(args.head))

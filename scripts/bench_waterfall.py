@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
 from compress.models.eagle3 import random_eagle3
 from compress.models.random_source import RandomSource
@@ -31,7 +32,6 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from compress.validate.latency import measure_latency
-from compress.validate.roofline import measure_bandwidth
 from scripts.bench_pruned_speed import freest, pruned
 from scripts.bench_runtime import BASELINES, release_memory, transformers_rows
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.calibrate.observe import observe
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import Ahead, return_freed_blocks
 from compress.context import Context
 from compress.errors import UsageError
@@ -33,10 +33,12 @@ from compress.models.weights import WeightSource, build_layer, dense, fill_
 class GradientVisitor(Protocol):
     """Sees every layer once, the last first: `enter` with the statistics that it asks for, then `see` for each sample and group."""
 
-    def stats(self) -> Mapping[str, StatFactory]: ...
+    def needs(self) -> tuple[type[Stat], ...]:
+        """Return the types of the statistics that `enter` reads; none by default."""
+        return ()
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
-        """`stats` is tap -> name -> statistic over all samples."""
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+        """`stats` is tap -> statistics over all samples."""
 
     def see(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
@@ -117,8 +119,8 @@ def visit_gradients(
             if idx:
                 layers.start(idx - 1)
             x_NSD = inputs.pop().to(device, non_blocking=True)
-            asked = visitor.stats()
-            visitor.enter(layer, observe(layer, x_NSD, asked) if asked else {})
+            needs = visitor.needs()
+            visitor.enter(layer, observe(layer, x_NSD, needs) if needs else {})
             for sample in range(len(x_NSD)):
                 one = slice(sample, sample + 1)
                 gradient_NSD[one] = _backward(layer, x_NSD[one], gradient_NSD[one], visitor)

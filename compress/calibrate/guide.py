@@ -32,8 +32,8 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.gradients import Ends, visit_gradients
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.gradients import Ends, GradientVisitor, visit_gradients
+from compress.calibrate.stats import InputStats
 from compress.context import Context
 from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
@@ -151,7 +151,7 @@ class GuideFiles:
         return LayerGuide(weights, {tap: OutputMoment(tuple(each)) for tap, each in segments.items()})
 
 
-class _Visitor:
+class _Visitor(GradientVisitor):
     """Notes the squared gradient of each token, and sums a layer's output moments, which are written when the next layer comes."""
 
     def __init__(self, squares: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
@@ -162,10 +162,7 @@ class _Visitor:
         self._num_tokens = Counter[str]()
         self._waiting: dict[str, list[Tensor]] = {}
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {}
-
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self.write()
         self._layer_idx = layer.layer_idx
 

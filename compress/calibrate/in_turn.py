@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compress.calibrate.layer_state import LayerPass, LayerState, factories
+from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
 from compress.calibrate.observe import Flow, Stream, meet, observe_shards
 from compress.calibrate.room import Samples
 from compress.models.decoder import DecoderLayer, HalfLayer
@@ -75,9 +75,9 @@ def _compress_behind(
     """The linears behind one tap, by the rank whose turn it is, from what all ranks see there."""
     (group,) = (group for group in layer.groups() if group.tap == tap)
     owner = layer.groups().index(group) % flow.ranks.size
-    asked = factories(passes)
-    trees = observe_shards(stream, asked, flow, source, state.counts)
-    stats = meet(trees, [group], list(asked), {tap: owner}, flow.ranks)
+    kinds = needed_stats(passes)
+    trees = observe_shards(stream, kinds, flow, source, state.counts)
+    stats = meet(trees, [group], kinds, {tap: owner}, flow.ranks)
     part = replace(state, groups=[group] if flow.ranks.rank == owner else [], stats=stats)
     for each in passes:
         each.apply(part)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import AbsMax, Stat, StatFactory
+from compress.calibrate.stats import AbsMax, InputStats, StatFactory
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
@@ -41,7 +41,7 @@ from compress.quant.scheme import FP8_MAX, SCHEMES
 Row = dict[str, Any]
 Forward = Callable[[Tensor, Tensor, AttentionFn, Tap], Tensor]
 """(x [B, S, D], positions [S], attention, tap) -> [B, S, D]: a layer, or what is watched in its place."""
-Observe = Callable[[Forward, Mapping[str, StatFactory]], dict[str, dict[str, Stat]]]
+Observe = Callable[[Forward, Sequence[StatFactory]], Mapping[str, InputStats]]
 """Statistics of every tap of a forward over all samples."""
 
 COARSE = 0.1
@@ -157,22 +157,18 @@ def calibrate_cache(
     """
     layer_idx = cached.layer.layer_idx
     head_dim = cached.layer.shape.head_dim
-    amax = {
-        name: _largest(stats, layer_idx, name) for name, stats in observe(cached, {"abs_max": AbsMax}).items()
-    }
+    amax = {name: _largest(stats, layer_idx, name) for name, stats in observe(cached, [AbsMax]).items()}
     scales = {name: static_input_scale(amax[name], SCHEMES["FP8_STATIC"], stored_dtype) for name in KV_SCALES}
-    rounded = observe(KeysValues(cached.layer, scales), {"error": partial(CacheError, head_dim)})
+    rounded = observe(KeysValues(cached.layer, scales), [partial(CacheError, head_dim)])
     rows: list[Row] = []
     for name, scale in scales.items():
-        error = rounded[name]["error"]
-        assert isinstance(error, CacheError)
         rows.append(
             {
                 "layer": layer_idx,
                 "cache": name,
                 "amax": float(amax[name]),
                 "scale": float(scale),
-                **error.facts(),
+                **rounded[name][CacheError].facts(),
             }
         )
     return {KV_SCALES[name]: scale for name, scale in scales.items()}, rows
@@ -201,10 +197,8 @@ def cache_warning(rows: Sequence[Mapping[str, Any]]) -> str | None:
     )
 
 
-def _largest(stats: Mapping[str, Stat], layer_idx: int, name: str) -> Tensor:
-    abs_max = stats["abs_max"]
-    assert isinstance(abs_max, AbsMax)
-    largest = abs_max.max()
+def _largest(stats: InputStats, layer_idx: int, name: str) -> Tensor:
+    largest = stats[AbsMax].max()
     if not bool(torch.isfinite(largest)):
         raise UsageError(
             f"layer {layer_idx}, {name} of the cache: the calibration data drives it to NaN or infinity. Check the checkpoint."

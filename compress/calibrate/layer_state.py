@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.calibrate.guide import LayerGuide, OutputMoment
 from compress.calibrate.observe import Flow, TokenWeights
 from compress.calibrate.room import Room
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import InputStats, Stat
 from compress.context import OneRank, Ranks
 from compress.models.arch import Arch, LinearGroup
 from compress.models.decoder import DecoderLayer, SmoothingPair
@@ -33,7 +33,7 @@ class LayerState:
     """One layer while the passes work on it.
 
     `weights` are read as float32, on the device, under names relative to the layer; a pass sets those it changes. A linear that a pass has
-    quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistic name -> statistic, of the inputs the
+    quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistics of the inputs the
     layer sees when everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights`
     are all. What a pass does to one group goes through `room`, in case there is none. Where a guide says so, `outputs` is tap -> which rows
     behind it err together, and `counts` tap -> how much each token counts. `cache` are scales of the layer's KV cache, with their rows.
@@ -43,7 +43,7 @@ class LayerState:
     groups: list[LinearGroup]
     pairs: list[SmoothingPair]
     weights: dict[str, Tensor]
-    stats: dict[str, dict[str, Stat]]
+    stats: dict[str, InputStats]
     ranks: Ranks = field(default_factory=OneRank)
     room: Room = field(default_factory=Room)
     outputs: Mapping[str, OutputMoment] = field(default_factory=dict)
@@ -145,13 +145,13 @@ class LayerState:
 
 
 class LayerPass(Protocol):
-    """One step of compression on one layer. `stats` names what it needs to know about the inputs of every linear group."""
+    """One step of compression on one layer. `needs` names the statistics of the inputs of every linear group that it reads."""
 
-    def stats(self) -> Mapping[str, StatFactory]: ...
+    def needs(self) -> tuple[type[Stat], ...]: ...
 
     def apply(self, state: LayerState) -> None: ...
 
 
-def factories(passes: Sequence[LayerPass]) -> dict[str, StatFactory]:
-    """All that passes need to know."""
-    return {name: factory for each in passes for name, factory in each.stats().items()}
+def needed_stats(passes: Sequence[LayerPass]) -> tuple[type[Stat], ...]:
+    """Return the types of all statistics that some pass needs, each once."""
+    return tuple(dict.fromkeys(kind for each in passes for kind in each.needs()))

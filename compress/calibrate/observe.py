@@ -16,16 +16,24 @@ from torch import Tensor
 
 from compress.calibrate.kv import Forward
 from compress.calibrate.room import Room, Samples
-from compress.calibrate.stats import MergeTree, Node, SourceStat, Stat, StatFactory, shard_bounds
+from compress.calibrate.stats import (
+    InputStats,
+    MergeTree,
+    Node,
+    SourceStat,
+    Stat,
+    StatFactory,
+    shard_bounds,
+)
 from compress.context import OneRank, Ranks
 from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
 from compress.models.decoder import no_tap
 
-Trees = dict[tuple[str, str], MergeTree[Stat]]
-"""(tap, statistic) -> what is summed so far."""
-Stats = dict[str, dict[str, Stat]]
-"""Tap -> name -> statistic."""
+Trees = dict[tuple[str, type[Stat]], MergeTree[Stat]]
+"""(tap, type of the statistic) -> what is summed so far."""
+Stats = dict[str, InputStats]
+"""Tap -> statistics of the input that is read there."""
 TokenWeights = Mapping[str, Tensor]
 """Tap -> how much each token counts in sums of squares, float32 [N, S], 1 on average; on the CPU."""
 
@@ -96,7 +104,7 @@ class Stream:
         return taps
 
 
-def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory]) -> Stats:
+def observe(layer: Forward, x_NSD: Tensor, factories: Sequence[StatFactory]) -> Stats:
     """Statistics of every tap over all samples."""
     samples = Samples.of(x_NSD)
     flow = Flow(samples, None, Shards.of(len(x_NSD)), Room(None, samples), OneRank())
@@ -105,21 +113,21 @@ def observe(layer: Forward, x_NSD: Tensor, factories: Mapping[str, StatFactory])
 
 def together(parts: Trees, ranks: Ranks) -> Stats:
     """The finished statistics of every tap, on every rank: for small ones."""
-    own = {key: tree.nodes() for key, tree in parts.items()}
+    own = [(tap, tree.nodes()) for (tap, _), tree in parts.items()]
     trees: Trees = {}
     for source in range(ranks.size):
-        for key, nodes in ranks.broadcast(own, source=source).items():
+        for tap, nodes in ranks.broadcast(own, source=source):
             for node in nodes:
-                trees.setdefault(key, MergeTree()).join(node)
+                trees.setdefault((tap, type(node.stat)), MergeTree()).join(node)
     stats: Stats = {}
-    for (tap, name), tree in trees.items():
-        stats.setdefault(tap, {})[name] = tree.root()
+    for (tap, _), tree in trees.items():
+        stats.setdefault(tap, InputStats()).add(tree.root())
     return stats
 
 
 def observe_shards(
     stream: Stream,
-    factories: Mapping[str, StatFactory],
+    factories: Sequence[StatFactory],
     flow: Flow,
     source: Stream | None = None,
     weights: TokenWeights | None = None,
@@ -129,7 +137,7 @@ def observe_shards(
     trees: Trees = {}
     first = flow.shards.samples.start
     for pieces in flow.pieces:
-        shard: dict[tuple[str, str], Stat] = {}
+        shard: dict[tuple[str, type[Stat]], Stat] = {}
         for piece in pieces:
             beside = {} if source is None else source.send(piece, flow.room)
             for tap, x_BSD in stream.send(piece, flow.room).items():
@@ -139,10 +147,10 @@ def observe_shards(
                 rows = flow.room.attempt(
                     partial(_Rows.of, x_BSD, beside.get(tap), weights_BS), "observing a layer"
                 )
-                for name, factory in factories.items():
-                    flow.room.attempt(
-                        partial(rows.update, shard.setdefault((tap, name), factory())), "observing a layer"
-                    )
+                for factory in factories:
+                    stat = factory()
+                    stat = shard.setdefault((tap, type(stat)), stat)
+                    flow.room.attempt(partial(rows.update, stat), "observing a layer")
         for key in list(shard):
             trees.setdefault(key, MergeTree(flow.shards.first)).push(shard.pop(key))
     return trees
@@ -178,21 +186,25 @@ class _Rows:
 
 
 def meet(
-    trees: Trees, groups: Sequence[LinearGroup], names: Sequence[str], owners: Mapping[str, int], ranks: Ranks
+    trees: Trees,
+    groups: Sequence[LinearGroup],
+    kinds: Sequence[type[Stat]],
+    owners: Mapping[str, int],
+    ranks: Ranks,
 ) -> Stats:
     """The finished statistics of the taps that this rank owns; `owners` is tap -> rank."""
     stats: Stats = {}
     for group in groups:
         owner = owners[group.tap]
-        for name in names:
-            tree = trees.pop((group.tap, name), MergeTree[Stat]())
+        for kind in kinds:
+            tree = trees.pop((group.tap, kind), MergeTree[Stat]())
             whole = MergeTree[Stat]()
             for source in range(ranks.size):
                 nodes: list[Node[Stat]] | None = tree.nodes() if ranks.rank == source else None
                 for node in ranks.move(nodes, source=source, to=owner) or ():
                     whole.join(node)
             if ranks.rank == owner:
-                stats.setdefault(group.tap, {})[name] = whole.root()
+                stats.setdefault(group.tap, InputStats()).add(whole.root())
     return stats
 
 

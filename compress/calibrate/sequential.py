@@ -36,7 +36,7 @@ from compress.artifact.tensors import save_tensors
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.in_turn import compress_in_turn
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
-from compress.calibrate.layer_state import LayerPass, LayerState, Row, factories
+from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_stats
 from compress.calibrate.observe import Flow, Shards, Stats, Stream, meet, observe_shards, replay_, together
 from compress.calibrate.room import Room, Samples
 from compress.calibrate.stats import SourceStat, StatFactory
@@ -181,11 +181,11 @@ class _Work:
         """What the passes of all ranks make of a layer, all from one look at it. Empties the state."""
         layer = self._layer(state)
         flow = self.flow
-        asked = factories(self.passes)
+        kinds = needed_stats(self.passes)
         of_source = None if flow.of_source is None else Stream(layer.forward, flow.of_source, flow.of_source)
-        trees = observe_shards(Stream(layer.forward, flow.samples), asked, flow, of_source, state.counts)
+        trees = observe_shards(Stream(layer.forward, flow.samples), kinds, flow, of_source, state.counts)
         owners = deal(self.arch, state.layer_idx, layer.groups(), flow.ranks.size)
-        state.stats = meet(trees, layer.groups(), list(asked), owners, flow.ranks)
+        state.stats = meet(trees, layer.groups(), kinds, owners, flow.ranks)
         state.groups = [group for group in layer.groups() if owners[group.tap] == flow.ranks.rank]
         del layer, trees, of_source
         read_next()
@@ -224,8 +224,8 @@ class _Work:
             self.after, state.layer_idx, weights, dtype=self.compute_dtype, device=self.device
         )
 
-        def over_samples(layer: Forward, asked: Mapping[str, StatFactory]) -> Stats:
-            return together(observe_shards(Stream(layer, flow.samples), asked, flow), flow.ranks)
+        def over_samples(layer: Forward, factories: Sequence[StatFactory]) -> Stats:
+            return together(observe_shards(Stream(layer, flow.samples), factories, flow), flow.ranks)
 
         state.cache, state.cache_rows = calibrate_cache(cached, over_samples, stored_dtype=self.stored_dtype)
 
@@ -236,7 +236,7 @@ def _nothing() -> None:
 
 def _compares(passes: Sequence[LayerPass]) -> bool:
     """Whether a pass asks for the source's activations."""
-    return any(isinstance(factory(), SourceStat) for each in passes for factory in each.stats().values())
+    return any(isinstance(kind(), SourceStat) for kind in needed_stats(passes))
 
 
 def _embedded(

@@ -8,9 +8,9 @@ Shapes: T tokens of one piece, D features.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Generic, Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from torch import Tensor
 from compress.calibrate.arithmetic import add_gram, add_lower_gram
 from compress.context import NUM_SHARDS
 
+NOT_FINITE = (
+    "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or infinity. "
+    "Check the checkpoint, or compute in float32."
+)
+"""Message of the UsageError that a method raises when it cannot factorise a moment."""
 PARKED_ROWS = 256
 """Rows of a block of a parked sum."""
 
@@ -40,7 +45,36 @@ class Stat(Protocol):
 
 
 StatFactory = Callable[[], Stat]
+"""Makes an empty statistic; a statistic's class is one."""
 S = TypeVar("S", bound=Stat)
+
+
+class InputStats:
+    """Statistics of the input of one linear group, at most one of each type: `stats[SecondMoment]`."""
+
+    def __init__(self, *stats: Stat) -> None:
+        self._by_type: dict[type[Stat], Stat] = {}
+        for stat in stats:
+            self.add(stat)
+
+    def add(self, stat: Stat) -> None:
+        """Hold `stat` too, under its type."""
+        self._by_type[type(stat)] = stat
+
+    def get(self, kind: type[S]) -> S | None:
+        """Return the statistic of type `kind`, None if it was not collected."""
+        return cast(S | None, self._by_type.get(kind))
+
+    def __getitem__(self, kind: type[S]) -> S:
+        """Return the statistic of type `kind`.
+
+        Raises:
+            KeyError: it was not collected, because no `needs` names it.
+        """
+        return cast(S, self._by_type[kind])
+
+    def __iter__(self) -> Iterator[Stat]:
+        return iter(self._by_type.values())
 
 
 class SecondMoment:
@@ -239,9 +273,13 @@ class AbsMax:
         self._max_D = self._max_D / scale_D
 
     def max(self) -> Tensor:
-        """float32 scalar, over all features."""
+        """Return the largest of all features, a float32 scalar."""
+        return self.per_feature().max()
+
+    def per_feature(self) -> Tensor:
+        """Return the largest of each feature, float32 [D]."""
         assert self._max_D is not None
-        return self._max_D.max()
+        return self._max_D
 
 
 @dataclass(frozen=True)

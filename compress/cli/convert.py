@@ -29,11 +29,11 @@ def convert(
     from compress.export import FORMATS
     from compress.export.conversion import convert as convert_model
     from compress.models.arch import Arch
-    from compress.pipeline import resolve_text
+    from compress.pipeline import resolve_source
     from compress.quant.scheme import DENSE, ModelScheme
 
     form = FORMATS.get(to)
-    model = resolve_text(source, offline=offline)
+    model = resolve_source(source, offline=offline)
     with progress("convert") as report:
         artifact = convert_model(model, to, out, progress=report)
     if not any(record.path.startswith("tokenizer") for record in artifact.manifest.files):

@@ -204,14 +204,15 @@ def kernels_here() -> dict[str, Any]:
     """Which kernel serves which op, scheme and range of rows here, for the shapes of one common model, and which serve nothing, and why."""
     import torch
 
-    from compress.kernels.coverage import Machine, coverage, unused
+    from compress.kernels.coverage import coverage, unused
+    from compress.kernels.problem import KernelDevice
     from compress.models.family import family_of
     from compress.models.known import known_config
 
     config = known_config(_SHAPES_OF)
     assert config is not None, _SHAPES_OF
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = Machine.of(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    machine = KernelDevice.from_torch(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     served = coverage(family_of(config).read_config(config), machine)
     return {
         "model": _SHAPES_OF,

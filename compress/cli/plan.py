@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compress.cli.output import JsonFlag, count_text, duration_text, emit, size_text, table
-from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption, device_kind
+from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption
 from compress.errors import StorageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
-    from compress.pipeline import build_steps, estimates
+    from compress.pipeline import build_steps, device_kind, estimates
     from compress.recipe import load_recipe
 
     loaded = load_recipe(recipe)
@@ -89,13 +89,13 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
     from compress.models.checkpoint import read_config
     from compress.models.family import family_of
     from compress.models.known import known_config, known_models
-    from compress.pipeline import resolve_text
+    from compress.pipeline import resolve_source
     from compress.recipe import parse_model_ref
     from compress.registry.model_source import fetch_config
 
     ref = parse_model_ref(model)
     if ref.scheme != "hf":
-        source = resolve_text(model)
+        source = resolve_source(model)
         config = read_config(source.path)
         return family_of(config).read_config(config), source
     shipped = known_config(ref.name)

@@ -20,11 +20,11 @@ from compress.cli.output import (
     size_text,
     table,
 )
-from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
+from compress.errors import EnvironmentUnfit, RankStopped, UsageError
 
 if TYPE_CHECKING:
     from compress.context import Progress, Ranks
-    from compress.pipeline import Outcome, RunDir, RunResult, StepResult
+    from compress.pipeline import Result, RunDir, StepResult
     from compress.ranks import Launch
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
@@ -78,11 +78,7 @@ def run(
         )
     from compress.pipeline import RunDir
 
-    directory = RunDir(
-        run_dir
-        if run_dir is not None
-        else Path("runs") / recipe.name.removesuffix(".yaml").removesuffix(".yml")
-    )
+    directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipe)
     asked = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
     code = _execute(
         recipe,
@@ -138,7 +134,7 @@ def _execute(
     """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of several ranks that torchrun
     started, rank 0 does this and the others help."""
     from compress.context import OneRank
-    from compress.pipeline import Job, execute
+    from compress.pipeline import Job, execute, pick_device
 
     def lead(chosen: str, ranks: "Ranks") -> int:
         with _stop_signal() as stopped:
@@ -152,12 +148,9 @@ def _execute(
                 ranks=ranks,
                 **asked,
             )
-            outcome = execute(job, TerminalWatch(chosen))
-        document = _document(outcome, directory)
-        emit(document, _card(document, outcome.result), as_json=as_json)
-        if outcome.status == "gate_failed":
-            return GateFailed.exit_code
-        return unchanged_exit_code if outcome.status == "unchanged" else 0
+            result = execute(job, TerminalWatch(chosen))
+        emit(result.as_json(), _summary(result), as_json=as_json)
+        return unchanged_exit_code if result.status == "unchanged" else result.exit_code
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return lead(pick_device(device), OneRank())
@@ -197,6 +190,8 @@ def _device_of(launch: "Launch", asked: str | None) -> str:
     """
     import torch
 
+    from compress.pipeline import device_kind, pick_device
+
     chosen = pick_device(asked)
     if device_kind(chosen) == "cpu":
         return chosen
@@ -210,47 +205,6 @@ def _device_of(launch: "Launch", asked: str | None) -> str:
         )
     torch.cuda.set_device(launch.local_rank)
     return f"cuda:{launch.local_rank}"
-
-
-def pick_device(asked: str | None) -> str:
-    """The device of a run: what was asked for, else the first GPU, else the CPU.
-
-    Raises:
-        UsageError: it is not the name of a device.
-        EnvironmentUnfit: CUDA was asked for and is not usable, or has no GPU of that index.
-    """
-    import torch
-
-    usable = torch.cuda.is_available()
-    if asked is None:
-        return "cuda" if usable else "cpu"
-    if device_kind(asked) == "cuda":
-        if not usable:
-            raise EnvironmentUnfit(
-                "--device asks for CUDA, and torch finds no usable GPU here; `compress doctor` says why."
-            )
-        if (torch.device(asked).index or 0) >= torch.cuda.device_count():
-            raise EnvironmentUnfit(
-                f"--device asks for {asked}, and this machine has {torch.cuda.device_count()} GPUs, counted from 0."
-            )
-    return asked
-
-
-def device_kind(asked: str) -> str:
-    """`cpu` or `cuda`, whether it is here or not.
-
-    Raises:
-        UsageError: it is not the name of a device.
-    """
-    import torch
-
-    try:
-        kind = torch.device(asked).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"'{asked}' is not a device; write cpu, cuda or cuda:<index>.")
-    return kind
 
 
 @dataclass(frozen=True)
@@ -271,6 +225,8 @@ class TerminalWatch:
 
     def _peak_bytes(self) -> int:
         """Peak memory where the work is."""
+        from compress.pipeline import device_kind
+
         if device_kind(self.device) == "cpu":
             return peak_host_bytes()
         import torch
@@ -305,58 +261,15 @@ def _note_step(result: "StepResult") -> None:
     note(f"{result.kind:<9} {how}  {result.artifact.digest[:19]}  {size_text(result.artifact.size_bytes)}")
 
 
-def _document(outcome: "Outcome", directory: "RunDir") -> dict[str, Any]:
-    from compress.stages import Port
-
-    result = outcome.result
-    pushed = outcome.pushed
-    checkpoint = result.latest(Port.CHECKPOINT) or result.latest(Port.QUANTIZED)
-    has_report = result.latest(Port.EVIDENCE) is not None and directory.report.is_file()
-    artifact = (
-        {"digest": checkpoint.digest, "path": str(checkpoint.path), "size_bytes": checkpoint.size_bytes}
-        if checkpoint
-        else None
-    )
-    return {
-        "status": outcome.status,
-        "artifact": artifact,
-        "source": {
-            "name": result.source.name,
-            "revision": result.source.revision,
-            "digest": result.source.digest,
-        },
-        "stages": [
-            {
-                "kind": each.kind,
-                "cached": each.cached,
-                "seconds": round(each.seconds, 3),
-                "digest": each.artifact.digest,
-            }
-            for each in result.steps
-        ],
-        "gates": result.gates,
-        "report": str(directory.report) if has_report else None,
-        "pushed": {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest}
-        if pushed
-        else None,
-        "seconds": round(outcome.seconds, 3),
-    }
-
-
-def _card(document: dict[str, Any], result: "RunResult") -> str:
-    cached = sum(each.cached for each in result.steps)
-    rows: list[tuple[str, str]] = [
-        (
-            "status",
-            f"{document['status']} in {document['seconds']:.1f} s, {cached} of {len(result.steps)} stages cached",
-        )
-    ]
-    if document["artifact"]:
-        rows.append(
-            ("artifact", f"{document['artifact']['digest']}  {size_text(document['artifact']['size_bytes'])}")
-        )
-        rows.append(("", document["artifact"]["path"]))
-    for gate in document["gates"]:
+def _summary(result: "Result") -> str:
+    """Return what the terminal prints at the end of a run: one fact a line."""
+    steps = result.run.steps
+    cached = sum(each.cached for each in steps)
+    rows = [("status", f"{result.status} in {result.seconds:.1f} s, {cached} of {len(steps)} stages cached")]
+    if result.artifact is not None:
+        rows.append(("artifact", f"{result.digest}  {size_text(result.artifact.size_bytes)}"))
+        rows.append(("", str(result.path)))
+    for gate in result.gates:
         verdict = {True: "pass", False: "FAIL", None: "n/a"}[gate["passed"]]
         measured = "" if gate["value"] is None else f"{gate['value']:.4g}, bound {gate['bound']:.4g}"
         reason = f"  {gate['note']}" if gate["note"] else ""
@@ -364,10 +277,10 @@ def _card(document: dict[str, Any], result: "RunResult") -> str:
             ("gate", f"{verdict}  {gate['name']} {gate['relation']} {gate['limit']:g}  {measured}{reason}")
         )
     rows += [("warning", warning) for warning in result.warnings]
-    if document["pushed"]:
-        rows.append(("pushed", f"{document['pushed']['name']}:{', '.join(document['pushed']['tags'])}"))
-    elif result.gates_failed:
+    if result.pushed is not None:
+        rows.append(("pushed", f"{result.pushed.name}:{', '.join(result.pushed.tags)}"))
+    elif result.run.gates_failed:
         rows.append(("pushed", "no: a gate failed"))
-    if document["report"]:
-        rows.append(("report", document["report"]))
+    if result.report is not None:
+        rows.append(("report", str(result.report)))
     return table(rows)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from compress.cli.output import JsonFlag, emit, note, progress, table
-from compress.cli.run import DeviceOption, OfflineOption, pick_device
+from compress.cli.run import DeviceOption, OfflineOption
 from compress.errors import GateFailed, UsageError
 
 
@@ -57,7 +57,7 @@ def validate(
     from compress.artifact.manifest import MANIFEST_NAME, open_artifact
     from compress.artifact.workspace import ArtifactWriter
     from compress.context import Context
-    from compress.pipeline import resolve_text
+    from compress.pipeline import pick_device, resolve_source
     from compress.stages import Input, Inputs, Port
     from compress.stages.validate import REPORT_HTML
     from compress.stages.validate import validate as prove
@@ -66,7 +66,7 @@ def validate(
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
     chosen = pick_device(device)
-    source = resolve_text(against, offline=offline)
+    source = resolve_source(against, offline=offline)
     limits = _gates(gate or [])
     read_gates(limits)
     served = kv_format_named(kv_format)

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 from pydantic import Field, field_validator
 
+from compress.data.chat import is_conversation, transcript
 from compress.data.corpus import (
     Category,
     Document,
@@ -377,13 +378,9 @@ def _row_text(row: Mapping[str, Any], field: str, at: str) -> str:
     value = row[field]
     if isinstance(value, str):
         return value
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in value)
-    ):
-        return "\n\n".join(f"{str(turn['role']).capitalize()}: {turn['content']}" for turn in value)
-    raise UsageError(f"{at}: field '{field}' is neither text nor a list of chat turns with role and content.")
+    if is_conversation(value):
+        return transcript(value)
+    raise UsageError(f"{at}: field '{field}' is neither text nor a list of messages with role and content.")
 
 
 # ---------------------------------------------------------------------------------------------------------- Hugging Face Hub

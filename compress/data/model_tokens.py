@@ -1,7 +1,8 @@
 """Token sets of one model: the text of a data card through the model's own tokenizer, checked against its embedding."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from compress.data.card import check_at_hand, documents, identity, load_card, pin
 from compress.data.tokens import TokenSet, load_tokenizer, tokenize
@@ -10,6 +11,9 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.family import family_of
 from compress.registry.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENS_NAME = "tokens.safetensors"
 
@@ -27,7 +31,7 @@ def read_tokens(
     check_at_hand(card, offline=offline)
     card = pin(card)
     tokenizer, digest = load_tokenizer(source.path)
-    bos = _prepended_bos(source)
+    bos = prepended_bos(tokenizer, source.path)
     facts = {**card.facts, "tokenizer_digest": digest}
     tokens = tokenize(
         documents(card),
@@ -55,15 +59,14 @@ def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
         )
 
 
-def _prepended_bos(source: ModelSource) -> int | None:
-    """The id that the tokenizer puts before every text, found by asking it; None if it puts none."""
-    tokenizer, _ = load_tokenizer(source.path)
+def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:
+    """Return the beginning-of-sequence id that the tokenizer puts before every text; None where it puts none."""
     with_special = tokenizer.encode("a").ids
     without = tokenizer.encode("a", add_special_tokens=False).ids
     if (
         with_special == without
         or not with_special
-        or with_special[0] != read_config(source.path).get("bos_token_id")
+        or with_special[0] != read_config(model_dir).get("bos_token_id")
     ):
         return None
     return with_special[0]

@@ -1,75 +1,26 @@
-"""Which kernel serves what on a device: every op, for the shapes of one model, each scheme and KV format, decode and prefill.
+"""The table of kernels that serve a device: every op, for the shapes of one model, each scheme and KV format, decode and prefill.
 
-The answer is `select`'s own, asked with the problems that a loader would pose, so that it can be had without weights: by a person who wants
-to know what a machine runs (`compress doctor`), and by a benchmark that must time what is served.
+The kernels are those that `select` takes for the problems that a loader poses. No weights are needed, so that `compress doctor`
+can print the table for a person, and a benchmark can time what is served.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-import torch
-
-from compress.kernels.build.triton import compute_capability
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
-from compress.kernels.select import DENSE_SCHEMES, Op, Problem, candidates
+from compress.kernels.problem import PHASES, KernelDevice, Op, Phase, Problem
+from compress.kernels.select import candidates
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.scheme import SCHEMES
 
-Phase = Literal["decode", "prefill"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 LINEARS = (*LINEAR_GROUPS, "head")
 """The products of a model by name: its linear groups and the head."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where kernels run, and how many rows at most. `sm` is the compute capability times ten, 0 without a GPU."""
-
-    device: str
-    sm: int
-    dtype: torch.dtype
-    decode_rows: int = 128
-    prefill_rows: int = 2048
-
-    @property
-    def dense(self) -> str:
-        """Name of a dense weight's scheme and of an unquantized cache."""
-        return DENSE_SCHEMES[self.dtype]
-
-    @staticmethod
-    def of(device: torch.device, dtype: torch.dtype, **rows: int) -> "Machine":
-        return Machine(device.type, compute_capability(device), dtype, **rows)
-
-    def problem(
-        self,
-        op: Op,
-        *,
-        n: int,
-        k: int = 0,
-        phase: Phase = "decode",
-        scheme: str | None = None,
-        activation: str | None = None,
-    ) -> Problem:
-        """`scheme` None: dense."""
-        return Problem(
-            op=op,
-            n=n,
-            k=k,
-            m_min=1,
-            m_max=self.decode_rows if phase == "decode" else self.prefill_rows,
-            row_invariant=phase == "decode",
-            scheme=scheme if scheme is not None else self.dense,
-            dtype=self.dtype,
-            device=self.device,
-            sm=self.sm,
-            activation=activation,
-        )
-
-
-@dataclass(frozen=True)
 class Served:
-    """One problem and who serves it; `refused` has the faster candidates. `kernel` is None when nobody does, and all refused then."""
+    """One problem and the kernel that serves it, None where all refuse; `refused` has the reasons of the faster candidates."""
 
     name: str
     phase: Phase
@@ -100,21 +51,23 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
     return arch.layers[layer_idx].group_shape(LINEAR_GROUPS[name], arch.hidden_size)
 
 
-def linear_problems(arch: Arch, machine: Machine, name: str, *, scheme: str, phase: Phase) -> list[Problem]:
-    """The problems of a fused linear in the order in which they are tried: decode asks gate_up to apply the activation too."""
+def linear_problems(
+    arch: Arch, device: KernelDevice, name: str, *, scheme: str, phase: Phase
+) -> list[Problem]:
+    """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first with its activation."""
     n, k = linear_shape(arch, name)
     activations = (arch.activation, None) if name == "gate_up" and phase == "decode" else (None,)
     return [
-        machine.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
+        device.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
         for each in activations
     ]
 
 
-def coverage(arch: Arch, machine: Machine) -> list[Served]:
-    """Every op of a model of this shape."""
-    schemes = (machine.dense, *SCHEMES)
+def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
+    """Return the kernels of every op of a model of this shape."""
+    schemes = (device.dense, *SCHEMES)
     rows = [
-        _served(name, phase, linear_problems(arch, machine, name, scheme=scheme, phase=phase))
+        _served(name, phase, linear_problems(arch, device, name, scheme=scheme, phase=phase))
         for scheme in schemes
         for name in LINEARS
         for phase in PHASES
@@ -127,12 +80,12 @@ def coverage(arch: Arch, machine: Machine) -> list[Served]:
         ("attention_prefill", "prefill"),
     )
     for op, phase in cached:
-        for kv_format in (machine.dense, *TOKEN_HEAD_FORMATS, FP8_STATIC):
+        for kv_format in (device.dense, *TOKEN_HEAD_FORMATS, FP8_STATIC):
             rows.append(
                 _served(
                     op,
                     phase,
-                    [machine.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)],
+                    [device.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)],
                 )
             )
     row_wise: tuple[tuple[Op, int], ...] = (
@@ -140,11 +93,11 @@ def coverage(arch: Arch, machine: Machine) -> list[Served]:
         ("act_mul", layer.intermediate_size),
         ("quantize_rows", arch.hidden_size),
     )
-    return rows + [_served(op, "decode", [machine.problem(op, n=size)]) for op, size in row_wise]
+    return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
 
 
 def _served(name: str, phase: Phase, problems: Sequence[Problem]) -> Served:
-    """The first problem that somebody serves, by the kernel that `select` would take."""
+    """Return the first problem that a kernel serves, with the kernel that `select` takes for it."""
     for problem in problems:
         refused: dict[str, str] = {}
         for kernel in candidates(problem.op):
@@ -163,7 +116,7 @@ def _served(name: str, phase: Phase, problems: Sequence[Problem]) -> Served:
 
 
 def unused(rows: Sequence[Served]) -> list[dict[str, str]]:
-    """{op, kernel, reason} of the kernels above the reference that serve none of these rows."""
+    """Return {op, kernel, reason} for each kernel above the reference that serves none of these rows."""
     idle: list[dict[str, str]] = []
     for op in dict.fromkeys(row.problem.op for row in rows):
         problems = [row.problem for row in rows if row.problem.op == op]
@@ -171,12 +124,12 @@ def unused(rows: Sequence[Served]) -> list[dict[str, str]]:
         for kernel in candidates(op):
             if kernel.rank > 0 and kernel.name not in serving:
                 reasons = dict.fromkeys(kernel.refusal(problem) for problem in problems)
-                said = "; ".join(each for each in reasons if each is not None)
+                reason = "; ".join(each for each in reasons if each is not None)
                 idle.append(
                     {
                         "op": op,
                         "kernel": kernel.name,
-                        "reason": said if None not in reasons else "a faster one serves all it could",
+                        "reason": reason if None not in reasons else "a faster one serves all it could",
                     }
                 )
     return idle

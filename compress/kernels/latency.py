@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 
 from compress.errors import UsageError, did_you_mean
-from compress.kernels.coverage import Machine
-from compress.kernels.select import DENSE_SCHEMES, select
+from compress.kernels.problem import DENSE_SCHEMES, KernelDevice
+from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, Scheme
 
 TABLES = Path(__file__).parent / "latency_tables"
@@ -54,7 +54,9 @@ class LatencyTable:
     def _dequantized(self, n: int, k: int, scheme: Scheme, dtype: torch.dtype) -> bool:
         return (
             DEQUANTIZED
-            in select(Machine("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)).name
+            in select(
+                KernelDevice("cuda", self.sm, dtype).problem("linear", n=n, k=k, scheme=scheme.name)
+            ).name
         )
 
 

@@ -1,7 +1,9 @@
 """The whole journey of a recipe: `steps` checks it, `run` loops over its stages, `job` is what one command does from lock to push."""
 
+from compress.pipeline.device import device_kind, pick_device
 from compress.pipeline.follow import follow
-from compress.pipeline.job import Job, Outcome, execute
+from compress.pipeline.job import Job, execute
+from compress.pipeline.result import Result
 from compress.pipeline.run import (
     RunOptions,
     RunResult,
@@ -13,12 +15,12 @@ from compress.pipeline.run import (
     unchanged,
 )
 from compress.pipeline.run_dir import LOCK_NAME, RunDir
-from compress.pipeline.steps import Step, build_steps, check_selection, estimates, lock_of, resolve_text
+from compress.pipeline.steps import Step, build_steps, check_selection, estimates, lock_of, resolve_source
 
 __all__ = [
     "LOCK_NAME",
     "Job",
-    "Outcome",
+    "Result",
     "RunDir",
     "RunOptions",
     "RunResult",
@@ -28,12 +30,14 @@ __all__ = [
     "build_steps",
     "cached_keys",
     "check_selection",
+    "device_kind",
     "estimates",
     "execute",
     "follow",
     "lock_of",
+    "pick_device",
     "publish",
-    "resolve_text",
+    "resolve_source",
     "run",
     "unchanged",
 ]

@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.pipeline.provenance import provenance
+from compress.pipeline.result import Result, Status, result_of
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
-from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_text
+from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
 from compress.recipe import load_recipe
-from compress.registry.transfer import PushResult
 from compress.stages import Port
-
-Status = Literal["done", "unchanged", "stopped", "gate_failed"]
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,8 @@ class Job:
     ranks: Ranks = field(default_factory=OneRank)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    status: Status
-    result: RunResult
-    pushed: PushResult | None
-    seconds: float
-
-
-def execute(job: Job, watch: Watch) -> Outcome:
-    """Run a job to its end. A failed gate is an outcome (`gate_failed`: artifact kept, nothing pushed), not an error.
+def execute(job: Job, watch: Watch) -> Result:
+    """Run a job to its end. A failed gate is a result (`gate_failed`: artifact kept, nothing pushed), not an error.
 
     Raises:
         RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and before the lock.
@@ -63,13 +52,13 @@ def execute(job: Job, watch: Watch) -> Outcome:
     recipe = load_recipe(job.recipe_file)
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
-    source = resolve_text(recipe.model, offline=job.offline)
+    source = resolve_source(recipe.model, offline=job.offline)
     estimates(steps, open_weights(source.path).arch, job.device)
     workspace = Workspace(job.workspace)
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
-            return Outcome(status, same, None, time.perf_counter() - started_s)
+            return result_of(status, same, directory, pushed=None, seconds=time.perf_counter() - started_s)
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
@@ -92,7 +81,7 @@ def execute(job: Job, watch: Watch) -> Outcome:
                     f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}"
                 )
     status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
-    return Outcome(status, result, pushed, time.perf_counter() - started_s)
+    return result_of(status, result, directory, pushed=pushed, seconds=time.perf_counter() - started_s)
 
 
 def _step_done(job: Job, result: StepResult) -> None:

@@ -23,7 +23,14 @@ _LOCK_HEADER = "# Written by `compress run`: the recipe with every default and m
 
 @dataclass(frozen=True)
 class RunDir:
+    """The directory of one recipe's runs."""
+
     path: Path
+
+    @classmethod
+    def for_recipe(cls, recipe_file: Path) -> "RunDir":
+        """Return the default directory of a recipe: `runs/<name of the file>`."""
+        return cls(Path("runs") / recipe_file.name.removesuffix(".yaml").removesuffix(".yml"))
 
     @property
     def lock(self) -> Path:

@@ -113,7 +113,7 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
     return found
 
 
-def resolve_text(model: str, *, offline: bool = False) -> ModelSource:
+def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
     """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be.
 
     Raises:

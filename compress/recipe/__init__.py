@@ -11,7 +11,7 @@ from compress.recipe.recipe import (
     unknown_kind_error,
 )
 from compress.recipe.source import KeyPath, Position, SourceMap, dump_yaml, read_yaml
-from compress.recipe.spec import ByKind, Spec, checked_by, parse_spec
+from compress.recipe.spec import ByKind, Spec, checked_by, list_to_tuple, parse_spec
 
 __all__ = [
     "ByKind",
@@ -25,6 +25,7 @@ __all__ = [
     "StageEntry",
     "checked_by",
     "dump_yaml",
+    "list_to_tuple",
     "load_recipe",
     "parse_model_ref",
     "parse_recipe",

@@ -57,6 +57,15 @@ def checked_by(check: Callable[[Any], object]) -> AfterValidator:
     return AfterValidator(validate)
 
 
+def list_to_tuple(value: Any) -> Any:
+    """Return a list as a tuple and any other value as it is.
+
+    For `Annotated[tuple[...], BeforeValidator(list_to_tuple)]`: strict validation takes a list for a tuple only while it reads JSON, and
+    a Spec inside another one that has a validator of its own is validated from Python values.
+    """
+    return tuple(value) if isinstance(value, list) else value
+
+
 def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> S:
     """`raw` as a `spec_type`.
 

@@ -46,7 +46,20 @@ class ModelSource:
 
 
 def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
-    """The model's directory, fetched if it must be.
+    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it once.
+
+    Raises:
+        UsageError: no such builtin model or directory.
+        StorageError: the hub cannot be reached or does not have it.
+    """
+    path, commit = locate_model(scheme, name, revision, offline=offline)
+    return ModelSource(path, f"builtin://{name}" if scheme == "builtin" else name, commit, model_digest(path))
+
+
+def locate_model(
+    scheme: str, name: str, revision: str | None, *, offline: bool = False
+) -> tuple[Path, str | None]:
+    """Return a model's directory, fetched if it is not here, and the commit of a hub model.
 
     Raises:
         UsageError: no such builtin model or directory.
@@ -55,14 +68,13 @@ def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool
     if scheme == "builtin":
         if name not in BUILTIN:
             raise UsageError(f"there is no bundled model '{name}'.{did_you_mean(name, BUILTIN)}")
-        return ModelSource(BUILTIN[name], f"builtin://{name}", None, model_digest(BUILTIN[name]))
+        return BUILTIN[name], None
     if scheme == "hf":
-        path, commit = _fetch(name, revision, offline=offline)
-        return ModelSource(path, name, commit, model_digest(path))
+        return _fetch(name, revision, offline=offline)
     path = Path(name)
     if not path.is_dir():
         raise UsageError(f"the model directory {path} does not exist (looked from {Path.cwd()}).")
-    return ModelSource(path, name, None, model_digest(path))
+    return path, None
 
 
 def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: list[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.kernels.coverage import Machine
+from compress.kernels.problem import KernelDevice
 
 SHORT_PROMPT_ROWS = 128
 """Tokens of a short prompt on a GPU, at most: up to about as many rows a linear's time is the bytes of its
@@ -35,8 +35,8 @@ class Deployment:
         return SHORT_PROMPT_ROWS if self.device.type == "cuda" else 0
 
     @property
-    def machine(self) -> Machine:
-        """The same facts as kernels are selected by."""
-        return Machine.of(
+    def kernel_device(self) -> KernelDevice:
+        """The device as kernels are selected for it."""
+        return KernelDevice.from_torch(
             self.device, self.dtype, decode_rows=self.max_decode_rows, prefill_rows=self.max_step_tokens
         )

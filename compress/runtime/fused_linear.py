@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
-from compress.kernels.select import Kernel, Problem, candidates
+from compress.kernels.problem import Phase, Problem
+from compress.kernels.select import Kernel, candidates
 
 Rows = Tensor | QuantizedRows | RawRows
 

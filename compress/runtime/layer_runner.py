@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import RawRows
-from compress.kernels.select import Op, select
+from compress.kernels.problem import Op, Phase
+from compress.kernels.select import select
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.deployment import Deployment
@@ -44,7 +44,7 @@ class LayerRunner:
 
         def bound(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> BoundKernel:
             phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-            problem = deployment.machine.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+            problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
             return BoundKernel(select(problem), problem)
 
         widest_ffn = max(layer.intermediate_size for layer in arch.layers)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.rows import ActivationQuant
-from compress.kernels.select import DENSE_SCHEMES, candidates, refusals, select
+from compress.kernels.problem import DENSE_SCHEMES, Phase
+from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
@@ -137,11 +137,11 @@ def _bind_slice(
     stacked = [weights[f"{linear}.weight"] for linear in linears]
     out_features = sum(weight.shape[0] for weight in stacked)
     in_features = stacked[0].shape[1]
-    machine = deployment.machine
+    device = deployment.kernel_device
     packed: dict[Any, Any] = {}
     bound: dict[Phase, BoundKernel] = {}
     for phase in ("decode", "prefill"):
-        problem = machine.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
+        problem = device.problem("linear", n=out_features, k=in_features, phase=phase, scheme=scheme)
         if activation is not None and phase == "decode":
             gated = replace(problem, activation=activation)
             problem = gated if len(refusals(gated)) < len(candidates("linear")) else problem
@@ -164,7 +164,7 @@ def _bind_slice(
         bound["prefill"],
         bias_O=bias_O,
         quant=_activation_quant(stacked, deployment),
-        quantize=select(machine.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
+        quantize=select(device.problem("quantize_rows", n=in_features, scheme=scheme)).fn,
     )
 
 

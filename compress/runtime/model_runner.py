@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+from compress.kernels.problem import Phase
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
 from compress.runtime.layer_runner import Attend, LayerRunner

@@ -84,7 +84,7 @@ def measure_latency(
     seed: int,
     bandwidth_bytes_per_s: float,
 ) -> list[LatencyRow]:
-    """One row a batch size; `bandwidth_bytes_per_s` is what `roofline.measure_bandwidth` measured on the same device.
+    """One row a batch size; `bandwidth_bytes_per_s` is what `machine.measure_bandwidth` measured on the same device.
 
     Raises:
         UsageError: fewer than two repeats (no uncertainty can be stated) or fewer than two output tokens (TPOT needs a gap).

@@ -66,7 +66,7 @@ def build_report(
         stages: rows {stage, size_bytes} and, where known, kl_source, kl_before (to the row above), top1, ppl, batch_size, tpot_ms, note.
         speculation: conditions, rows of `validate/speculation.py`, and `draft`: how the draft was made, or None.
         calibration: facts to print; `overlap` states the check of calibration against evaluation text.
-        environment: `roofline.environment_facts`, and what the caller adds (versions, date, command).
+        environment: `machine.environment_facts`, and what the caller adds (versions, date, command).
         kv_cache: `format`, and where scales were calibrated `layers`, rows {layer, cache, amax, scale, saturated_frac, flushed_frac,
             worst_head, error, error_token_head}, and a `warning` or None.
     """

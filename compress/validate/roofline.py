@@ -4,26 +4,12 @@
     compute_ms  arithmetic / matrix-product rate               prefill: 2 x weights x tokens + attention over S (S + 1) / 2 pairs a sequence
     floor       the larger of the two; the larger one names the bound
 
-Both rates are measured, never taken from a data sheet: a plain read of a buffer much larger than the cache, and a large square matrix
-product. Activations and norms are left out: small, and a floor must not lie above the truth.
+Both rates are measured on the device (`compress/machine.py`). Activations and norms are left out: they are small, and a floor must not lie
+above the truth.
 """
 
-import platform
-import statistics
-import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-import torch
-
-READ_BYTES = {
-    "cuda": 4 << 30,
-    "cpu": 1 << 30,
-}  # an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3
-_READ_COLUMNS = 1024  # of the plain reads torch offers (sum, amax, dot, mv) the fastest on an H200: 4.45 TB/s over 4 GiB, 4.02 over 1 GiB
 
 
 @dataclass(frozen=True)
@@ -58,31 +44,6 @@ class RooflineRow:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def measure_bandwidth(device: torch.device, *, size_bytes: int | None = None, repeats: int = 9) -> float:
-    """Bytes per second of a plain read: a matrix-vector product in fp32 over `size_bytes`, median of `repeats`.
-
-    The default size is far above every cache and, on CUDA, at most a quarter of the free memory.
-    """
-    if size_bytes is None:
-        size_bytes = READ_BYTES.get(device.type, READ_BYTES["cpu"])
-        if device.type == "cuda":
-            size_bytes = min(size_bytes, torch.cuda.mem_get_info(device)[0] // 4)
-    matrix = torch.ones(size_bytes // 4 // _READ_COLUMNS, _READ_COLUMNS, dtype=torch.float32, device=device)
-    vector = torch.ones(_READ_COLUMNS, dtype=torch.float32, device=device)
-    return matrix.numel() * 4 / _median_seconds(lambda: torch.mv(matrix, vector), device, repeats=repeats)
-
-
-def measure_matmul_rate(
-    device: torch.device, dtype: torch.dtype, *, size: int | None = None, repeats: int = 9
-) -> float:
-    """FLOPs per second of a square matrix product of `size` (default: 8192 on CUDA, 1024 elsewhere), median of `repeats`."""
-    side = size or (8192 if device.type == "cuda" else 1024)
-    # Random values: a product of constants draws less power and runs at a higher clock than real ones do.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / _median_seconds(lambda: left @ right, device, repeats=repeats)
 
 
 def roofline(
@@ -192,84 +153,3 @@ def advise(phase: str, *, memory_ms: float, compute_ms: float, measured_ms: floa
             "for shared prompts do."
         )
     return f"Memory-bound ({times}): prompts are too short to fill the arithmetic units; prefill several requests together."
-
-
-def device_key(device: torch.device) -> str:
-    """The name of a device in gates and result files: `cpu` or `cuda-sm<compute capability>`."""
-    if device.type != "cuda":
-        return device.type
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"cuda-sm{major}{minor}"
-
-
-def environment_facts(device: torch.device) -> dict[str, Any]:
-    """What a measured number depends on besides the code, for the result files."""
-    facts: dict[str, Any] = {
-        "device_key": device_key(device),
-        "device": _cpu_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "os": f"{platform.system()} {platform.machine()}",
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "device": properties.name,
-            "sm": device_key(device).removeprefix("cuda-"),
-            "num_sms": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
-        facts |= _nvidia_smi(f"GPU-{properties.uuid}")
-    return facts
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _nvidia_smi(uuid: str) -> dict[str, Any]:
-    """Driver and clocks, which torch does not know. A container without the tool simply has no such facts."""
-    fields = {
-        "driver": "driver_version",
-        "clock_sm_mhz": "clocks.sm",
-        "clock_sm_max_mhz": "clocks.max.sm",
-        "clock_memory_mhz": "clocks.mem",
-    }
-    command = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(fields.values())}",
-        "--format=csv,noheader,nounits",
-        f"--id={uuid}",
-    ]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in answer.split(",")]
-    return {
-        name: int(value) if value.isdigit() else value for name, value in zip(fields, values, strict=True)
-    }
-
-
-def _median_seconds(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    for _ in range(2):
-        run()
-    seconds: list[float] = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record(torch.cuda.current_stream(device))
-            run()
-            end.record(torch.cuda.current_stream(device))
-            torch.cuda.synchronize(device)
-            seconds.append(start.elapsed_time(end) / 1e3)
-        else:
-            begin = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)

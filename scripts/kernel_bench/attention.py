@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.select import Kernel, Op, select
+from compress.kernels.problem import Op, Phase
+from compress.kernels.select import Kernel, select
 from scripts.kernel_bench.case import (
     MIN_LAUNCHES,
     Bench,
@@ -148,7 +148,7 @@ def _attention_kernel(bench: Bench, op: Op, kv_format: str) -> Kernel:
     layer = bench.arch.layers[0]
     phase: Phase = "prefill" if op == "attention_prefill" else "decode"
     return select(
-        bench.target.machine.problem(
+        bench.target.kernel_device.problem(
             op, n=layer.head_dim, k=layer.num_heads // layer.num_kv_heads, phase=phase, scheme=kv_format
         )
     )

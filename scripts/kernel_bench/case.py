@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
 from compress.kernels.operands.rows import FP8
-from compress.kernels.select import DENSE_SCHEMES
+from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.models.arch import Arch
 from compress.runtime.deployment import Deployment
 from scripts.kernel_bench.timer import Launch

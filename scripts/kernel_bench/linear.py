@@ -119,7 +119,7 @@ def _torch_linears(bench: Bench, name: str) -> Iterator[Case]:
         dense,
         _dense_call,
     )
-    sm = bench.target.machine.problem("linear", n=0).sm
+    sm = bench.target.kernel_device.problem("linear", n=0).sm
     out_features, in_features = weight.shape
     if sm >= _SCALED_MM_SM and not (out_features % 16 or in_features % 16):
         rows = quantize(weight, ActivationQuant())

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
-from compress.kernels.select import KERNELS, Kernel, Op, select
+from compress.kernels.problem import Op
+from compress.kernels.select import KERNELS, Kernel, select
 from compress.models.rope import cos_sin
 from compress.runtime.request import SamplingParams
 from compress.runtime.sampler import SamplingPlan, SamplingRows, sample_rows
@@ -69,7 +70,7 @@ def row_cases(bench: Bench) -> Iterator[Case]:
         ("quantize_rows", hidden_size, fp8, lambda m: (x_TD[:m], dynamic), (width + 1) * hidden_size),
     ]
     for op, size, scheme, arguments, row_bytes in calls:
-        kernel = select(bench.target.machine.problem(op, n=size))
+        kernel = select(bench.target.kernel_device.problem(op, n=size))
         reference = KERNELS[op].get("reference")
         for m in bench.rows:
             expected = _dense_f64(reference.fn(*arguments(m)))
@@ -106,7 +107,7 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
     qkv_TF = bench.randn(most, (num_heads + 2 * num_kv_heads) * head_dim)
     qk_norm = bench.randn(num_heads + num_kv_heads, head_dim) if bench.arch.qk_norm else None
     for kv_format in kv_formats:
-        problem = bench.target.machine.problem(
+        problem = bench.target.kernel_device.problem(
             "rope_store", n=head_dim, k=num_heads // num_kv_heads, scheme=kv_format
         )
         kernel = select(problem)

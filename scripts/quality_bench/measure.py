@@ -22,7 +22,7 @@ from compress.artifact.workspace import Workspace
 from compress.context import Progress, SilentProgress
 from compress.data.model_tokens import TOKENS_NAME, read_tokens
 from compress.export import open_weights
-from compress.pipeline import RunOptions, StepResult, build_steps, resolve_text, run
+from compress.pipeline import RunOptions, StepResult, build_steps, resolve_source, run
 from compress.recipe import Recipe, SourceMap, StageEntry
 from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
@@ -104,7 +104,7 @@ def measure_peer(
         RuntimeError: the tool failed; the end of what it said.
     """
     tool = TOOLS[name]
-    source = resolve_text(setting.model)
+    source = resolve_source(setting.model)
     tokens = (
         run_until(
             setting, setting.recipe("rtn", tool.scheme, seed), workspace, until="calibrate"
@@ -142,7 +142,7 @@ def measure_peer(
 def run_until(setting: Setting, recipe: Recipe, workspace: Workspace, *, until: str) -> StepResult:
     """The last step; those before it come from the workspace if they were run."""
     options = RunOptions(setting.device, until=until)
-    return run(recipe, build_steps(recipe), resolve_text(setting.model), workspace, Quiet(), options).steps[
+    return run(recipe, build_steps(recipe), resolve_source(setting.model), workspace, Quiet(), options).steps[
         -1
     ]
 

@@ -18,7 +18,8 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
-from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, candidates, refusals, select
+from compress.kernels.problem import OPS, Problem
+from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
 from compress.plugins import PluginSet
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import SourceStat, Stat
+from compress.calibrate.stats import InputStats, SourceStat
 from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS
 from compress.quant.numerics import nearest_weight, output_error, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
@@ -40,11 +40,11 @@ def stack(scheme: Scheme) -> tuple[Tensor, list[int], list[int]]:
     return torch.cat(parts), [len(part) for part in parts], [len(part) // scheme.block_rows for part in parts]
 
 
-def statistics(method: Any) -> dict[str, Stat]:
+def statistics(method: Any) -> InputStats:
     """Of the same inputs every time, seen in two samples."""
-    stats = {name: factory() for name, factory in method.stats().items()}
+    stats = InputStats(*(kind() for kind in method.needs()))
     for x_TI in inputs().chunk(2):
-        for stat in stats.values():
+        for stat in stats:
             stat.update(x_TI)
     return stats
 
@@ -213,11 +213,11 @@ def test_refining_a_stack_refines_its_linears(refiner: str, scheme: Scheme) -> N
         assert differ.float().mean() <= 0.4  # as above: a tie now and then
 
 
-def beside(method: Any, source_TI: Tensor) -> dict[str, Stat]:
+def beside(method: Any, source_TI: Tensor) -> InputStats:
     """Statistics of the inputs where the source model has others."""
-    stats = {name: factory() for name, factory in method.stats().items()}
+    stats = InputStats(*(kind() for kind in method.needs()))
     for x_TI, of_source_TI in zip(inputs().chunk(2), source_TI.chunk(2), strict=True):
-        for stat in stats.values():
+        for stat in stats:
             if isinstance(stat, SourceStat):
                 stat.update_beside(x_TI, of_source_TI)
             else:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import Stat
+from compress.calibrate.stats import InputStats
 from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Candidates, Choice
 from compress.models.pruning import Units
 from compress.recipe import Spec
@@ -37,10 +37,10 @@ def weights() -> Tensor:
     return 0.1 * torch.randn(OUT, IN, generator=torch.Generator().manual_seed(1))
 
 
-def statistics(method: Any, x_TI: Tensor) -> dict[str, Stat]:
-    stats = {name: factory() for name, factory in method.stats().items()}
+def statistics(method: Any, x_TI: Tensor) -> InputStats:
+    stats = InputStats(*(kind() for kind in method.needs()))
     for part in x_TI.chunk(2):
-        for stat in stats.values():
+        for stat in stats:
             stat.update(part)
     return stats
 

@@ -17,7 +17,7 @@ import torch
 from compress.export import open_weights
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import build_decoder
-from compress.pipeline import resolve_text
+from compress.pipeline import resolve_source
 
 Command = Callable[..., tuple[int, str, str]]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -30,7 +30,7 @@ def collapsing(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from scripts.kv_outliers import Outliers
 
-    source = resolve_text("builtin://reference")
+    source = resolve_source("builtin://reference")
     base = open_weights(source.path)
     path = work / "model"
     outliers = Outliers(base, layer_idx=3, head=1, power=20)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("pydantic")
 
 from compress.calibrate.guide import OutputMoment
-from compress.calibrate.stats import SecondMoment
+from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.columns import descend_block, reference
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
@@ -76,7 +76,7 @@ def errors_on(device: str, name: str) -> tuple[float, float]:
     moment = SecondMoment()
     moment.update(x_TI.to(device))
     w_OI = w_OI.to(device)
-    stats = {"second_moment": moment}
+    stats = InputStats(moment)
     scheme = scheme_named(name)
     rounded = Gptq().round(w_OI, stats, scheme, scale_dtype=torch.bfloat16).weight
     refined = Descent().refine(w_OI, rounded, stats).weight
@@ -94,7 +94,7 @@ def coupled_loss_on(device: str) -> float:
         (torch.randn(1024, 384, generator=generator) @ torch.randn(384, 384, generator=generator)).to(device)
     )
     outputs = OutputMoment(((few.t() @ few + 0.2 * torch.eye(200)).to(device),))
-    stats = {"second_moment": moment}
+    stats = InputStats(moment)
     scheme = scheme_named("W4A16_G128")
     rounded = Gptq().round(w_OI.to(device), stats, scheme, scale_dtype=torch.bfloat16).weight
     return float(

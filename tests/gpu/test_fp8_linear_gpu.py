@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import fp8
-from compress.kernels.linear.hopper import multiply, plans
-from compress.kernels.linear.plan import Shape
-from compress.kernels.linear.stream import gpu_of, prepare_rows
+from compress.kernels.linear.hopper import multiply
+from compress.kernels.linear.hopper_plan import plans
+from compress.kernels.linear.launch import gpu_of, prepare_rows
+from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.models.decoder import activation as activate
@@ -117,7 +118,9 @@ def test_no_plan_changes_a_bit(n: int, k: int) -> None:
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
                 x = first_rows(linear.x, rows)
                 packed = linear.packed
-                y = multiply(x, packed.streamed, None, dtype=packed.dtype, activation=None, chosen=chosen)
+                y = multiply(
+                    x, packed.kernel_weight, None, dtype=packed.dtype, activation=None, chosen=chosen
+                )
                 assert torch.equal(y, expected), f"M = {rows}: {chosen}"
 
 

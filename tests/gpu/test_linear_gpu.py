@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.linear import dense16, fp8, hopper, w4a16
-from compress.kernels.linear.plan import Shape, plans
-from compress.kernels.linear.stream import Streamed, gpu_of, prepare_rows, stream
+from compress.kernels.linear import dense16, fp8, hopper, hopper_plan, w4a16
+from compress.kernels.linear.launch import KernelWeight, gpu_of, prepare_rows
+from compress.kernels.linear.shape import Shape
+from compress.kernels.linear.stream import stream
+from compress.kernels.linear.stream_plan import plans
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.decoder import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -54,11 +56,11 @@ class Case:
         return getattr(MODULES[scheme], "hopper_linear" if hopper else "linear")
 
     @property
-    def streamed(self) -> Streamed:
+    def kernel_weight(self) -> KernelWeight:
         n, k = self.w_f64.shape
         if isinstance(self.packed, w4a16.PackedW4 | fp8.PackedFp8):
-            return self.packed.streamed
-        return Streamed("dense16", self.packed, n, k)
+            return self.packed.kernel_weight
+        return KernelWeight("dense16", self.packed, n, k)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -155,7 +157,7 @@ def test_a_row_feels_neither_its_place_nor_its_neighbours(name: str) -> None:
 def test_no_plan_changes_a_bit(name: str, gated: bool) -> None:
     linear = case(name, 1024, 4096, activation="silu" if gated else None)
     device = torch.device("cuda", 0)
-    weight = linear.streamed
+    weight = linear.kernel_weight
     tried = set()
     for rows in (1, 8, 16, 40):
         expected = linear(rows)
@@ -178,11 +180,16 @@ def test_no_plan_of_hoppers_changes_a_bit(name: str, n: int, k: int, gated: bool
     gpu = gpu_of(torch.device("cuda", 0))
     for rows in (1, 9, 33, 65, 128):
         expected = linear(rows)
-        for found in hopper.plans(Shape(linear.streamed.format, n, k, gated), rows, gpu):
+        for found in hopper_plan.plans(Shape(linear.kernel_weight.format, n, k, gated), rows, gpu):
             for chosen in (found, replace(found, stages=min(found.stages, 2), window=1)):
                 x = first_rows(linear.x, rows)
                 y = hopper.multiply(
-                    x, linear.streamed, None, dtype=linear.dtype, activation=linear.activation, chosen=chosen
+                    x,
+                    linear.kernel_weight,
+                    None,
+                    dtype=linear.dtype,
+                    activation=linear.activation,
+                    chosen=chosen,
                 )
                 assert torch.equal(y, expected), f"M = {rows}: {chosen}"
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compress.kernels.linear import prefill_dense16, prefill_fp8, prefill_w4a16
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.kernels.select import Problem, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import select
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.canonical import layer_name, load_weights
 from compress.models.checkpoint import Checkpoint
-from compress.pipeline import resolve_text
+from compress.pipeline import resolve_source
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.interop(PEERS)
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return resolve_text("builtin://reference").path
+    return resolve_source("builtin://reference").path
 
 
 @pytest.fixture(scope="module")

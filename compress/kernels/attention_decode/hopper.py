@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels.build.nvrtc import Function, Launch, Source
-from compress.kernels.build.triton import compute_capability
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem, compute_capability
+from compress.kernels.select import Kernel, register
 
 SM = 90
 LANES = 16

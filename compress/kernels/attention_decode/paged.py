@@ -32,7 +32,8 @@ from compress.kernels.build.triton import (
 from compress.kernels.operands.block_table import block_of
 from compress.kernels.operands.e4m3 import decode_even, decode_odd, load_queries
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 
 MAX_Q_LEN = 8
 

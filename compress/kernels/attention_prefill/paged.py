@@ -28,7 +28,8 @@ from compress.kernels.build.triton import (
 from compress.kernels.operands.block_table import block_of
 from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV, integers_refused
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ before it. `pdl_options` gives the launch attribute and the constexpr `PDL` toge
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.kernels.select import Problem
+from compress.kernels.problem import Problem, compute_capability
 
 try:
     import triton
@@ -38,7 +37,6 @@ except ImportError:  # the names that are read when a kernel's file is imported
 
 __all__ = [
     "FP8_SM",
-    "compute_capability",
     "interpreted",
     "jit",
     "launch_dependents",
@@ -86,15 +84,6 @@ def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
 def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
     """What a kernel loads boxes [rows, columns] of a contiguous matrix through (Hopper's tensor copy engine, sm_90)."""
     return TensorDescriptor.from_tensor(matrix, box)
-
-
-@cache
-def compute_capability(device: torch.device) -> int:
-    """Times ten; 0 where there is none, as `Problem.sm` has it."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def pdl_enabled(device: torch.device) -> bool:

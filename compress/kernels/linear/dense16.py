@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.kernels.linear.stream import Streamed, kernels, partial_tile, stream
+from compress.kernels.linear.decode_kernels import decode_kernels, refuse_partial_tile
+from compress.kernels.linear.launch import KernelWeight
+from compress.kernels.linear.stream import stream
 from compress.kernels.operands.rows import RawRows
-from compress.kernels.select import DENSE_SCHEMES, Problem, register
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
 
@@ -31,7 +34,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    weight = Streamed("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
+    weight = KernelWeight("dense16", w_OI, w_OI.shape[0], w_OI.shape[1])
     return stream(
         x,
         weight,
@@ -46,8 +49,10 @@ def linear(
 def _refusal(problem: Problem) -> str | None:
     if problem.scheme != DENSE_SCHEMES[problem.dtype]:
         return f"the weight is {problem.scheme} and the model is not"
-    return partial_tile(problem)
+    return refuse_partial_tile(problem)
 
 
-for _kernel in kernels("stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal):
+for _kernel in decode_kernels(
+    "stream.dense16", schemes=("BF16", "F16"), fn=linear, repack=repack, refusal=_refusal
+):
     register(_kernel)

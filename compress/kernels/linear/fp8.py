@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.coded import coded, stacked_codes, stacked_scales
+from compress.kernels.linear.decode_kernels import decode_kernels, for_packed, refuse_partial_tile
 from compress.kernels.linear.hopper import multiply, refusal
-from compress.kernels.linear.stream import Streamed, kernels, of_packed, partial_tile, stream
+from compress.kernels.linear.launch import KernelWeight
+from compress.kernels.linear.stream import stream
 from compress.kernels.select import register
 from compress.quant.scheme import QuantizedWeight
 
@@ -27,8 +29,8 @@ class PackedFp8:
     dtype: torch.dtype
 
     @property
-    def streamed(self) -> Streamed:
-        return Streamed("fp8", self.values, self.values.shape[0], self.values.shape[1], self.scale_O)
+    def kernel_weight(self) -> KernelWeight:
+        return KernelWeight("fp8", self.values, self.values.shape[0], self.values.shape[1], self.scale_O)
 
 
 def repack(
@@ -39,13 +41,13 @@ def repack(
     return PackedFp8(stacked_codes(quantized, device), stacked_scales(quantized, device).flatten(), dtype)
 
 
-linear = of_packed(stream)
-hopper_linear = of_packed(multiply)
+linear = for_packed(stream)
+hopper_linear = for_packed(multiply)
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
 for _kernel in (
-    *kernels("stream.fp8", schemes=SCHEMES, fn=linear, repack=repack, refusal=partial_tile),
-    *kernels(
+    *decode_kernels("stream.fp8", schemes=SCHEMES, fn=linear, repack=repack, refusal=refuse_partial_tile),
+    *decode_kernels(
         "hopper.fp8", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
     ),
 ):

@@ -21,7 +21,8 @@ from torch import Tensor
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
 from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, product, tile_refusal
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 from compress.quant.scheme import QuantizedWeight
 
 SCHEMES = ("FP8_BLOCK",)

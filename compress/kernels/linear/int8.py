@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
 from compress.kernels.operands.rows import INT8, QuantizedRows
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 from compress.quant.scheme import QuantizedWeight
 
 SCHEMES = ("INT8_DYNAMIC",)

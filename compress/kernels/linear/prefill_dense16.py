@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.linear.dense16 import repack
-from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, register
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import Kernel, register
 
 
 def linear(

@@ -13,7 +13,8 @@ from torch import Tensor
 from compress.kernels.linear.fp8 import PackedFp8, repack
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 
 MULTIPLE = 16
 """Of N and K: FP8 operands of cuBLAS begin each row on 16 bytes."""

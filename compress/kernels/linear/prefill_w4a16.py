@@ -19,7 +19,8 @@ from compress.kernels.build.triton import jit, launch_dependents, pdl_options, t
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
 from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 
 SCRATCH_BYTES = 60_000_000
 """What an H200 keeps in L2 (7168 rows of 4096: 708 us, 8192 rows: 767 us)."""

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.select import DENSE_SCHEMES, Kernel, Problem, register
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 DECODE_ROWS = 4

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.coded import coded, stacked_codes
+from compress.kernels.linear.decode_kernels import decode_kernels, for_packed
 from compress.kernels.linear.hopper import multiply, refusal
-from compress.kernels.linear.plan import Shape
-from compress.kernels.linear.stream import Streamed, kernels, of_packed, stream
+from compress.kernels.linear.launch import KernelWeight
+from compress.kernels.linear.shape import Shape
+from compress.kernels.linear.stream import stream
 from compress.kernels.select import anything, register
 from compress.quant.scheme import QuantizedWeight
 
@@ -45,8 +47,8 @@ class PackedW4:
     gated: bool
 
     @property
-    def streamed(self) -> Streamed:
-        return Streamed("w4" if self.symmetric else "w4_asym", self.blocks, self.n, self.k)
+    def kernel_weight(self) -> KernelWeight:
+        return KernelWeight("w4" if self.symmetric else "w4_asym", self.blocks, self.n, self.k)
 
 
 def tile_rows(n: int, *, gated: bool) -> Tensor:
@@ -133,13 +135,13 @@ def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes[order], vector(CODE_BYTES)[order], zero
 
 
-linear = of_packed(stream)
-hopper_linear = of_packed(multiply)
+linear = for_packed(stream)
+hopper_linear = for_packed(multiply)
 
 SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
 for _kernel in (
-    *kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
-    *kernels(
+    *decode_kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
+    *decode_kernels(
         "hopper.w4a16", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
     ),
 ):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from compress.kernels.build.triton import (
     FP8_SM,
-    compute_capability,
     interpreted,
     jit,
     launch_dependents,
@@ -28,7 +27,8 @@ from compress.kernels.build.triton import (
 )
 from compress.kernels.operands.e4m3 import encode_e4m3
 from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem, compute_capability
+from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536

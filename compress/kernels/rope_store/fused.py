@@ -24,7 +24,8 @@ from compress.kernels.build.triton import (
 from compress.kernels.operands.e4m3 import encode_e4m3
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.operands.rows import FP8_MAX, TINY_SCALE
-from compress.kernels.select import Kernel, Problem, register
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
 
 TILE_SIZE = 1024
 """Elements of a program: two warps, 16 bytes of each half in a thread. The same for every T, and so the bits are."""

@@ -1,8 +1,10 @@
 """Block influence (ShortGPT, arXiv 2403.03853): a layer matters as much as it turns the residual stream.
 
-    BI(l) = 1 - E[ cos(x_l, x_l+1) ]
+    BI(l) = 1 - E[ cos(x_l, x_{l+1}) ]
 
-over tokens, x_l what goes into layer l and x_l+1 what comes out.
+over tokens, with x_l the input of layer l and x_{l+1} its output. Directions only: a layer that scales the
+stream has no influence. Each layer is measured in the whole model, so the scores do not predict what removing
+two layers at once does.
 
 Shapes: T tokens of one sample, D hidden.
 """
@@ -13,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.methods.prune import LAYER_SCORERS
-from compress.recipe import Spec
+from compress.methods.prune import LAYER_SCORERS, LayerScorer
 
 
 @LAYER_SCORERS.register("block_influence")
-class BlockInfluence(Spec):
+class BlockInfluence(LayerScorer):
+    """Layers that turn the residual stream least are removed."""
+
     kind: Literal["block_influence"] = "block_influence"
 
     def influence(self, before_TD: Tensor, after_TD: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""How scorer and compensation meet a layer: one pass of the sequential runner, which removes units of the linears it is told to cut.
+"""The pass of the sequential runner that prunes a layer: it scores and removes units of each linear it is
+given a `Cut` for.
 
-A rank decides about the linears whose statistics it has; what it decided goes to all, and every rank slices the whole layer. Units of both
-halves of a layer are chosen on one observation: the FFN is looked at as it is behind attention with all its heads.
+Each rank decides about the linears whose statistics it holds, sends its decisions to all ranks, and every
+rank slices the whole layer. The units of both halves of a layer are chosen from one observation: the inputs
+of the FFN are those after attention with all its heads.
+
+Shapes: O out, I in, K inputs that stay, U units.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +17,8 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.stats import Mean, SecondMoment, StatFactory
+from compress.calibrate.stats import Mean, SecondMoment, Stat
+from compress.digest import significant
 from compress.errors import UsageError
 from compress.methods.prune import Candidates, Compensated, Compensation, Scorer
 from compress.models.arch import Arch, LayerShape
@@ -21,12 +26,13 @@ from compress.models.pruning import HeadUnit, Units, add_biases_, head_units, ke
 from compress.quant.products import product
 
 NUM_SHARES = 65
-"""Points of the curve that stands for the scores of a layer with more units than that."""
+"""Points of the curve that the report shows in place of the scores themselves, for a layer with more units
+than that."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A linear, by whose columns units are chosen, and how many of them stay; `unit` names them."""
+    """How many units of which kind stay in one linear; units are sets of its columns."""
 
     linear: Literal["attn.o", "ffn.down"]
     unit: Literal["kv_group", "query_head", "channel"]
@@ -34,21 +40,25 @@ class Cut:
 
     @property
     def tap(self) -> str:
+        """Tap at which the linear's input is observed."""
         return "attn_out" if self.linear == "attn.o" else "ffn_mid"
 
     def units(self, shape: LayerShape) -> Units:
+        """Return the units of the linear in a layer of this shape."""
         return Units(shape.intermediate_size) if self.unit == "channel" else head_units(shape, self.unit)
 
-    def keep_(self, weights: dict[str, Tensor], shape: LayerShape, kept_U: Tensor, weight: Tensor) -> None:
+    def keep_(self, weights: dict[str, Tensor], shape: LayerShape, kept_U: Tensor, w_OK: Tensor) -> None:
+        """Remove all other units from the layer's weights, in place; `w_OK` replaces the columns of the
+        linear that stay."""
         if self.unit == "channel":
-            keep_channels_(weights, kept_U, weight)
+            keep_channels_(weights, kept_U, w_OK)
         else:
             unit: HeadUnit = self.unit
-            keep_heads_(weights, shape, unit, kept_U, weight)
+            keep_heads_(weights, shape, unit, kept_U, w_OK)
 
 
 class PrunePass:
-    """`arch` is the model before, `pruned` after; `losses` are (layer, tap) -> [U] for a scorer that asks for them."""
+    """A `LayerPass` that removes units of heads and channels."""
 
     def __init__(
         self,
@@ -60,6 +70,13 @@ class PrunePass:
         rng: Callable[..., torch.Generator],
         losses: Mapping[tuple[int, str], Tensor],
     ) -> None:
+        """Store what to prune and how.
+
+        Args:
+            arch: the model before pruning; `pruned` is the model after it.
+            rng: makes the generator of a path of names (`Context.rng`).
+            losses: predicted losses, (layer, tap) -> [U]; empty unless the scorer has `gradient_samples`.
+        """
         self._cuts = cuts
         self._scorer = scorer
         self._compensation = compensation
@@ -68,10 +85,15 @@ class PrunePass:
         self._rng = rng
         self._losses = losses
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, **self._scorer.stats(), **self._compensation.stats()}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, *self._scorer.needs(), *self._compensation.needs()
 
     def apply(self, state: LayerState) -> None:
+        """Prune the layer and fill its rows of the report.
+
+        Raises:
+            UsageError: the statistics hold NaN or infinity.
+        """
         decided: dict[str, tuple[Tensor, Compensated, dict[str, Any]]] = {}
         for cut in self._cuts:
             if cut.tap in state.stats:
@@ -93,59 +115,63 @@ class PrunePass:
             state.row(cut.linear).update(facts)
 
     def _decide(self, cut: Cut, state: LayerState) -> tuple[Tensor, Compensated, dict[str, Any]]:
+        """Return which units of one linear stay (bool [U]), what becomes of the linear, and facts for the
+        report."""
         w_OI = state.weights[f"{cut.linear}.weight"]
         stats = state.stats[cut.tap]
         units = cut.units(self._arch.layers[state.layer_idx])
         generator = self._rng("prune", str(state.layer_idx), cut.linear)
         candidates = Candidates(w_OI, units, stats, generator, self._losses.get((state.layer_idx, cut.tap)))
         choice = self._scorer.choose(candidates, cut.num_kept)
-        assert int(choice.kept_U.sum()) == cut.num_kept, "a scorer keeps as many as it is asked for"
+        assert int(choice.kept_U.sum()) == cut.num_kept, "a scorer keeps exactly num_kept units"
         kept_I = units.columns(choice.kept_U)
         result = self._compensation.compensate(w_OI, kept_I, stats)
-        moment = stats["second_moment"]
-        mean = stats.get("mean")
-        assert isinstance(moment, SecondMoment)
-        mean_I = mean.mean() if isinstance(mean, Mean) else None
+        mean = stats.get(Mean)
+        mean_I = None if mean is None else mean.mean()
         facts = {
             "unit": cut.unit,
             "num_units": units.num_units,
             "num_kept": cut.num_kept,
-            "error": lost(w_OI, kept_I, result, moment.mean(), mean_I),
+            "error": relative_error(w_OI, kept_I, result, stats[SecondMoment].mean(), mean_I),
             **_score_facts(choice.kept_U, choice.score_U),
         }
         return choice.kept_U, result, facts
 
 
-def lost(w_OI: Tensor, kept_I: Tensor, result: Compensated, h_II: Tensor, mean_I: Tensor | None) -> float:
-    """E|W x - W' x_K - b|^2 / E|W x|^2."""
+def relative_error(
+    w_OI: Tensor, kept_I: Tensor, result: Compensated, h_II: Tensor, mean_I: Tensor | None
+) -> float:
+    """Return E|W x - W' x_K - b|^2 / E|W x|^2, from H = E[x x^T] and E[x]; 0 for dead inputs.
+
+    With D = W - W' (W' padded with zeros) the numerator is tr(D H D^T) + |b|^2 - 2 b . D E[x].
+    """
     signal = float((product(w_OI, h_II) * w_OI).sum())
     delta_OI = w_OI.clone()
     delta_OI[:, kept_I] -= result.w_OK
     error = float((product(delta_OI, h_II) * delta_OI).sum())
     if result.bias_O is not None:
-        assert mean_I is not None, "a bias is found from the mean"
+        assert mean_I is not None, "a compensation that returns a bias needs the mean"
         moved_O = delta_OI @ mean_I
         error += float((result.bias_O.square() - 2 * result.bias_O * moved_O).sum())
     return round(max(error, 0.0) / signal, 6) if signal > 0 else 0.0
 
 
 def _score_facts(kept_U: Tensor, score_U: Tensor) -> dict[str, Any]:
-    """The share of the sum of scores that goes; of few units, all scores and which stay; of many, the share of the sum that the least of
-    them have between them, at even steps from none to all."""
+    """Return what the report shows of the scores.
+
+    `score_lost` is the share of their sum that is removed. Up to NUM_SHARES units, `scores` are all of them
+    and `kept` the indices that stay; above, `shares` is the share of the sum that the lowest units have, from
+    none to all units in even steps.
+    """
     scores_U = score_U.to(torch.float64).cpu()
     total = max(float(scores_U.sum()), torch.finfo(torch.float64).tiny)
-    lost = {"score_lost": round(float(scores_U[~kept_U.cpu()].sum()) / total, 6)}
+    score_lost = round(float(scores_U[~kept_U.cpu()].sum()) / total, 6)
     if len(scores_U) <= NUM_SHARES:
         return {
-            **lost,
-            "scores": [_rounded(each) for each in scores_U.tolist()],
+            "score_lost": score_lost,
+            "scores": [significant(score) for score in scores_U.tolist()],
             "kept": kept_U.nonzero().squeeze(1).tolist(),
         }
     below = torch.cat([scores_U.new_zeros(1), scores_U.sort().values.cumsum(0)]) / total
     at = torch.linspace(0, len(scores_U), NUM_SHARES).round().long()
-    return {**lost, "shares": [round(each, 6) for each in below[at].tolist()]}
-
-
-def _rounded(value: float) -> float:
-    """Six digits: what lies behind them is noise."""
-    return float(f"{value:.6g}")
+    return {"score_lost": score_lost, "shares": [round(share, 6) for share in below[at].tolist()]}

@@ -1,93 +1,108 @@
-"""Quantization = smoother x target x rounder x refiner x scheme. A method is one file: the paper's mathematics and the Spec that configures
-it.
+"""Quantization = smoother x rounding target x rounder x refiner x scheme. A method is one file: the mathematics of a paper and its options.
 
-A smoother proposes a per-channel scale that may be moved in front of a group of linears; a target says which weights the codes are to come
-near, if not the linear's own; a rounder turns weights into codes; a refiner improves codes and scales that a rounder gave, whichever it
-was. All see the inputs of the group only through statistics. Methods know nothing of layers, files or one another; `stages/quantize`
-puts them together.
+A smoother proposes a per-channel scale that is moved in front of a linear group; a rounding target is the weight matrix that rounding
+approximates, if not the linear's own; a rounder turns weights into codes; a refiner improves the codes and scales of any rounder. All read
+the inputs of the group only as statistics. Methods import neither layers, files nor one another; `passes.py` applies them to a layer and
+`stages/quantize` combines them.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.calibrate.guide import OutputMoment
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import InputStats, Stat
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.recipe import Spec
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """Codes of a weight, and what the report should say about how they came to be (damping, ...)."""
+    """A quantized weight, and facts for the report about how it was found (damping, ...)."""
 
     weight: QuantizedWeight
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Rounder(Protocol):
-    """A Spec that rounds."""
+class Rounder(Spec):
+    """A rule that turns weights into codes and scales."""
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        """Statistics it needs of the linears' input, by name."""
+    def needs(self) -> tuple[type[Stat], ...]:
+        """Return the types of the statistics of the group's input that `round` reads."""
+        return ()
 
-    def round(
-        self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype
-    ) -> Rounded:
-        """Codes of float32 weights [O, I]; blocks of rows are independent, and rows where each has its own scale, so linears that share
-        an input may be stacked along O, each filled up to whole blocks (`whole_blocks`)."""
+    @abstractmethod
+    def round(self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
+        """Quantize float32 weights [O, I], with scales stored in `scale_dtype`.
+
+        Rows that share no scale are independent, so the linears of a group may be stacked along O, each padded to whole blocks of rows
+        (`quant.numerics.whole_blocks`).
+        """
 
 
-class Refiner(Protocol):
-    """A Spec that improves what a rounder gave."""
+class Refiner(Spec):
+    """A rule that improves the codes and scales that a rounder found."""
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        """Statistics it needs of the linears' input, by name."""
+    def needs(self) -> tuple[type[Stat], ...]:
+        """Return the types of the statistics of the group's input that `refine` reads."""
+        return ()
 
+    @abstractmethod
     def refine(
         self,
         w_OI: Tensor,
         weight: QuantizedWeight,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         outputs: OutputMoment | None = None,
     ) -> Rounded:
-        """Better codes and scales, in the form that `weight` has, for float32 weights [O, I], which are stacked as in `round`; `outputs`
-        says which of the rows err together, where that is known."""
+        """Return better codes and scales, of the same shapes and dtypes as those of `weight`, for float32 weights [O, I].
+
+        The weights are stacked as in `Rounder.round`. `outputs`, where a guide provides it, couples the errors of rows.
+        """
 
 
-class Target(Protocol):
-    """A Spec that moves what is aimed at."""
+class RoundingTarget(Spec):
+    """A rule for the weights that rounding approximates."""
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        """Statistics it needs of the linears' input, by name."""
+    def needs(self) -> tuple[type[Stat], ...]:
+        """Return the types of the statistics of the group's input that `target` reads."""
+        return ()
 
-    def target(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Tensor:
-        """The float32 weights [O, I] that rounder and refiner take for float32 weights [O, I]; rows are independent."""
+    @abstractmethod
+    def target(self, w_OI: Tensor, stats: InputStats) -> Tensor:
+        """Return the float32 weights [O, I] that rounder and refiner approximate, for a linear's own [O, I]; rows are independent."""
 
 
-class Smoother(Protocol):
-    """A Spec that proposes scales."""
+class Smoother(Spec):
+    """A rule that proposes a scale per input channel."""
 
-    def stats(self) -> Mapping[str, StatFactory]: ...
+    def needs(self) -> tuple[type[Stat], ...]:
+        """Return the types of the statistics of the group's input that `scale` reads."""
+        return ()
 
+    @abstractmethod
     def idle(self, scheme: Scheme) -> str | None:
-        """Why it does nothing for weights of this scheme, None where it does something."""
+        """Return why it has no effect on weights of this scheme, as the end of a sentence; None where it has one."""
 
+    @abstractmethod
     def scale(
         self,
         w_OI: Tensor,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         scheme: Scheme,
         *,
         scale_dtype: torch.dtype,
         head_repeat: tuple[int, int],
     ) -> Tensor:
-        """Positive float32 [I]: columns of the (stacked) weights are to be multiplied by it, their producer divided.
+        """Return a positive float32 scale [I]: the columns of the (stacked) weights are multiplied by it, their producer is divided.
 
-        `head_repeat` = (R, C): columns h * C + c and h' * C + c with h // R == h' // R must get the same scale; (1, 0) for no such tie.
+        `head_repeat` = (R, C): columns h * C + c and h' * C + c with h // R == h' // R read one channel and get the same scale; (1, 0)
+        if no two columns do.
         """
 
 
@@ -97,7 +112,9 @@ ROUNDERS: PluginSet[type[Rounder]] = PluginSet(
 REFINERS: PluginSet[type[Refiner]] = PluginSet(
     "refiner", "compress.methods.quantize", group="compress.methods"
 )
-TARGETS: PluginSet[type[Target]] = PluginSet("target", "compress.methods.quantize", group="compress.methods")
+TARGETS: PluginSet[type[RoundingTarget]] = PluginSet(
+    "rounding target", "compress.methods.quantize", group="compress.methods"
+)
 SMOOTHERS: PluginSet[type[Smoother]] = PluginSet(
     "smoother", "compress.methods.quantize", group="compress.methods"
 )

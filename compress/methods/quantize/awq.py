@@ -11,32 +11,31 @@ share the input share s, and their losses add (stacked along O). Clipping, the o
 Shapes: O out, I in, G groups, N members of a group, K kv heads, R repeats, C head dimension.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
-from compress.methods.quantize import SMOOTHERS
+from compress.calibrate.stats import AbsMean, InputStats, SecondMoment, Stat
+from compress.methods.quantize import SMOOTHERS, Smoother
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest, ungrouped
 from compress.quant.products import product
 from compress.quant.scheme import Scheme
-from compress.recipe import Spec
 
 SMALLEST = 1e-4
 
 
 @SMOOTHERS.register("awq")
-class Awq(Spec):
+class Awq(Smoother):
     kind: Literal["awq"] = "awq"
     num_ratios: int = Field(
         10, ge=2, description="grid points of the exponent r in [0, 1], for each of the two families"
     )
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, "abs_mean": AbsMean}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, AbsMean
 
     def idle(self, scheme: Scheme) -> str | None:
         """Measured on the bundled model, mean KL of FP8_DYNAMIC: RTN 0.0091, AWQ + RTN 0.0091, GPTQ 0.0064, AWQ + GPTQ 0.0065."""
@@ -47,20 +46,16 @@ class Awq(Spec):
     def scale(
         self,
         w_OI: Tensor,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         scheme: Scheme,
         *,
         scale_dtype: torch.dtype,
         head_repeat: tuple[int, int],
     ) -> Tensor:
-        moment = stats["second_moment"]
-        magnitude = stats["abs_mean"]
-        assert isinstance(moment, SecondMoment)
-        assert isinstance(magnitude, AbsMean)
-        h_II = moment.mean()
+        h_II = stats[SecondMoment].mean()
         best_I = torch.ones(w_OI.shape[1], device=w_OI.device)
         best_loss = rounding_loss(w_OI, best_I, h_II, scheme, scale_dtype)
-        x_I = _tied(magnitude.mean(), head_repeat)
+        x_I = _tied(stats[AbsMean].mean(), head_repeat)
         w_I = _tied(_relative_magnitude(w_OI, scheme), head_repeat)
         for scale_I in _candidates(x_I, w_I, self.num_ratios):
             loss = rounding_loss(w_OI, scale_I, h_II, scheme, scale_dtype)

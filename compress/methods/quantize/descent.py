@@ -27,7 +27,6 @@ Shapes: O out, I in, G groups, N members of a group, B columns of a block. All a
 step reads one column of every output.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,14 +36,13 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.calibrate.guide import OutputMoment
-from compress.calibrate.stats import SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.kernels.columns import best_scale, descend_block
-from compress.methods.quantize import REFINERS, Rounded
+from compress.methods.quantize import REFINERS, Refiner, Rounded
 from compress.quant.numerics import diagonal_blocks, whole_blocks
 from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
-from compress.recipe import Spec
 
 BLOCK_SIZE = 128
 """Columns of a group between two updates of its gradient: changes speed, not what is computed."""
@@ -55,7 +53,7 @@ ROW_DAMPING = 0.1
 
 
 @REFINERS.register("descent")
-class Descent(Spec):
+class Descent(Refiner):
     kind: Literal["descent"] = "descent"
     sweeps: int = Field(
         4, ge=1, description="visits to every code; the loss never rises, and falls less each time"
@@ -73,19 +71,17 @@ class Descent(Spec):
         description="visits to every row that know of the errors of the others, after the sweeps; needs `guide`",
     )
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def refine(
         self,
         w_OI: Tensor,
         weight: QuantizedWeight,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         outputs: OutputMoment | None = None,
     ) -> Rounded:
-        moment = stats["second_moment"]
-        assert isinstance(moment, SecondMoment)
-        h_II = moment.mean()
+        h_II = stats[SecondMoment].mean()
         if not bool(torch.isfinite(h_II).all()):
             raise UsageError(
                 "the second moment of a layer's inputs is not finite: the calibration data drives the model to NaN or infinity. Check the "

@@ -16,21 +16,19 @@ since the inverse enlarges what float32 sums leave in C. An input that never fir
 Shapes: O out, I in.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import CrossMoment, SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import CrossMoment, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
-from compress.methods.quantize import TARGETS
-from compress.recipe import Spec
+from compress.methods.quantize import TARGETS, RoundingTarget
 
 
 @TARGETS.register("gptaq")
-class Gptaq(Spec):
+class Gptaq(RoundingTarget):
     kind: Literal["gptaq"] = "gptaq"
     strength: float = Field(
         0.5,
@@ -40,22 +38,20 @@ class Gptaq(Spec):
     )
     damping: float = Field(0.01, gt=0, le=1, description="share of mean(diag H) added to the diagonal")
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, "cross_moment": CrossMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, CrossMoment
 
-    def target(self, w_OI: Tensor, stats: Mapping[str, Stat]) -> Tensor:
-        moment = stats["second_moment"]
-        cross = stats["cross_moment"]
-        assert isinstance(moment, SecondMoment)
-        assert isinstance(cross, CrossMoment)
-        h_II = moment.mean().to(torch.float64)
+    def target(self, w_OI: Tensor, stats: InputStats) -> Tensor:
+        h_II = stats[SecondMoment].mean().to(torch.float64)
         w_f64_OI = w_OI.to(torch.float64)
         alive_I = h_II.diagonal() != 0
         if not bool(alive_I.any()):
             return w_OI
         h_II.diagonal().add_(self.damping * h_II.diagonal()[alive_I].mean())
         lower_II, failed = torch.linalg.cholesky_ex(h_II)
-        shift_OI = torch.cholesky_solve((w_f64_OI @ cross.mean().to(torch.float64)).t(), lower_II).t()
+        shift_OI = torch.cholesky_solve(
+            (w_f64_OI @ stats[CrossMoment].mean().to(torch.float64)).t(), lower_II
+        ).t()
         if failed != 0 or not bool(torch.isfinite(shift_OI).all()):
             raise UsageError(
                 "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or infinity. Check the "

@@ -14,27 +14,25 @@ replaced. A feature that never fires (diag 0) carries no output: its weights bec
 Shapes: O out, I in, G groups, B columns of a block. All arithmetic in float32.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.kernels.columns import round_block
-from compress.methods.quantize import ROUNDERS, Rounded
+from compress.methods.quantize import ROUNDERS, Rounded, Rounder
 from compress.quant.numerics import ScaleChoice, choose_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
-from compress.recipe import Spec
 
 DAMPING_LADDER = (1.0, 3.0, 10.0, 30.0, 100.0)
 """Multiples of the configured damping that are tried in turn."""
 
 
 @ROUNDERS.register("gptq")
-class Gptq(Spec):
+class Gptq(Rounder):
     kind: Literal["gptq"] = "gptq"
     damping: float = Field(0.01, gt=0, le=1, description="share of mean(diag H) added to the diagonal")
     act_order: bool = Field(
@@ -47,15 +45,11 @@ class Gptq(Spec):
         "hessian", description="range of a group: all of it, least squared error, or least output error"
     )
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
-    def round(
-        self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype
-    ) -> Rounded:
-        moment = stats["second_moment"]
-        assert isinstance(moment, SecondMoment)
-        h_II = moment.mean()
+    def round(self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
+        h_II = stats[SecondMoment].mean()
         dead_I = h_II.diagonal() == 0
         w_OI = torch.where(dead_I, torch.zeros_like(w_OI), w_OI)
         scale_OG, zero_point_OG = choose_scale(w_OI, scheme, scale_dtype, choice=self.scale, h_II=h_II)

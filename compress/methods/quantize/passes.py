@@ -6,7 +6,6 @@ block of rows that has one scale reaches from a linear into the next. Linears wi
 where it does nothing for the scheme behind it.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.room import rounds_as_one
-from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
-from compress.methods.quantize import Refiner, Rounder, Smoother, Target
+from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.models.arch import LinearGroup
 from compress.models.decoder import SmoothingPair
 from compress.models.surgery import fold_, producer_scale
@@ -33,8 +32,8 @@ class SmoothPass:
         self._schemes = schemes
         self._stored_dtype = stored_dtype
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return self._smoother.stats()
+    def needs(self) -> tuple[type[Stat], ...]:
+        return self._smoother.needs()
 
     def apply(self, state: LayerState) -> None:
         """Each scale is found where the statistics of its inputs are, and folded on every rank. No fold touches the columns that a later
@@ -52,7 +51,7 @@ class SmoothPass:
             if pair.tap not in scales:
                 continue
             folded_I = fold_(state.weights, pair, scales[pair.tap], stored_dtype=self._stored_dtype)
-            for stat in state.stats.get(pair.tap, {}).values():
+            for stat in state.stats.get(pair.tap, ()):
                 stat.rescale_(folded_I)
             state.rescale_outputs(pair.producer, producer_scale(folded_I, pair))
 
@@ -77,7 +76,7 @@ class RoundPass:
         schemes: Schemes,
         stored_dtype: torch.dtype,
         refiner: Refiner | None = None,
-        target: Target | None = None,
+        target: RoundingTarget | None = None,
     ) -> None:
         self._rounder = rounder
         self._refiner = refiner
@@ -85,12 +84,14 @@ class RoundPass:
         self._schemes = schemes
         self._stored_dtype = stored_dtype
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        is_static = "tensor" in {each.activation for each in self._schemes.all}
-        range_of_inputs: Mapping[str, StatFactory] = {"abs_max": AbsMax} if is_static else {}
-        optional = [each.stats() for each in (self._refiner, self._target) if each is not None]
-        asked = {name: factory for stats in optional for name, factory in stats.items()}
-        return {"second_moment": SecondMoment, **range_of_inputs, **self._rounder.stats(), **asked}
+    def needs(self) -> tuple[type[Stat], ...]:
+        has_static_inputs = any(scheme.activation == "tensor" for scheme in self._schemes.all)
+        methods = (self._rounder, self._refiner, self._target)
+        return (
+            SecondMoment,
+            *((AbsMax,) if has_static_inputs else ()),
+            *(kind for method in methods if method is not None for kind in method.needs()),
+        )
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
@@ -115,14 +116,12 @@ class RoundPass:
         return [group.linears] if as_one else [(linear,) for linear in group.linears]
 
     def _one_by_one(
-        self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState, scheme: Scheme
+        self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme
     ) -> None:
         for linear in linears:
             state.room.attempt(partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}")
 
-    def _round(
-        self, linears: tuple[str, ...], stats: Mapping[str, Stat], state: LayerState, scheme: Scheme
-    ) -> None:
+    def _round(self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme) -> None:
         """Float32 copies of the weights are made where they are read, and not held between; those of a target cost too much for that."""
         target_OI = None if self._target is None else self._target.target(_stacked(linears, state), stats)
         rows = [state.weights[f"{linear}.weight"].shape[0] for linear in linears]
@@ -142,7 +141,7 @@ class RoundPass:
         )
         pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats, scheme)), rows)
         before = _split_rows(rounded.weight, rows)
-        h_II = _moment(stats)
+        h_II = stats[SecondMoment].mean()
         for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):
             error = output_error(weight, piece.dequantize(), h_II)
             moved = (
@@ -154,13 +153,11 @@ class RoundPass:
         for linear, piece in zip(linears, pieces, strict=True):
             state.quantize(linear, piece)
 
-    def _input_scale(self, stats: Mapping[str, Stat], scheme: Scheme) -> Tensor | None:
+    def _input_scale(self, stats: InputStats, scheme: Scheme) -> Tensor | None:
         """Raises UsageError: the inputs reached NaN or infinity."""
         if scheme.activation != "tensor":
             return None
-        absmax = stats["abs_max"]
-        assert isinstance(absmax, AbsMax)
-        largest = absmax.max()
+        largest = stats[AbsMax].max()
         if not bool(torch.isfinite(largest)):
             raise UsageError(
                 "the calibration data drives the inputs to NaN or infinity, so they have no range. Check the checkpoint."
@@ -175,8 +172,8 @@ class BaselinePass:
         self._schemes = schemes
         self._stored_dtype = stored_dtype
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def apply(self, state: LayerState) -> None:
         for group in state.groups:
@@ -188,10 +185,12 @@ class BaselinePass:
                     partial(self._note, linear, state.stats[group.tap], state, scheme), f"rounding {linear}"
                 )
 
-    def _note(self, linear: str, stats: Mapping[str, Stat], state: LayerState, scheme: Scheme) -> None:
+    def _note(self, linear: str, stats: InputStats, state: LayerState, scheme: Scheme) -> None:
         weight = state.weights[f"{linear}.weight"]
         nearest = nearest_weight(weight, scheme, self._stored_dtype)
-        state.row(linear).update(error_before=output_error(weight, nearest.dequantize(), _moment(stats)))
+        state.row(linear).update(
+            error_before=output_error(weight, nearest.dequantize(), stats[SecondMoment].mean())
+        )
 
 
 def _in_blocks(weights: list[Tensor], scheme: Scheme) -> Tensor:
@@ -209,12 +208,6 @@ def _share_changed(before_OI: Tensor, after_OI: Tensor) -> float:
     """Of codes, compared as bytes."""
     changed = int((before_OI.view(torch.int8) != after_OI.view(torch.int8)).sum())
     return round(changed / before_OI.numel(), 4)
-
-
-def _moment(stats: Mapping[str, Stat]) -> Tensor:
-    moment = stats["second_moment"]
-    assert isinstance(moment, SecondMoment)
-    return moment.mean()
 
 
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:

@@ -4,34 +4,29 @@ With `scale: min_max` it is the pinned baseline (absmax / 7.5 for four symmetric
 (see `quant/numerics.py`), which costs no more than the grid and often beats plain GPTQ.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment, Stat, StatFactory
-from compress.methods.quantize import ROUNDERS, Rounded
+from compress.calibrate.stats import InputStats, SecondMoment, Stat
+from compress.methods.quantize import ROUNDERS, Rounded, Rounder
 from compress.quant.numerics import ScaleChoice, choose_scale, round_to_nearest
 from compress.quant.scheme import Scheme
-from compress.recipe import Spec
 
 
 @ROUNDERS.register("rtn")
-class Rtn(Spec):
+class Rtn(Rounder):
     kind: Literal["rtn"] = "rtn"
     scale: ScaleChoice = Field(
         "min_max", description="range of a group: all of it, least squared error, or least output error"
     )
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment} if self.scale == "hessian" else {}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,) if self.scale == "hessian" else ()
 
-    def round(
-        self, w_OI: Tensor, stats: Mapping[str, Stat], scheme: Scheme, *, scale_dtype: torch.dtype
-    ) -> Rounded:
-        moment = stats.get("second_moment")
-        h_II = moment.mean() if isinstance(moment, SecondMoment) else None
+    def round(self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
+        h_II = stats[SecondMoment].mean() if self.scale == "hessian" else None
         scale_OG, zero_point_OG = choose_scale(w_OI, scheme, scale_dtype, choice=self.scale, h_II=h_II)
         return Rounded(round_to_nearest(w_OI, scheme, scale_OG, zero_point_OG))

@@ -12,30 +12,19 @@ This pays where inputs are rounded to integers too (INT8_DYNAMIC). What the pape
 Shapes: O out, I in, K kv heads, R repeats, C head dimension.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.calibrate.stats import AbsMax, Stat, StatFactory
-from compress.methods.quantize import SMOOTHERS
+from compress.calibrate.stats import AbsMax, InputStats, Stat
+from compress.methods.quantize import SMOOTHERS, Smoother
 from compress.quant.scheme import Scheme
-from compress.recipe import Spec
-
-
-class ChannelMax(AbsMax):
-    """`AbsMax`, read feature by feature."""
-
-    def per_channel(self) -> Tensor:
-        """float32 [I]."""
-        assert self._max_D is not None
-        return self._max_D
 
 
 @SMOOTHERS.register("smoothquant")
-class SmoothQuant(Spec):
+class SmoothQuant(Smoother):
     kind: Literal["smoothquant"] = "smoothquant"
     alpha: float = Field(
         0.5,
@@ -44,8 +33,8 @@ class SmoothQuant(Spec):
         description="how much of the inputs' range moves into the weights: 0 none of it, 1 all",
     )
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"channel_max": ChannelMax}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (AbsMax,)
 
     def idle(self, scheme: Scheme) -> str | None:
         if scheme.activation is not None:
@@ -55,16 +44,14 @@ class SmoothQuant(Spec):
     def scale(
         self,
         w_OI: Tensor,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         scheme: Scheme,
         *,
         scale_dtype: torch.dtype,
         head_repeat: tuple[int, int],
     ) -> Tensor:
-        largest = stats["channel_max"]
-        assert isinstance(largest, ChannelMax)
         return balanced(
-            _tied(largest.per_channel(), head_repeat),
+            _tied(stats[AbsMax].per_feature(), head_repeat),
             _tied(w_OI.abs().amax(dim=0), head_repeat),
             alpha=self.alpha,
         )

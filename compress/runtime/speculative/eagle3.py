@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import UsageError
-from compress.kernels.coverage import Phase
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
 from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment

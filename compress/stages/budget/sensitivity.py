@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import AbsMax, SecondMoment, Stat, StatFactory
+from compress.calibrate.gradients import GradientVisitor
+from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
@@ -29,7 +30,7 @@ from compress.quant.numerics import choose_scale, round_to_nearest, static_input
 from compress.quant.scheme import Scheme
 
 
-class Sensitivities:
+class Sensitivities(GradientVisitor):
     """A `GradientVisitor`. `loss` is (layer, tap) -> scheme name -> nats of KL a token."""
 
     def __init__(self, schemes: Sequence[Scheme], stored_dtype: torch.dtype) -> None:
@@ -47,20 +48,17 @@ class Sensitivities:
             for key, sums in sorted(self._sums.items())
         }
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, "abs_max": AbsMax}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, AbsMax
 
     @torch.no_grad()
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self._moved.clear()
         for group in layer.groups():
-            moment = stats[group.tap]["second_moment"]
-            largest = stats[group.tap]["abs_max"]
-            assert isinstance(moment, SecondMoment)
-            assert isinstance(largest, AbsMax)
-            h_II = moment.mean()
+            h_II = stats[group.tap][SecondMoment].mean()
+            largest = stats[group.tap][AbsMax].max()
             for scheme in self._schemes:
-                self._input[group.tap, scheme.name] = _input_quant(scheme, largest.max(), self._stored_dtype)
+                self._input[group.tap, scheme.name] = _input_quant(scheme, largest, self._stored_dtype)
                 for linear in group.linears:
                     w_OI = layer.linear(linear).weight.to(torch.float32)
                     padded_OI = whole_blocks(w_OI, scheme)

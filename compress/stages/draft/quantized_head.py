@@ -4,13 +4,13 @@ target's hidden states and on its own. It is one layer, which nothing follows, s
 Shapes: N windows, B batch, S sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import InputStats, Stat
 from compress.distill.eagle3 import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.quantize import Refiner, Rounder
@@ -78,7 +78,7 @@ def rounded_head(
         target,
         tokens_NS,
         num_steps,
-        {**rounder.stats(), **(refiner.stats() if refiner else {})},
+        (*rounder.needs(), *(refiner.needs() if refiner else ())),
         device=device,
     )
     weights = dict(head.weights)
@@ -102,18 +102,16 @@ def _observed(
     target: Target,
     tokens_NS: Tensor,
     num_steps: int,
-    wanted: Mapping[str, StatFactory],
+    kinds: Sequence[type[Stat]],
     *,
     device: torch.device,
-) -> dict[str, dict[str, Stat]]:
-    """Statistics of what the linears read: tap -> name -> statistic."""
-    stats = {
-        tap: {name: factory() for name, factory in wanted.items()} for tap in dict.fromkeys(INPUTS.values())
-    }
+) -> dict[str, InputStats]:
+    """Statistics of what the linears read: tap -> statistics."""
+    stats = {tap: InputStats(*(kind() for kind in kinds)) for tap in dict.fromkeys(INPUTS.values())}
     decoder: Eagle3Decoder = head.decoder(dtype=torch.float32, device=device)
 
     def observe(tap: str, x: Tensor) -> None:
-        for stat in stats[tap].values():
+        for stat in stats[tap]:
             stat.update(x.flatten(0, -2))
 
     for tokens_1S in tokens_NS.split(1):

@@ -11,12 +11,12 @@ from compress.context import Context
 from compress.digest import canonical_json, digest_json
 from compress.kernels.coverage import linear_shape
 from compress.kernels.latency import latency_table
+from compress.machine import environment_facts, measure_bandwidth
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.runtime.deployment import Deployment
 from compress.runtime.linear_time import linear_time_us
 from compress.stages.prune.spec import Target
-from compress.validate.roofline import environment_facts, measure_bandwidth
 
 SEARCH_NAME = "search"
 TIMES_NAME = "times.json"

@@ -23,7 +23,7 @@ from compress.artifact.atomic import write_atomic
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.residual import kl_between, walk
 from compress.context import Context
-from compress.digest import canonical_json
+from compress.digest import canonical_json, significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths
@@ -85,7 +85,7 @@ def search(
                     "axis": axis,
                     "keep": keep,
                     "kl": kl,
-                    "cost": _rounded(cost[_alone(arch, axis, keep, target.unit)] / whole),
+                    "cost": significant(cost[_alone(arch, axis, keep, target.unit)] / whole),
                 }
                 for axis, curve in measured.items()
                 for keep, kl in curve.items()
@@ -170,7 +170,7 @@ def _measured(
                         walk(source, judging_NS, ctx, compute_dtype=dtype, what="the source")
                     ]
                     ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, what=f"{axis} {keep}")
-                    known[key] = _rounded(
+                    known[key] = significant(
                         kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device))
                     )
                     write_atomic(file, canonical_json(known))
@@ -222,8 +222,4 @@ def _said(each: Combination) -> dict[str, float]:
         "ffn": widths.intermediate_size,
         "layers": widths.num_layers,
     }
-    return {**named, "cost": _rounded(each.cost), "kl": _rounded(each.kl)}
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+    return {**named, "cost": significant(each.cost), "kl": significant(each.kl)}

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from compress.errors import UnsupportedFormat, UsageError
 from compress.kernels.latency import latency_table
 from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
-from compress.methods.prune.least_squares import LeastSquares
+from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
-from compress.recipe import ByKind, Spec, checked_by
+from compress.recipe import ByKind, Spec, checked_by, list_to_tuple
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
@@ -59,10 +59,6 @@ def _known_device(device: str | None) -> None:
         latency_table(device)
 
 
-def _as_tuple(names: Any) -> Any:
-    return tuple(names) if isinstance(names, list) else names
-
-
 def _different(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         raise UsageError("name every axis once.")
@@ -77,7 +73,7 @@ class Target(Spec):
     latency_frac: float | None = Field(
         None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's"
     )
-    prune: Annotated[tuple[Axis, ...], BeforeValidator(_as_tuple), checked_by(_different)] = Field(
+    prune: Annotated[tuple[Axis, ...], BeforeValidator(list_to_tuple), checked_by(_different)] = Field(
         AXES, min_length=1, description="what may go"
     )
     unit: HeadUnit = Field(

@@ -16,9 +16,10 @@ from torch import Tensor
 from compress.artifact.atomic import write_atomic
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
-from compress.digest import canonical_json, digest_json
+from compress.digest import canonical_json, digest_json, significant
 from compress.errors import UsageError
 from compress.kernels.latency import latency_table
+from compress.machine import environment_facts
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.weights import WeightSource
 from compress.quant.scheme import DENSE, ModelScheme, commonest, name_of
@@ -28,7 +29,6 @@ from compress.stages.budget.allocation import Option, Point, allocate, frontier,
 from compress.stages.budget.sensitivity import Sensitivities
 from compress.stages.quantize.costs import TICKS_PER_US, Costs, Times, Unit, asked, costs_of, times_of
 from compress.stages.quantize.mixed import Budget, Mixed
-from compress.validate.roofline import environment_facts
 
 SENSITIVITIES_NAME = "sensitivities.json"
 LATENCIES_NAME = "latencies.json"
@@ -163,7 +163,7 @@ def _facts(
     }
 
     def said(at: Point) -> dict[str, float]:
-        return {"cost": round(at.cost / costs.dense, 6), "kl": _rounded(at.loss)}
+        return {"cost": round(at.cost / costs.dense, 6), "kl": significant(at.loss)}
 
     rows = []
     for unit, of_unit, pick in zip(units, options, best.picks, strict=True):
@@ -172,7 +172,7 @@ def _facts(
             "projection": unit.name,
             "scheme": of_unit[pick].scheme,
         }
-        row["kl"] = {each.scheme: _rounded(each.loss) for each in of_unit}
+        row["kl"] = {each.scheme: significant(each.loss) for each in of_unit}
         row["bytes"] = {name_of(scheme): unit.num_bytes(arch, scheme) for scheme in unit.schemes}
         if times is not None:
             row["us"] = {
@@ -191,8 +191,3 @@ def _facts(
         "frontier": [said(each) for each in corners],
         "units": rows,
     }
-
-
-def _rounded(value: float) -> float:
-    """Six digits: what lies behind them is noise of the estimate."""
-    return float(f"{value:.6g}")

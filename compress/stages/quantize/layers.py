@@ -14,7 +14,7 @@ from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
 from compress.export import open_weights
-from compress.methods.quantize import Refiner, Rounder, Smoother, Target
+from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.methods.quantize.passes import BaselinePass, RoundPass, SmoothPass
 from compress.models.overrides import decide
 from compress.models.weights import WeightSource
@@ -39,7 +39,7 @@ def quantization_passes(
     if spec.smooth is not None:
         passes.append(SmoothPass(cast(Smoother, spec.smooth), schemes, stored_dtype))
     refiner = cast(Refiner | None, spec.refine)
-    target = cast(Target | None, spec.target)
+    target = cast(RoundingTarget | None, spec.target)
     passes.append(RoundPass(cast(Rounder, spec.round), schemes, stored_dtype, refiner, target))
     return passes
 

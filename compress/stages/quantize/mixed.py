@@ -1,14 +1,14 @@
 """`scheme: {kind: mixed}` of the quantize stage, as a recipe says it: schemes to choose from, and one budget."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UsageError, did_you_mean
 from compress.kernels.latency import latency_table
 from compress.quant.scheme import DENSE, SCHEMES, Scheme
-from compress.recipe import Spec, checked_by
+from compress.recipe import Spec, checked_by, list_to_tuple
 
 _SIZES = ("size_ratio", "size_gb")
 _LATENCIES = ("latency_ratio", "latency_us")
@@ -23,11 +23,6 @@ def scheme_or_dense(name: str) -> Scheme | None:
     if name != DENSE and name not in SCHEMES:
         raise UsageError(f"unknown scheme '{name}'.{did_you_mean(name, [*SCHEMES, DENSE])}")
     return None if name == DENSE else SCHEMES[name]
-
-
-def _as_tuple(names: Any) -> Any:
-    """A list, as a file has it: where a spec around this one has looked at it before, it is no JSON any more, and a tuple is expected."""
-    return tuple(names) if isinstance(names, list) else names
 
 
 def _choices(names: Sequence[str]) -> None:
@@ -93,7 +88,7 @@ class Mixed(Spec):
     """The most accurate choice of a scheme for each projection within a budget."""
 
     kind: Literal["mixed"] = "mixed"
-    schemes: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), checked_by(_choices)] = Field(
+    schemes: Annotated[tuple[str, ...], BeforeValidator(list_to_tuple), checked_by(_choices)] = Field(
         description=f"what a projection may get: schemes, and `{DENSE}`",
         json_schema_extra={"items": {"enum": [*SCHEMES, DENSE]}},
     )

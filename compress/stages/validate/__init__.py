@@ -20,6 +20,7 @@ from compress.data.card import identity, load_card
 from compress.data.model_tokens import data_identity
 from compress.digest import digest_json
 from compress.export import serve_command
+from compress.machine import device_key, environment_facts
 from compress.quant.scheme import ModelScheme
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.validate.estimate import estimate
@@ -43,7 +44,6 @@ from compress.validate import stats
 from compress.validate.card import render_markdown_card
 from compress.validate.gates import GateResult, evaluate
 from compress.validate.report import build_report, render_html
-from compress.validate.roofline import device_key, environment_facts
 
 REPORT_JSON = "report.json"
 REPORT_HTML = "report.html"

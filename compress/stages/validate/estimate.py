@@ -3,9 +3,9 @@
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
+from compress.machine import READ_BYTES
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.spec import Validate
-from compress.validate.roofline import READ_BYTES
 
 SPECULATIVE = ("acceptance_length", "speedup")
 

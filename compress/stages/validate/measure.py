@@ -13,6 +13,7 @@ from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
 from compress.errors import UsageError
 from compress.export import open_weights
+from compress.machine import measure_bandwidth, measure_matmul_rate
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
 from compress.stages.validate.spec import Validate
@@ -20,7 +21,7 @@ from compress.stages.validate.speculation import proposers_of, speculate
 from compress.stages.validate.speed import roofs_of, time_engine
 from compress.validate.accuracy import Accuracy, measure_pairs
 from compress.validate.latency import LatencyRow
-from compress.validate.roofline import RooflineRow, measure_bandwidth, measure_matmul_rate
+from compress.validate.roofline import RooflineRow
 from compress.validate.speculation import SpeculationEvidence
 
 

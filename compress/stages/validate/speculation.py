@@ -11,13 +11,10 @@ import torch
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
-from compress.export import DRAFT_FOLDER, open_weights
-from compress.export.speculators import is_eagle3, open_eagle3
-from compress.models.eagle3 import draft_head
+from compress.export import DRAFT_FOLDER
+from compress.export.draft import is_draft_head, open_draft
 from compress.models.weights import WeightSource
 from compress.runtime.engine import Engine
-from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
@@ -55,28 +52,14 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
     lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
     if path is None:
         return lookup
-    draft = _proposer(path)
+    draft = {"eagle3" if is_draft_head(path) else "draft": open_draft(path)}
     return draft | lookup if spec.kind == "draft" else lookup | draft
 
 
 def draft_method(inputs: Inputs) -> str | None:
     """vLLM's word for the kind of draft that the candidate has."""
     path = draft_path(inputs)
-    return None if path is None else "eagle3" if _is_head(path) else "draft_model"
-
-
-def _proposer(path: Path) -> dict[str, ProposerOptions]:
-    """Of a folder of a checkpoint, or of the draft stage's artifact."""
-    if not _is_head(path):
-        return {"draft": DraftModel(open_weights(path))}
-    head = draft_head(open_artifact(path)) if (path / MANIFEST_NAME).exists() else open_eagle3(path)
-    return {"eagle3": Eagle3(head)}
-
-
-def _is_head(path: Path) -> bool:
-    if (path / MANIFEST_NAME).exists():
-        return bool(open_artifact(path).manifest.facts["draft"]["kind"] == "eagle3")
-    return is_eagle3(path)
+    return None if path is None else "eagle3" if is_draft_head(path) else "draft_model"
 
 
 def speculate(

@@ -13,7 +13,7 @@ from compress.calibrate.arithmetic import add_gram
 from compress.calibrate.guide import Guide, GuideFiles, OutputMoment, make_guide
 from compress.calibrate.observe import Flow, Shards, Stream, observe_shards, together
 from compress.calibrate.room import Room, Samples
-from compress.calibrate.stats import AbsMax, CrossMoment, SecondMoment
+from compress.calibrate.stats import AbsMax, CrossMoment, InputStats, SecondMoment
 from compress.context import Context, OneRank
 from compress.errors import RecipeError
 from compress.methods.quantize.descent import PHASES, Descent, coupled_loss, newton_pulls, newton_step
@@ -121,7 +121,7 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     )
     weights_NS = torch.rand(NUM_SAMPLES, SEQ_LEN, generator=generator) + 0.1
     weights = {group.tap: weights_NS for group in layer.groups()}
-    factories = {"second_moment": SecondMoment, "cross_moment": CrossMoment, "abs_max": AbsMax}
+    factories = [SecondMoment, CrossMoment, AbsMax]
     samples = Samples.of(x_NSD)
     beside = Samples.of(source_NSD)
     flow = Flow(samples, beside, Shards.of(NUM_SAMPLES), Room(None, samples), OneRank())
@@ -130,11 +130,11 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)
     tokens = NUM_SAMPLES * SEQ_LEN
-    assert torch.allclose(stats["second_moment"].mean().double(), weighed.t() @ normed / tokens, atol=1e-5)  # type: ignore[attr-defined]
+    assert torch.allclose(stats[SecondMoment].mean().double(), weighed.t() @ normed / tokens, atol=1e-5)
     assert torch.allclose(
-        stats["cross_moment"].mean().double(), (of_source - normed).t() @ weighed / tokens, atol=1e-5
-    )  # type: ignore[attr-defined]
-    assert float(stats["abs_max"].max()) == pytest.approx(float(normed.abs().max()))  # type: ignore[attr-defined]
+        stats[CrossMoment].mean().double(), (of_source - normed).t() @ weighed / tokens, atol=1e-5
+    )
+    assert float(stats[AbsMax].max()) == pytest.approx(float(normed.abs().max()))
 
 
 def test_a_gram_of_bfloat16_numbers_is_summed_in_float32() -> None:
@@ -196,7 +196,7 @@ def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
 @pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than phases"])
 def test_coupled_rounds_lower_the_coupled_loss(scheme: Scheme, rows: int) -> None:
     w_OI, stat, outputs = _coupled_problem(rows)
-    stats = {"second_moment": stat}
+    stats = InputStats(stat)
     exact = [each.double() for each in outputs.segments]
     rounded = Rtn(scale="min_max").round(w_OI, stats, scheme, scale_dtype=torch.float32).weight
     losses = []

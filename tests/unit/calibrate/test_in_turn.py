@@ -1,6 +1,5 @@
 """Linears compressed in turn: what each is shown, that the samples end behind the compressed layer, and what is refused."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass, LayerState, Row
 from compress.calibrate.sequential import run_sequential
-from compress.calibrate.stats import CrossMoment, SecondMoment, StatFactory
+from compress.calibrate.stats import CrossMoment, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted, RecipeError
 from compress.methods.quantize.gptq import Gptq
@@ -67,16 +66,14 @@ class Look:
     def __init__(self) -> None:
         self.seen: list[tuple[int, str, Tensor, Tensor]] = []
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment, "cross_moment": CrossMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return SecondMoment, CrossMoment
 
     def apply(self, state: LayerState) -> None:
         ((tap, stats),) = state.stats.items()
         assert [group.tap for group in state.groups] == [tap]
-        moment = stats["second_moment"]
-        cross = stats["cross_moment"]
-        assert isinstance(moment, SecondMoment)
-        assert isinstance(cross, CrossMoment)
+        moment = stats[SecondMoment]
+        cross = stats[CrossMoment]
         self.seen.append((state.layer_idx, tap, moment.mean(), cross.mean()))
 
 

@@ -2,7 +2,6 @@
 bytes."""
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 from compress.calibrate.layer_state import LayerPass, LayerState, Row
 from compress.calibrate.observe import observe
 from compress.calibrate.sequential import run_sequential
-from compress.calibrate.stats import AbsMean, SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import AbsMean, InputStats, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted
+from compress.methods.quantize import Smoother
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
 from compress.methods.quantize.rtn import Rtn
@@ -173,14 +173,13 @@ class Remember:
     def __init__(self) -> None:
         self.moments: list[dict[str, Tensor]] = []
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def apply(self, state: LayerState) -> None:
         seen = {}
         for tap, stats in state.stats.items():
-            moment = stats["second_moment"]
-            assert isinstance(moment, SecondMoment)
+            moment = stats[SecondMoment]
             assert moment.num_tokens == NUM_SAMPLES * SEQ_LEN
             seen[tap] = moment.mean()
         self.moments.append(seen)
@@ -240,7 +239,7 @@ def test_taps_see_what_their_linears_read(source: WeightSource) -> None:
     x_NSD = torch.randn(
         NUM_SAMPLES, SEQ_LEN, source.arch.hidden_size, generator=torch.Generator().manual_seed(0)
     )
-    stats = observe(layer, x_NSD, {"abs_mean": AbsMean})
+    stats = observe(layer, x_NSD, [AbsMean])
     read: dict[str, Tensor] = {}
     for name in layer.shape.linears:
         layer.linear(name).register_forward_hook(
@@ -248,8 +247,7 @@ def test_taps_see_what_their_linears_read(source: WeightSource) -> None:
         )
     layer(x_NSD, torch.arange(SEQ_LEN), FullAttention())
     for group in layer.groups():
-        seen = stats[group.tap]["abs_mean"]
-        assert isinstance(seen, AbsMean)
+        seen = stats[group.tap][AbsMean]
         for linear in group.linears:
             assert layer.shape.linears[linear] == group.tap
             assert torch.allclose(seen.mean(), read[linear].flatten(0, 1).abs().mean(0), rtol=1e-5)
@@ -285,11 +283,11 @@ def test_the_reported_error_is_that_of_the_stored_codes(source: WeightSource, tm
             )
 
 
-class Arbitrary:
+class Arbitrary(Smoother):
     """A smoother that proposes scales far from one, whatever the weights."""
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"second_moment": SecondMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (SecondMoment,)
 
     def idle(self, scheme: Scheme) -> str | None:
         return None
@@ -297,7 +295,7 @@ class Arbitrary:
     def scale(
         self,
         w_OI: Tensor,
-        stats: Mapping[str, Stat],
+        stats: InputStats,
         scheme: Scheme,
         *,
         scale_dtype: torch.dtype,

@@ -6,7 +6,7 @@ import pytest
 
 from compress.cli.app import main
 from compress.cli.doctor import kernel_text
-from compress.kernels.select import OPS
+from compress.kernels.problem import OPS
 
 
 def row(

@@ -14,7 +14,8 @@ from compress.kernels.attention_decode.hopper import (
     row_eights_of,
 )
 from compress.kernels.build import nvrtc
-from compress.kernels.select import Problem, refusals, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import refusals, select
 
 HOPPER = Problem("attention_decode", 128, 4, 1, 128, True, "BF16", torch.bfloat16, "cuda", 90)
 VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_lens=True)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.stats import SecondMoment
+from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.kernels.select import Problem, refusals, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import refusals, select
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass
@@ -172,7 +173,7 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
     def rounded(names: tuple[str, ...]) -> dict[str, QuantizedWeight]:
         weights = {f"{name}.weight": linears[name].clone() for name in names}
         state = LayerState(
-            0, [LinearGroup("qkv", "attn_in", names)], [], weights, {"attn_in": {"second_moment": moment}}
+            0, [LinearGroup("qkv", "attn_in", names)], [], weights, {"attn_in": InputStats(moment)}
         )
         RoundPass(Gptq(), SCHEME, torch.bfloat16, refiner).apply(state)
         return state.quantized
@@ -201,7 +202,7 @@ def test_a_shared_scale_is_refitted_to_the_least_error_of_all_its_rows() -> None
     given = nearest_weight(w_OI, SCHEME, torch.float32)
     off = QuantizedWeight(SCHEME, given.codes_OI, given.scale_OG * 1.01)
     h_II = moment.mean()
-    found = Descent(sweeps=1, damping=0).refine(w_OI, off, {"second_moment": moment}).weight
+    found = Descent(sweeps=1, damping=0).refine(w_OI, off, InputStats(moment)).weight
     for block in range(2):
         rows = slice(128 * block, min(128 * (block + 1), 150))
         grid = torch.linspace(0.97, 1.01, 401) * off.scale_OG[block, 0]

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from compress.kernels.linear.int8 import MAX_K, PackedInt8, int_product, linear, refusal, repack
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
-from compress.kernels.select import Problem, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import select
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight

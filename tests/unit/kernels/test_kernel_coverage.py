@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from compress.kernels import select as select_module
-from compress.kernels.coverage import LINEARS, Machine, coverage, linear_shape, unused
-from compress.kernels.select import KERNELS, OPS, Kernel, Problem, anything, select
+from compress.kernels.coverage import LINEARS, coverage, linear_shape, unused
+from compress.kernels.problem import OPS, KernelDevice, Problem
+from compress.kernels.select import KERNELS, Kernel, anything, select
 from compress.models.arch import Arch
 from compress.plugins import PluginSet
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
-CPU = Machine("cpu", 0, torch.float32)
+CPU = KernelDevice("cpu", 0, torch.float32)
 ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256)
 
 
@@ -112,7 +113,9 @@ def test_groups_that_no_fast_kernel_reads_are_served_by_the_reference_which_says
     """On Hopper too."""
     wide = tiny_arch(LLAMA, hidden_size=1024, intermediate_size=2048)
     rows = [
-        row for row in coverage(wide, Machine("cuda", 90, torch.bfloat16)) if row.problem.scheme == scheme
+        row
+        for row in coverage(wide, KernelDevice("cuda", 90, torch.bfloat16))
+        if row.problem.scheme == scheme
     ]
     assert {row.phase: row.kernel for row in rows} == {
         "decode": "reference.dequantized.tile4",

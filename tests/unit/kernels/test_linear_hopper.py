@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from compress.kernels.build import nvrtc
-from compress.kernels.linear.hopper import MAX_STAGES, MAX_TILES, Plan, plan, plans, variant_of
-from compress.kernels.linear.plan import Format, Gpu, Shape
+from compress.kernels.linear.hopper import variant_of
+from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
+from compress.kernels.linear.shape import Format, Gpu, Shape
 from compress.kernels.operands.rows import ActivationQuant, RawRows
-from compress.kernels.select import Problem, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import select
 
 H200 = Gpu(90, 132, 232448)
 H100_PCIE = Gpu(90, 114, 232448)

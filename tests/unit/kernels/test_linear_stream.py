@@ -10,19 +10,12 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels.build import nvrtc
 from compress.kernels.linear import dense16, fp8, w4a16
-from compress.kernels.linear.plan import (
-    FORMATS,
-    MAX_STAGES,
-    Format,
-    Gpu,
-    Plan,
-    Shape,
-    num_parts_of,
-    plan,
-    plans,
-)
-from compress.kernels.linear.stream import ACTIVATIONS, Quantizes, Variant
-from compress.kernels.select import Problem, candidates, select
+from compress.kernels.linear.launch import ACTIVATIONS, Rounding
+from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape
+from compress.kernels.linear.stream import Variant, variant_of
+from compress.kernels.linear.stream_plan import MAX_STAGES, Plan, num_parts_of, plan, plans
+from compress.kernels.problem import Problem
+from compress.kernels.select import candidates, select
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
@@ -219,59 +212,74 @@ def test_rows_that_fill_no_tile_are_refused_where_rows_stay_as_they_are() -> Non
     assert kernel.refusal(problem(scheme="BF16", n=4096)) is None
 
 
+def variant(
+    weight_format: Format,
+    dtype: torch.dtype,
+    activation: str | None,
+    float32_output: bool,
+    *,
+    token_tiles: int,
+    resident: bool,
+    stages: int,
+    wgmma: bool = False,
+    normed: bool = False,
+    rounding: Rounding = "no",
+) -> Variant:
+    chosen = replace(
+        plan(Shape(weight_format, 256, 1024, activation is not None), 1, H200),
+        token_tiles=token_tiles,
+        resident=resident,
+        stages=stages,
+        wgmma=wgmma,
+    )
+    made = variant_of(
+        chosen,
+        Shape(weight_format, 256, 1024, activation is not None),
+        dtype,
+        activation,
+        torch.float32 if float32_output else None,
+    )
+    return replace(made, normed=normed, rounding=rounding)
+
+
 VARIANTS = [
-    Variant("w4", torch.bfloat16, None, False, token_tiles=1, wgmma=False, resident=True, stages=7),
-    Variant(
-        "w4", torch.bfloat16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=5, normed=True
-    ),
-    Variant(
-        "dense16", torch.float16, None, True, token_tiles=1, wgmma=False, resident=True, stages=5, normed=True
-    ),
-    Variant("fp8", torch.bfloat16, None, False, token_tiles=1, wgmma=False, resident=True, stages=7),
-    Variant("w4_asym", torch.float16, "silu", False, token_tiles=2, wgmma=False, resident=True, stages=4),
-    Variant("fp8", torch.bfloat16, None, True, token_tiles=2, wgmma=False, resident=False, stages=3),
-    Variant(
-        "dense16",
-        torch.float16,
-        "gelu_pytorch_tanh",
-        False,
-        token_tiles=8,
-        wgmma=False,
-        resident=False,
-        stages=4,
-    ),
+    variant("w4", torch.bfloat16, None, False, token_tiles=1, resident=True, stages=7),
+    variant("w4", torch.bfloat16, "silu", False, token_tiles=2, resident=True, stages=5, normed=True),
+    variant("dense16", torch.float16, None, True, token_tiles=1, resident=True, stages=5, normed=True),
+    variant("fp8", torch.bfloat16, None, False, token_tiles=1, resident=True, stages=7),
+    variant("w4_asym", torch.float16, "silu", False, token_tiles=2, resident=True, stages=4),
+    variant("fp8", torch.bfloat16, None, True, token_tiles=2, resident=False, stages=3),
+    variant("dense16", torch.float16, "gelu_pytorch_tanh", False, token_tiles=8, resident=False, stages=4),
 ]
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.format}-{variant.token_tiles}")
-def test_the_kernel_compiles(
-    variant: Variant, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("made", VARIANTS, ids=lambda made: f"{made.format}-{made.token_tiles}")
+def test_the_kernel_compiles(made: Variant, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert nvrtc.compile_cubin(variant.source, sm)[:4] == b"\x7fELF"
+    assert nvrtc.compile_cubin(made.source, sm)[:4] == b"\x7fELF"
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("quantizes", ["by row", "static"])
+@pytest.mark.parametrize("rounding", ["by row", "static"])
 def test_rows_are_rounded_to_e4m3_on_the_way_in_on_hopper(
-    quantizes: Quantizes, normed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounding: Rounding, normed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    variant = replace(VARIANTS[3], normed=normed, quantizes=quantizes)
-    assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
+    made = replace(VARIANTS[3], normed=normed, rounding=rounding)
+    assert nvrtc.compile_cubin(made.source, 90)[:4] == b"\x7fELF"
 
 
 @needs_nvrtc
 def test_hopper_instructions_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for weight_format in FORMATS:
-        variant = Variant(
+        made = variant(
             weight_format, torch.bfloat16, "silu", False, token_tiles=8, wgmma=True, resident=False, stages=3
         )
-        assert nvrtc.compile_cubin(variant.source, 90)
+        assert nvrtc.compile_cubin(made.source, 90)
 
 
 @needs_nvrtc

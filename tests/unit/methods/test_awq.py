@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import AbsMean, SecondMoment, Stat
+from compress.calibrate.stats import AbsMean, InputStats, SecondMoment
 from compress.methods.quantize.awq import Awq, rounding_loss
 from compress.models.attention import FullAttention
 from compress.models.decoder import DecoderLayer, SmoothingPair
@@ -34,17 +34,15 @@ def weights(out_features: int = 12, seed: int = 1) -> Tensor:
     return 0.05 * torch.randn(out_features, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-def statistics(x_TI: Tensor) -> dict[str, Stat]:
-    stats: dict[str, Stat] = {"second_moment": SecondMoment(), "abs_mean": AbsMean()}
-    for stat in stats.values():
+def statistics(x_TI: Tensor) -> InputStats:
+    stats = InputStats(SecondMoment(), AbsMean())
+    for stat in stats:
         stat.update(x_TI)
     return stats
 
 
-def moment(stats: Mapping[str, Stat]) -> Tensor:
-    stat = stats["second_moment"]
-    assert isinstance(stat, SecondMoment)
-    return stat.mean()
+def moment(stats: InputStats) -> Tensor:
+    return stats[SecondMoment].mean()
 
 
 def fake_quantized(w_OI: Tensor, scheme: Scheme) -> Tensor:

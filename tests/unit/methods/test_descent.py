@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment
+from compress.calibrate.stats import InputStats, SecondMoment
 from compress.errors import UsageError
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
@@ -119,7 +119,7 @@ def test_a_sweep_is_the_exhaustive_one(
     stat = moment()
     w_OI = weights(12)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
-    found = Descent(sweeps=1, refit=refit).refine(w_OI, start, {"second_moment": stat}).weight
+    found = Descent(sweeps=1, refit=refit).refine(w_OI, start, InputStats(stat)).weight
     codes, scale, close_O = exhaustive_sweep(start, w_OI, damped(stat, 0.01), refit=refit)
     assert (~close_O).sum() >= 3  # float32 and float64 may part at a tie, and everything after it in the row
     assert torch.equal(found.codes_OI.double()[~close_O], codes[~close_O])
@@ -134,9 +134,9 @@ def test_a_sweep_is_the_exhaustive_one(
 def test_no_sweep_raises_the_loss_of_any_row(
     scheme: Scheme, start: Rtn | Gptq, scale_dtype: torch.dtype
 ) -> None:
-    stats = {"second_moment": moment()}
+    stats = InputStats(moment())
     w_OI = weights(40)
-    h_II = damped(stats["second_moment"], 0.01)
+    h_II = damped(stats[SecondMoment], 0.01)
     weight = start.round(w_OI, stats, scheme, scale_dtype=scale_dtype).weight
     first = loss_of(weight, w_OI, h_II)
     for _ in range(4):
@@ -152,7 +152,7 @@ def test_no_sweep_raises_the_loss_of_any_row(
 @EACH_SCHEME
 def test_sweeps_compose(scheme: Scheme) -> None:
     """Three at once, or one and two: a sweep keeps no memory but codes and scales."""
-    stats = {"second_moment": moment()}
+    stats = InputStats(moment())
     w_OI = weights(40)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
     together = Descent(sweeps=3).refine(w_OI, start, stats).weight
@@ -170,7 +170,7 @@ def test_after_many_sweeps_no_single_code_can_be_bettered(scheme: Scheme) -> Non
     stat = moment()
     w_OI = weights(4)
     start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
-    weight = Descent(sweeps=60).refine(w_OI, start, {"second_moment": stat}).weight
+    weight = Descent(sweeps=60).refine(w_OI, start, InputStats(stat)).weight
     h_II = damped(stat, 0.01)
     codes, scale, _ = exhaustive_sweep(weight, w_OI, h_II, refit=True)
     best = dataclasses.replace(
@@ -188,14 +188,14 @@ def test_a_refit_finds_the_scale_that_made_the_weights(scheme: Scheme) -> None:
     scale_OG = true.scale_OG.clone()
     scale_OG[:, -1] *= 1.02  # too little to move a code: the codes stand, only this scale is off
     off = dataclasses.replace(true, scale_OG=scale_OG)
-    stats = {"second_moment": moment()}
+    stats = InputStats(moment())
     found = Descent(sweeps=1, damping=0).refine(w_OI, off, stats).weight
     if scheme.group_size is None:
         assert torch.equal(found.scale_OG, true.scale_OG)
         assert torch.equal(found.codes_OI, true.codes_OI)
     else:  # groups before the wrong one lean towards its error, and come back
         found = Descent(sweeps=30, damping=0).refine(w_OI, off, stats).weight
-        h_II = damped(stats["second_moment"], 0.0)
+        h_II = damped(stats[SecondMoment], 0.0)
         assert float(loss_of(found, w_OI, h_II).sum()) < 0.2 * float(loss_of(off, w_OI, h_II).sum())
 
 
@@ -205,7 +205,7 @@ def test_uncorrelated_inputs_of_one_size_leave_nearest_codes(scheme: Scheme) -> 
     w_OI = weights()
     stat.update(torch.eye(SIZE))
     start = Rtn(scale="mse").round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
-    refined = Descent(refit=False).refine(w_OI, start, {"second_moment": stat})
+    refined = Descent(refit=False).refine(w_OI, start, InputStats(stat))
     assert torch.equal(refined.weight.codes_OI.float(), start.codes_OI.float())
 
 
@@ -223,12 +223,12 @@ def test_inputs_that_never_fire_keep_their_codes(scheme: Scheme) -> None:
     silent.update(torch.zeros(5, SIZE))
     w_OI = weights()
     for rounder in (Rtn(), Gptq()):
-        start = rounder.round(w_OI, {"second_moment": stat}, scheme, scale_dtype=torch.bfloat16).weight
+        start = rounder.round(w_OI, InputStats(stat), scheme, scale_dtype=torch.bfloat16).weight
         for damping in (0.0, 0.01):
-            found = Descent(damping=damping).refine(w_OI, start, {"second_moment": stat})
+            found = Descent(damping=damping).refine(w_OI, start, InputStats(stat))
             assert torch.equal(found.weight.codes_OI.float()[:, dead], start.codes_OI.float()[:, dead])
             assert not torch.equal(found.weight.codes_OI.float(), start.codes_OI.float())
-        unmoved = Descent().refine(w_OI, start, {"second_moment": silent}).weight
+        unmoved = Descent().refine(w_OI, start, InputStats(silent)).weight
         assert torch.equal(unmoved.codes_OI.float(), start.codes_OI.float())
 
 
@@ -237,7 +237,7 @@ def test_groups_of_zeros_stay_zeros_and_scales_stay_positive() -> None:
         w_OI = weights()
         w_OI[2] = 0
         start = Rtn().round(w_OI, {}, scheme, scale_dtype=torch.bfloat16).weight
-        found = Descent(sweeps=3).refine(w_OI, start, {"second_moment": moment()}).weight
+        found = Descent(sweeps=3).refine(w_OI, start, InputStats(moment())).weight
         assert torch.count_nonzero(found.dequantize(torch.float32)[2]) == 0
         assert bool((found.scale_OG > 0).all())
 
@@ -250,9 +250,9 @@ def test_a_hessian_of_broken_activations_is_an_error(poison: float) -> None:
     stat.update(x_TI)
     start = Rtn().round(weights(), {}, SCHEMES["sym"], scale_dtype=torch.bfloat16).weight
     with pytest.raises(UsageError, match="NaN or infinity"):
-        Descent().refine(weights(), start, {"second_moment": stat})
+        Descent().refine(weights(), start, InputStats(stat))
 
 
 def test_the_pass_asks_for_what_rounder_and_refiner_need() -> None:
     with_refiner = RoundPass(Rtn(), SCHEMES["sym"], torch.bfloat16, Descent())
-    assert set(with_refiner.stats()) == {"second_moment"}
+    assert set(with_refiner.needs()) == {SecondMoment}

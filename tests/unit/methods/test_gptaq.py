@@ -1,7 +1,6 @@
 """GPTAQ against least squares in float64, against the law it follows, and in the runner: a second stream of activations that changes no
 other number and comes back after an interruption."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass, LayerState
 from compress.calibrate.sequential import run_sequential
-from compress.calibrate.stats import CrossMoment, MergeTree, SecondMoment, Stat, StatFactory
+from compress.calibrate.stats import CrossMoment, InputStats, MergeTree, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted, UsageError
 from compress.methods.quantize.descent import Descent
@@ -55,12 +54,12 @@ class Case:
         lost = torch.eye(SIZE) - missing * (randn(SIZE, SIZE, seed=3) * SIZE**-0.5 + 0.5 * torch.eye(SIZE))
         return Case(source_TI @ lost + 0.02 * randn(TOKENS, SIZE, seed=4), source_TI, randn(9, SIZE, seed=5))
 
-    def stats(self) -> dict[str, Stat]:
+    def stats(self) -> InputStats:
         moment = SecondMoment()
         cross = CrossMoment()
         moment.update(self.x_TI)
         cross.update_beside(self.x_TI, self.source_TI)
-        return {"second_moment": moment, "cross_moment": cross}
+        return InputStats(moment, cross)
 
     def error(self, q_OI: Tensor) -> float:
         """Mean |q x - w x_source|^2: what the method is there to lower."""
@@ -134,7 +133,7 @@ def test_a_scale_folded_into_the_producer_moves_the_target_along() -> None:
     scale_I = torch.exp(0.5 * randn(SIZE, seed=8))
     plain = Gptaq(strength=1, damping=1e-9).target(case.w_OI, case.stats())
     stats = case.stats()
-    for stat in stats.values():
+    for stat in stats:
         stat.rescale_(scale_I)
     folded = Gptaq(strength=1, damping=1e-9).target(case.w_OI * scale_I, stats)
     assert torch.allclose(folded / scale_I, plain, atol=1e-3 * float(plain.abs().max()))
@@ -186,14 +185,13 @@ class Look:
     def __init__(self) -> None:
         self.moments: list[dict[str, Tensor]] = []
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {"cross_moment": CrossMoment}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return (CrossMoment,)
 
     def apply(self, state: LayerState) -> None:
         seen = {}
         for tap, stats in state.stats.items():
-            cross = stats["cross_moment"]
-            assert isinstance(cross, CrossMoment)
+            cross = stats[CrossMoment]
             seen[tap] = cross.mean()
         self.moments.append(seen)
 

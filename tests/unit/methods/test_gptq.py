@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compress.calibrate.stats import SecondMoment
+from compress.calibrate.stats import InputStats, SecondMoment
 from compress.errors import UsageError
 from compress.methods.quantize.gptq import DAMPING_LADDER, Gptq, inverse_factor
 from compress.methods.quantize.rtn import Rtn
@@ -41,10 +41,10 @@ def weights(out_features: int = 7, size: int = SIZE, seed: int = 1) -> Tensor:
     return 0.05 * torch.randn(out_features, size, generator=torch.Generator().manual_seed(seed))
 
 
-def moment(x_TI: Tensor) -> dict[str, SecondMoment]:
+def moment(x_TI: Tensor) -> InputStats:
     stat = SecondMoment()
     stat.update(x_TI)
-    return {"second_moment": stat}
+    return InputStats(stat)
 
 
 def textbook_codes(
@@ -91,7 +91,7 @@ def test_codes_are_those_of_the_textbook(scheme: Scheme, act_order: bool) -> Non
     rounded = method.round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
     assert rounded.facts == {"damping": method.damping, "dead_inputs": 0}
     codes, margin = textbook_codes(
-        w_OI, stats["second_moment"].mean(), rounded.weight, damping=method.damping, act_order=act_order
+        w_OI, stats[SecondMoment].mean(), rounded.weight, damping=method.damping, act_order=act_order
     )
     # a code may differ only after a row met a near-tie, so compare the rows that stayed clear of one
     clear = margin.min(axis=1) > (2e-5 if scheme.num_bits == 4 else 1e-4)
@@ -124,7 +124,7 @@ def test_the_output_error_is_below_that_of_nearest_rounding(
 ) -> None:
     w_OI = weights(32)
     stats = moment(inputs())
-    h_II = stats["second_moment"].mean()
+    h_II = stats[SecondMoment].mean()
     gptq = (
         Gptq.model_validate({"act_order": act_order, "scale": scale})
         .round(w_OI, stats, scheme, scale_dtype=torch.bfloat16)
@@ -182,7 +182,7 @@ def test_inputs_that_never_fire_get_weight_zero_and_are_counted() -> None:
 
 
 def test_the_factor_is_that_of_the_inverse_of_the_damped_hessian() -> None:
-    h_II = moment(inputs())["second_moment"].mean()
+    h_II = moment(inputs())[SecondMoment].mean()
     upper, share = inverse_factor(h_II, damping=0.02)
     assert share == 0.02
     damped = h_II.double() + 0.02 * h_II.double().diagonal().mean() * torch.eye(SIZE, dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_the_statistics_and_the_weights_are_left_as_they_were() -> None:
     w_OI = weights()
     stats = moment(inputs())
     w_before = w_OI.clone()
-    h_before = stats["second_moment"].mean().clone()
+    h_before = stats[SecondMoment].mean().clone()
     Gptq().round(w_OI, stats, SCHEMES["asym"], scale_dtype=torch.bfloat16)
     assert torch.equal(w_OI, w_before)
-    assert torch.equal(stats["second_moment"].mean(), h_before)
+    assert torch.equal(stats[SecondMoment].mean(), h_before)

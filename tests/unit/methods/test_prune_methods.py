@@ -8,15 +8,14 @@ from torch import Tensor
 
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import kl_between, walk
-from compress.calibrate.stats import Mean, SecondMoment, Stat
+from compress.calibrate.stats import InputStats, Mean, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
 from compress.methods.prune import Candidates, Compensated
-from compress.methods.prune.bias_compensation import BiasCompensation
 from compress.methods.prune.block_influence import BlockInfluence
-from compress.methods.prune.least_squares import LeastSquares
+from compress.methods.prune.compensations import BiasCompensation, LeastSquares
 from compress.methods.prune.obs import Obs, eliminate_columns_, eliminate_units, inverse
-from compress.methods.prune.prune_pass import lost
+from compress.methods.prune.prune_pass import relative_error
 from compress.methods.prune.taylor import UnitLosses
 from compress.models.pruning import Units
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder, tiny_source, tiny_tokens
@@ -37,10 +36,10 @@ def weights(size: int = IN) -> Tensor:
     return torch.randn(OUT, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def stats_of(x_TI: Tensor) -> dict[str, Stat]:
-    stats: dict[str, Stat] = {"second_moment": SecondMoment(), "mean": Mean()}
+def stats_of(x_TI: Tensor) -> InputStats:
+    stats = InputStats(SecondMoment(), Mean())
     for each in x_TI.to(torch.float32).chunk(2):
-        for stat in stats.values():
+        for stat in stats:
             stat.update(each)
     return stats
 
@@ -174,13 +173,11 @@ def test_a_bias_takes_the_mean_of_what_went_and_the_error_is_that_on_the_inputs(
     errors = []
     for compensation in (BiasCompensation(), LeastSquares(damping=1e-6)):
         result = compensation.compensate(w_OI.float(), kept_I, stats)
-        moment = stats["second_moment"]
-        mean = stats["mean"]
-        assert isinstance(moment, SecondMoment)
-        assert isinstance(mean, Mean)
-        said = lost(w_OI.float(), kept_I, result, moment.mean(), mean.mean())
-        assert said == pytest.approx(measured(result), rel=1e-3, abs=1e-6)
-        errors.append(said)
+        moment = stats[SecondMoment]
+        mean = stats[Mean]
+        error = relative_error(w_OI.float(), kept_I, result, moment.mean(), mean.mean())
+        assert error == pytest.approx(measured(result), rel=1e-3, abs=1e-6)
+        errors.append(error)
     nothing = measured(Compensated(w_OI.float()[:, kept_I]))
     assert max(errors) < nothing
     moved_O = (outputs_TO - x_TI[:, kept_I] @ w_OI[:, kept_I].t()).mean(dim=0)

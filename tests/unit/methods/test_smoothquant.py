@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.calibrate.stats import Stat
+from compress.calibrate.stats import AbsMax, InputStats
 from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
-from compress.methods.quantize.smoothquant import ChannelMax, SmoothQuant
+from compress.methods.quantize.smoothquant import SmoothQuant
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import Scheme
 
@@ -30,14 +30,14 @@ def weights(seed: int = 1) -> Tensor:
     )
 
 
-def statistics(x_TI: Tensor) -> dict[str, Stat]:
+def statistics(x_TI: Tensor) -> InputStats:
     """Seen in two parts that are merged."""
-    first = ChannelMax()
-    second = ChannelMax()
+    first = AbsMax()
+    second = AbsMax()
     first.update(x_TI[:150])
     second.update(x_TI[150:])
     first.merge(second)
-    return {"channel_max": first}
+    return InputStats(first)
 
 
 def scale_of(
@@ -101,10 +101,9 @@ def test_columns_that_read_one_channel_answer_for_the_largest_of_them() -> None:
 def test_a_folded_scale_moves_the_statistics_along() -> None:
     x_TI = inputs()
     scale_I = torch.linspace(0.5, 2, SIZE)
-    (stat,) = statistics(x_TI).values()
+    stat = statistics(x_TI)[AbsMax]
     stat.rescale_(scale_I)
-    assert isinstance(stat, ChannelMax)
-    torch.testing.assert_close(stat.per_channel(), (x_TI / scale_I).abs().amax(0))
+    torch.testing.assert_close(stat.per_feature(), (x_TI / scale_I).abs().amax(0))
 
 
 def int8_error(x_TI: Tensor, w_OI: Tensor, scale_I: Tensor) -> float:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.sequential import run_sequential
-from compress.calibrate.stats import AbsMax, SecondMoment, Stat
+from compress.calibrate.stats import AbsMax, InputStats, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
-from compress.kernels.select import Problem, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import select
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
 from compress.models.arch import Arch, LinearGroup
@@ -155,8 +156,8 @@ def test_inputs_without_a_range_have_no_static_scale(broken: float) -> None:
     scheme = scheme_named("FP8_STATIC")
     x_TI = torch.ones(4, 8)
     x_TI[1, 3] = broken
-    stats: dict[str, Stat] = {"second_moment": SecondMoment(), "abs_max": AbsMax()}
-    for stat in stats.values():
+    stats = InputStats(SecondMoment(), AbsMax())
+    for stat in stats:
         stat.update(x_TI)
     state = LayerState(
         0,

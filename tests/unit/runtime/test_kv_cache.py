@@ -5,7 +5,8 @@ import torch
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import PADDING_BLOCK, dequantized
-from compress.kernels.select import Problem, candidates, select
+from compress.kernels.problem import Problem
+from compress.kernels.select import candidates, select
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from tests.support.tiny_decoder import tiny_arch
 

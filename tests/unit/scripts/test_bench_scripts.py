@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compress.kernels.operands.rows import QuantizedRows, quantize
-from compress.kernels.select import OPS
+from compress.kernels.problem import OPS
 from tests.support.tiny_decoder import QWEN3, tiny_arch
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"

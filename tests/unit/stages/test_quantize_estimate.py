@@ -13,7 +13,7 @@ from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.family import family_of
 from compress.models.known import known_config
-from compress.pipeline import resolve_text
+from compress.pipeline import resolve_source
 from compress.stages import STAGES, PlanFacts
 from compress.stages.calibrate import Calibrate
 from tests.support.tiny_decoder import tiny_arch
@@ -92,7 +92,7 @@ def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured
     monkeypatch.setattr("compress.calibrate.arithmetic.has_bfloat16_tiles", lambda: True)
     methods = importlib.import_module("quality_bench.methods").METHODS
     stage = STAGES.get("quantize")
-    source = read_config(resolve_text("builtin://reference").path)
+    source = read_config(resolve_source("builtin://reference").path)
     facts = PlanFacts(
         family_of(source).read_config(source), "cpu", {"calibrate": Calibrate(num_samples=128, seq_len=512)}
     )

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from compress.calibrate.gradients import visit_gradients
-from compress.calibrate.stats import Stat, StatFactory
+from compress.calibrate.stats import InputStats, Stat
 from compress.context import Context
 from compress.errors import UsageError
 from compress.models.arch import LinearGroup
@@ -37,10 +37,10 @@ class Recorder:
         self.gradients: dict[tuple[int, str], list[Tensor]] = {}
         self.order: list[int] = []
 
-    def stats(self) -> Mapping[str, StatFactory]:
-        return {}
+    def needs(self) -> tuple[type[Stat], ...]:
+        return ()
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, Mapping[str, Stat]]) -> None:
+    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self.order.append(layer.layer_idx)
 
     def see(

@@ -27,7 +27,7 @@ from compress.models.eagle3 import (
 )
 from compress.models.weights import Dense, without_codes
 from compress.quant.scheme import ModelScheme
-from compress.recipe import Spec
+from compress.recipe import Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.draft.inits import INITS, Made, Setting
@@ -37,16 +37,12 @@ CALIBRATION_WINDOWS = 64
 """Of the training text, for a head in codes."""
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 @INITS.register("eagle3")
 class Eagle3(Spec):
     """One layer over hidden states of the target."""
 
     kind: Literal["eagle3"] = "eagle3"
-    layers: Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] | None = Field(
+    layers: Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)] | None = Field(
         None,
         description="after how many of the target's layers hidden states are read, rising; left out, [2, half, all but 3]",
     )

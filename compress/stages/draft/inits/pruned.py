@@ -25,14 +25,14 @@ from compress.distill.train import Training
 from compress.errors import UsageError
 from compress.export import open_weights
 from compress.methods.prune import Compensation, Scorer
-from compress.methods.prune.activation import Activation
-from compress.methods.prune.least_squares import LeastSquares
+from compress.methods.prune.compensations import LeastSquares
+from compress.methods.prune.scores import Activation
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.pruning import LayerSubset, Widths, resized, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
-from compress.recipe import ByKind, Spec
+from compress.recipe import ByKind, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill.estimate import training_estimate
@@ -48,10 +48,6 @@ START = "start"
 DENSE = "dense"
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 @INITS.register("pruned")
 class Pruned(Spec):
     """Layers, heads and FFN channels of the target."""
@@ -59,7 +55,7 @@ class Pruned(Spec):
     kind: Literal["pruned"] = "pruned"
     keep_layers: (
         Annotated[int, Field(ge=1)]
-        | Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)]
+        | Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)]
     ) = Field(
         2,
         description="how many layers, evenly spaced with the first and the last among them; or their indices, `[0, 15, 31]`",

@@ -1,75 +1,39 @@
-"""How a linear of few rows is split over a GPU: which block of `stream.cu` owns which rows of the weight and which part of K.
+"""How `stream.cu` splits a linear of few rows over a GPU: which block owns which rows of the weight and which part of K.
 
-The parts of K, and with them the order of every sum, follow from N, K and the number of multiprocessors alone. The number of rows M
-chooses only what cannot change a bit: how the parts are dealt to warps and blocks, how many token tiles an instruction takes, where x
-stays, and how deep the ring of weights is.
+The parts of K, and so the order of every sum, follow from N, K and the number of multiprocessors alone. The number of
+rows M chooses only what cannot change a bit: how the parts are dealt to warps and blocks, how many token tiles an
+instruction takes, where x is kept, and how deep the ring of weights is.
 
-A block takes more than half of a multiprocessor's shared memory even where it needs less, so that no two blocks of linears ever share one.
-Sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears alone gain by it. But a whole step
-loses more (docs/LOG.md has the timeline): behind a small kernel linears then end late, probably because a launch that finds the device
-partly empty deals two blocks to one multiprocessor.
+A block takes more than half of a multiprocessor's shared memory even where it needs less, so that two blocks of linears
+never share one. Sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears
+alone gain by it. But a whole step loses more (docs/LOG.md has the timeline): after a small kernel, linears then end late,
+probably because a launch that finds the device partly empty deals two blocks to one multiprocessor.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.build.nvrtc import Launch
+from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Gpu, Shape
 
-Format = Literal["dense16", "w4", "w4_asym", "fp8"]
-FORMATS: tuple[Format, ...] = ("dense16", "w4", "w4_asym", "fp8")
 WARPS = 16
-TILE_ROWS = 16
 MAX_STAGES = 8
 TOKEN_TILES = (1, 2, 4, 8)
 """Token tiles of 8 that one block serves; more rows take several blocks."""
 RESIDENT_TOKENS = 16
 """Tokens up to which x may stay in shared memory."""
-TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
-"""Of one row tile in one stage."""
-_ALONE_BYTES = 117 * 1024
-"""Of shared memory for a block on Hopper, at least: two of these do not fit."""
 STATIC_BYTES = 2560
-"""Of shared memory that the kernel declares for barriers, and to spare."""
+"""Shared memory that the kernel declares for barriers, with a margin."""
 _ALIGNMENT = 1024
 _IN_FLIGHT_BYTES = 28 * 1024
 """Weight bytes that one block keeps under way, at least: 29 KB saturate the memory of an H200."""
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """What of a device a plan depends on."""
-
-    sm: int
-    num_sms: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A weight of n rows (gate over up when gated) and k columns."""
-
-    format: Format
-    n: int
-    k: int
-    gated: bool
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of 16 rows; of a gated linear, of 8 gate rows over their 8 up rows."""
-        return -(-(self.n // 2) // 8) if self.gated else -(-self.n // TILE_ROWS)
-
-    @property
-    def stage_k(self) -> int:
-        """Columns in one stage."""
-        return 64 if self.format == "dense16" else 128
-
-
-@dataclass(frozen=True)
 class Split:
-    """How the parts of K are dealt: `parts` to the warps of a block, over `segments` blocks."""
+    """The parts of K: `parts` for the warps of a block, over `segments` blocks."""
 
     parts: int
     segments: int
@@ -77,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Cover:
-    """Row tiles dealt to `row_blocks` blocks as evenly as can be, none with more than `tiles`."""
+    """Row tiles spread evenly over `row_blocks` blocks, at most `tiles` to each."""
 
     tiles: int
     row_blocks: int
@@ -85,7 +49,8 @@ class Cover:
 
 @dataclass(frozen=True)
 class Plan:
-    """`resident`: all of x that a block needs stays in its shared memory. `arriving_bytes` of it receive sums from the cluster."""
+    """One way to launch `stream.cu`. `resident`: all of x that a block needs stays in its shared memory; `arriving_bytes` of
+    that memory receive sums from the cluster."""
 
     token_tiles: int
     tiles: int
@@ -98,7 +63,8 @@ class Plan:
 
 
 def num_parts_of(shape: Shape, num_sms: int) -> int:
-    """Parts of K, each summed on its own: as many as spread the row tiles over the device, with warps enough to hide latency."""
+    """Return how many parts of K are summed on their own: enough to spread the row tiles over the device, with enough warps
+    to hide latency."""
 
     def cost(num_parts: int) -> float:
         cover = covering(shape.num_tiles, Split(num_parts, 1), num_sms)
@@ -110,8 +76,11 @@ def num_parts_of(shape: Shape, num_sms: int) -> int:
 
 
 def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -> Cover:
-    """Clusters of more than two blocks lie within one group of multiprocessors and miss the rest of it: on an H200 30 of four or 15 of
-    eight run at a time, on 120 of its 132."""
+    """Spread row tiles over blocks, in numbers of tiles that are a multiple of `multiple`.
+
+    A cluster of more than two blocks stays within one group of multiprocessors and leaves the rest of the group idle: on
+    an H200, 30 clusters of four or 15 of eight run at a time, on 120 of its 132 multiprocessors.
+    """
     places = (
         num_sms // split.segments
         if split.segments <= 2
@@ -128,7 +97,7 @@ def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -
 
 @functools.cache
 def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
-    """The best of `plans`.
+    """Return the best of `plans`.
 
     Raises:
         EnvironmentUnfit: a block of the device holds too little shared memory for two stages of 8 tokens.
@@ -136,13 +105,16 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
     for found in plans(shape, num_rows, gpu):
         return found
     raise EnvironmentUnfit(
-        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the {gpu.shared_bytes} bytes of shared memory that "
-        "a block has on this device."
+        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the {gpu.shared_bytes} bytes of "
+        "shared memory that a block has on this device."
     )
 
 
 def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -> Iterator[Plan]:
-    """Every way that fits, best first. `wgmma` None: where it is faster; four-bit and e4m3 weights have `hopper.py` there."""
+    """Yield every plan that fits the device, best first.
+
+    `wgmma` None uses those instructions where they are faster; four-bit and e4m3 weights have `hopper.py` there.
+    """
     num_parts = num_parts_of(shape, gpu.num_sms)
     order = (False, True) if shape.format.startswith("w4") and num_rows > 8 else (True, False)
     enough = next((tiles for tiles in TOKEN_TILES if num_rows <= 8 * tiles), TOKEN_TILES[-1])
@@ -173,7 +145,7 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -
 def _fit(
     shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, resident: bool
 ) -> Plan | None:
-    """None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
+    """Return a plan; None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
     cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
     clustered = gpu.sm >= 90 and split.segments > 1
     warps = cover.tiles * split.parts
@@ -202,7 +174,7 @@ def _fit(
     launch = Launch(
         grid=(cover.row_blocks * split.segments, num_token_blocks),
         threads=warps * 32,
-        shared_bytes=max(shared_bytes, _ALONE_BYTES) if gpu.sm >= 90 else shared_bytes,
+        shared_bytes=max(shared_bytes, ALONE_BYTES) if gpu.sm >= 90 else shared_bytes,
         cluster=split.segments if clustered else 1,
         overlap=gpu.sm >= 90,
     )

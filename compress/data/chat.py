@@ -1,0 +1,238 @@
+"""Chat: lists of messages `{role, content}` become one text, by the template that came with a model or as a
+plain transcript.
+
+A chat template is a Jinja program that anybody may have written, so it runs in Jinja's immutable sandbox,
+with the names that templates for `transformers` expect: `messages`, `add_generation_prompt`, `tools`,
+`documents`, the model's special tokens, and the functions `raise_exception`, `strftime_now` and `tojson`. A
+template is found, in this order,
+
+    chat_template.jinja                  the default template
+    additional_chat_templates/*.jinja    further templates, by the file's name
+    tokenizer_config.json                `chat_template`: a text, or a list of {name, template}; the default
+    is called "default"
+
+as `transformers` looks for it. Text from a template already holds the beginning-of-sequence token, where the
+model wants one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from compress.errors import UnsupportedFormat, UsageError, did_you_mean
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`; templates may read further keys, such as `tool_calls`."""
+Messages = Sequence[Message]
+
+DEFAULT_TEMPLATE = "default"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+_CONFIG_FILE = "tokenizer_config.json"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's chat template with the special tokens it may name (`bos_token`, `eos_token`, ...)."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation; with `add_generation_prompt` it ends where the assistant's
+        answer begins.
+
+        `tools` are JSON schemas of functions; `variables` are further names that this template reads
+        (`enable_thinking`, ...).
+
+        Raises:
+            UsageError: the messages are not messages, or the template refuses them.
+            UnsupportedFormat: the template is not valid Jinja.
+        """
+        check_messages(messages)
+        names = {"tools": None, "documents": None, **self.special_tokens, **variables}
+        if tools is not None:
+            names["tools"] = list(tools)
+        try:
+            return self._program.render(
+                messages=[dict(each) for each in messages],
+                add_generation_prompt=add_generation_prompt,
+                **names,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def _program(self) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "namespace": _PublicNamespace,
+        }
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UnsupportedFormat(
+                f"line {error.lineno} of the model's chat template is not valid Jinja: {error.message}"
+            ) from error
+
+
+def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate | None:
+    """Return the chat template in a model directory, the default one or the one called `name`; None where a
+    model has no default one.
+
+    Raises:
+        UsageError: there is no template of that name.
+        UnsupportedFormat: a file of the tokenizer is not JSON.
+    """
+    config = _read_json(model_dir / _CONFIG_FILE)
+    templates = _templates(model_dir, config.get("chat_template"))
+    if name is not None and name not in templates:
+        raise UsageError(
+            f"'{model_dir}' has no chat template called '{name}'.{did_you_mean(name, templates)}"
+        )
+    source = templates.get(name or DEFAULT_TEMPLATE)
+    if source is None:
+        return None
+    return ChatTemplate(source, _special_tokens({**_read_json(model_dir / _SPECIAL_TOKENS_FILE), **config}))
+
+
+def transcript(messages: Messages) -> str:
+    """Return a conversation as paragraphs `Role: content`: the plain form that needs no model, for text of a
+    data card.
+    """
+    check_messages(messages)
+    return "\n\n".join(f"{str(each['role']).capitalize()}: {each['content']}" for each in messages)
+
+
+def is_conversation(value: object) -> bool:
+    """Return whether a value is a non-empty list of messages with role and content."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and bool(value)
+        and all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def check_messages(messages: object) -> None:
+    """Raise UsageError unless the value is a conversation."""
+    if not is_conversation(messages):
+        raise UsageError(
+            'a conversation is a list of messages, each with role and content: [{"role": "user", "content": '
+            '"Hello"}].'
+        )
+
+
+def _templates(model_dir: Path, stated: Any) -> dict[str, str]:
+    """Return all templates by name; files have precedence over the config."""
+    templates: dict[str, str] = {}
+    if isinstance(stated, str):
+        templates[DEFAULT_TEMPLATE] = stated
+    elif isinstance(stated, list):
+        templates |= {str(each["name"]): str(each["template"]) for each in stated}
+    folder = model_dir / TEMPLATE_FOLDER
+    files = {path.stem: path for path in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
+    if (model_dir / TEMPLATE_FILE).is_file():
+        files[DEFAULT_TEMPLATE] = model_dir / TEMPLATE_FILE
+    return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's files name, each as text."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedFormat(f"'{file}' is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------- what
+# templates may call
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _PublicNamespace(Namespace):
+    """A namespace whose names must not begin with an underscore: those are how a template would reach
+    Python's internals.
+    """
+
+    def __init__(self, *args: Any, **names: Any) -> None:
+        for name in dict(*args, **names):
+            _check_public(name)
+        super().__init__(*args, **names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: str) -> None:
+    if name.startswith("_"):
+        raise jinja2.TemplateError(f"a name in a namespace begins with an underscore: '{name}'")
+
+
+class _GenerationBlocks(Extension):
+    """Reads `{% generation %} ... {% endgeneration %}`, which marks the assistant's words for training, as
+    its content alone.
+    """
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -1,0 +1,52 @@
+"""The draft of a model, opened for speculative decoding: a draft model or an EAGLE-3 head, from whichever
+directory holds it.
+"""
+
+from pathlib import Path
+
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+from compress.errors import UsageError
+from compress.export import DRAFT_FOLDER, open_weights
+from compress.export.speculators import is_eagle3, open_eagle3
+from compress.models.eagle3 import draft_head
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.eagle3 import Eagle3
+from compress.runtime.speculative.proposer import ProposerOptions
+
+
+def draft_within(checkpoint: Path) -> Path:
+    """Return the directory of the draft that a checkpoint carries.
+
+    Raises:
+        UsageError: it carries none.
+    """
+    path = checkpoint / DRAFT_FOLDER
+    if not path.is_dir():
+        raise UsageError(
+            f"{checkpoint} carries no draft (no folder '{DRAFT_FOLDER}'): a recipe with a `draft` stage "
+            f"makes one; "
+            "prompt lookup (ngram) needs none."
+        )
+    return path
+
+
+def is_draft_head(path: Path) -> bool:
+    """Return whether a directory holds an EAGLE-3 head, in the layout of `speculators` or as the draft
+    stage's own artifact.
+    """
+    if (path / MANIFEST_NAME).exists():
+        return bool(open_artifact(path).manifest.facts.get("draft", {}).get("kind") == "eagle3")
+    return is_eagle3(path)
+
+
+def open_draft(path: Path) -> ProposerOptions:
+    """Return the proposer options of the draft in a directory.
+
+    Raises:
+        UsageError: there is no model in it.
+        UnsupportedArch, UnsupportedFormat: it is not understood wholly.
+    """
+    if not is_draft_head(path):
+        return DraftModel(open_weights(path))
+    has_manifest = (path / MANIFEST_NAME).exists()
+    return Eagle3(draft_head(open_artifact(path)) if has_manifest else open_eagle3(path))

@@ -1,0 +1,170 @@
+"""How `hopper.cu` splits a linear of few rows over a GPU: units of the weight, parts of K and the ring of stages.
+
+Units of the weight and parts of K follow from N and the number of multiprocessors alone, so a row's bits are the same in
+every M. M chooses how many tokens an instruction takes, how deep the ring is, and whether blocks prepare raw rows themselves.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from compress.kernels.build.nvrtc import Launch
+from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Gpu, Shape
+
+TOKEN_TILES = (1, 2, 4, 8)
+"""Tiles of 8 tokens that one instruction takes; more rows take several blocks."""
+MAX_TILES = 16
+"""Row tiles of 16 in a unit: four warpgroups of 64 rows."""
+MAX_STAGES = 16
+CHUNK = 128
+_ALIGNMENT = 1024
+STATIC_BYTES = 2048
+"""Shared memory that the kernel declares for barriers and sums of squares, with a margin."""
+_CLUSTER_TILES = 4
+"""Row tiles up to which two blocks share the chunks of a unit. A block with half as many rows of its own would read memory more
+slowly, and all of x."""
+_SHORT = 8
+"""Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with fewer, memory waits
+for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
+_KEEP = 8
+"""Most chunks of 8 numbers of a raw row that a thread keeps. Blocks prepare only a single row: from two rows on, a kernel of its
+own is as quick."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to launch `hopper.cu`: `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a stage, and a unit
+    with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks prepare the raw row
+    themselves, and a thread keeps that many chunks of it."""
+
+    token_tiles: int
+    tiles: int
+    k_slots: int
+    segments: int
+    places: int
+    stages: int
+    window: int
+    num_items: int
+    token_blocks: int
+    inbox_bytes: int
+    x_bytes: int
+    keep: int | None
+    launch: Launch
+
+    @property
+    def row_groups(self) -> int:
+        return row_groups_of(self.tiles)
+
+    @property
+    def parts(self) -> int:
+        """Parts of K, each summed on its own."""
+        return self.k_slots * self.segments
+
+
+def row_groups_of(tiles: int) -> int:
+    """Return the number of warpgroups along the rows."""
+    return -(-tiles // 4)
+
+
+def k_slots_of(tiles: int) -> int:
+    """Return the number of warpgroups along K: a block has four, less those along the rows."""
+    return {1: 4, 2: 2}.get(row_groups_of(tiles), 1)
+
+
+def unit_of(shape: Shape, num_sms: int) -> tuple[int, int]:
+    """Return the row tiles of a unit and how many blocks share its chunks, so that the multiprocessors have equal work."""
+    each = -(-shape.num_tiles // num_sms)
+    if 2 * each <= _CLUSTER_TILES:
+        return 2 * each, 2
+    return -(-each // -(-each // MAX_TILES)), 1
+
+
+@functools.cache
+def plan(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Plan:
+    """Return the best of `plans`, of which there is always one."""
+    return next(plans(shape, num_rows, gpu, raw=raw))
+
+
+def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterator[Plan]:
+    """Yield every plan for so many rows, best first; no plan changes a bit. With `raw`, blocks prepare the rows where that is
+    quick."""
+    keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
+    if keep is not None:
+        yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)
+    enough = next(
+        (token_tiles for token_tiles in TOKEN_TILES if num_rows <= 8 * token_tiles), TOKEN_TILES[-1]
+    )
+    for token_tiles in reversed(TOKEN_TILES):
+        if token_tiles <= enough:
+            yield _filled(shape, num_rows, gpu, token_tiles)
+
+
+def _kept_of(shape: Shape, gpu: Gpu) -> int | None:
+    """Return how many chunks of a raw row a thread keeps; None where they are too many for registers."""
+    keep = -(-shape.k // (8 * _consumers_of(unit_of(shape, gpu.num_sms)[0])))
+    return keep if keep <= _KEEP else None
+
+
+def _consumers_of(tiles: int) -> int:
+    """Return how many threads of a block multiply."""
+    return row_groups_of(tiles) * k_slots_of(tiles) * 128
+
+
+def _filled(shape: Shape, num_rows: int, gpu: Gpu, token_tiles: int, *, keep: int | None = None) -> Plan:
+    tiles, segments = unit_of(shape, gpu.num_sms)
+    k_slots = k_slots_of(tiles)
+    tokens = 8 * token_tiles
+    parts = k_slots * segments
+    units = -(-shape.num_tiles // tiles)
+    token_blocks = -(-num_rows // tokens)
+    num_items = units * token_blocks
+    num_chunks = shape.k // CHUNK
+    deep = 2 if shape.format != "fp8" and token_tiles <= 4 else 1
+    steps = _rounds(_rounds(num_chunks, 2 * k_slots), segments) * (2 // deep)
+    # As hopper.cu lays it out: inbox | raw row | ring. The last warpgroup reads past its tiles.
+    tile_bytes = TILE_BYTES[shape.format]
+    row_bytes = 1 if shape.format == "fp8" else 2
+    inbox_bytes = 0 if segments == 1 else _aligned(tokens * tiles * 8 * 4)
+    x_bytes = 0 if keep is None else _aligned(shape.k * row_bytes)
+    places = deep * k_slots
+    around = _ALIGNMENT + inbox_bytes + x_bytes + (row_groups_of(tiles) * 4 - tiles) * places * tile_bytes
+    stage_bytes = _aligned(
+        places * (tiles * tile_bytes + (tokens * CHUNK * row_bytes if keep is None else 0))
+    )
+    blocks = (
+        min(num_items, gpu.num_sms) if parts == 1 else num_items * segments
+    )  # sums of parts lie where the ring was: one item a block
+    in_all = steps * -(-num_items * segments // blocks)
+    stages = min(MAX_STAGES, (gpu.shared_bytes - STATIC_BYTES - around) // stage_bytes, in_all)
+    window = min(stages, (2 if num_chunks <= _SHORT * parts else 4) // deep)
+    sums_bytes = 0 if parts == 1 else k_slots * tokens * (tiles * 16 + 4) * 4
+    launch = Launch(
+        grid=(blocks, 1),
+        threads=_consumers_of(tiles) + (32 if shape.format == "fp8" else 128),
+        shared_bytes=max(around + max(stages * stage_bytes, sums_bytes), ALONE_BYTES),
+        cluster=segments,
+        overlap=True,
+    )
+    return Plan(
+        token_tiles,
+        tiles,
+        k_slots,
+        segments,
+        places,
+        stages,
+        window,
+        num_items,
+        token_blocks,
+        inbox_bytes,
+        x_bytes,
+        keep,
+        launch,
+    )
+
+
+def _rounds(total: int, each: int) -> int:
+    return -(-total // each)
+
+
+def _aligned(num_bytes: int) -> int:
+    return _rounds(num_bytes, _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,169 @@
+"""The parts that launches of `stream.cu` and `hopper.cu` share: weights, raw rows, compiled variants and device facts.
+
+Shapes: T rows, K inputs, O outputs.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.kernels.build.nvrtc import Function, Launch, Source, tile_map
+from compress.kernels.linear.shape import FORMATS, Format, Gpu
+from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
+from compress.kernels.quantize_rows.fused import quantize_rows
+
+ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
+Rounding = Literal["no", "by row", "static"]
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+"""How a kernel rounds raw rows to e4m3: not at all, with a scale a row, or with one given scale. The macro QUANT."""
+TileMap = ctypes.c_ubyte * 128
+
+
+@dataclass(frozen=True)
+class KernelWeight:
+    """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O` where outputs are
+    scaled at the end."""
+
+    format: Format
+    data: Tensor
+    n: int
+    k: int
+    scale_O: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one kernel is compiled for; `macros` are those that only this kernel has, and `static_bytes` the shared memory that
+    it declares itself."""
+
+    entry: str
+    files: tuple[str, ...]
+    static_bytes: int
+    format: Format
+    dtype: torch.dtype
+    activation: str | None
+    float32_output: bool
+    token_tiles: int
+    normed: bool
+    rounding: Rounding
+    macros: tuple[tuple[str, int], ...]
+
+    @property
+    def source(self) -> Source:
+        shared = {
+            "FORMAT": FORMATS.index(self.format),
+            "F16": int(self.dtype == torch.float16),
+            "ACT": ACTIVATIONS.index(self.activation),
+            "OUT32": int(self.float32_output),
+            "NT": self.token_tiles,
+            "NORM": int(self.normed),
+            "QUANT": ROUNDINGS.index(self.rounding),
+        }
+        return Source(source_text(*self.files), self.entry, (*shared.items(), *self.macros))
+
+
+class _PrepareArguments(ctypes.Structure):
+    """`Args` of prepare_rows.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "y", "scales", "static_scale")),
+        ("k", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
+    """Normalize and round raw rows in a launch of their own, with the bits that a linear that takes raw rows computes."""
+    x_TK = readable(raw.x_TK)
+    (num_rows, k) = x_TK.shape
+    device = x_TK.device
+    rounding = rounding_of(raw)
+    sm = gpu_of(device).sm
+    if raw.quant is not None and sm < 90:  # no e4m3 instruction
+        if raw.weight_K is not None:
+            normed = prepare_rows(replace(raw, quant=None))
+            assert isinstance(normed, Tensor)
+            x_TK = normed
+        return quantize_rows(x_TK, raw.quant)
+    y_TK = torch.empty(num_rows, k, dtype=x_TK.dtype if rounding == "no" else FP8, device=device)
+    scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
+    weight, static_scale, eps = raw_arguments(raw)
+    arguments = _PrepareArguments(
+        x_TK.data_ptr(), weight, y_TK.data_ptr(), scale_T.data_ptr(), static_scale, k, eps
+    )
+    threads = min(32 * -(-k // 256), 512)
+    launch = Launch(grid=(num_rows, 1), threads=threads, shared_bytes=0, overlap=sm >= 90)
+    chunks = -(-k // (8 * threads))
+    _prepare_function(x_TK.dtype, raw.weight_K is not None, rounding, chunks, device)(
+        launch, arguments, device=device
+    )
+    return y_TK if rounding == "no" else QuantizedRows(y_TK, scale_T)
+
+
+def rounding_of(raw: RawRows | None) -> Rounding:
+    """Return how a kernel that is given these raw rows rounds them."""
+    if raw is None or raw.quant is None:
+        return "no"
+    return "by row" if raw.quant.static_scale is None else "static"
+
+
+def raw_arguments(raw: RawRows | None) -> tuple[int | None, int | None, float]:
+    """Return the kernel arguments norm_weight, static_scale and norm_eps."""
+    weight_K = None if raw is None else raw.weight_K
+    static = None if raw is None or raw.quant is None else raw.quant.static_scale
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (weight_K, static))
+    return *pointers, 0.0 if raw is None else raw.eps  # type: ignore[return-value]
+
+
+def x_map(x_TI: Tensor, tokens: int, stage_k: int) -> bytes:
+    """Describe the rows of one stage to the copy engine: subtiles of 128 bytes, one after another."""
+    columns = 128 // x_TI.element_size()
+    return tile_map(x_TI.unflatten(1, (-1, columns)).transpose(0, 1), (stage_k // columns, tokens, columns))
+
+
+def readable(x_TI: Tensor) -> Tensor:
+    """Return the rows contiguous and at an address that is a multiple of 16 bytes."""
+    x_TI = x_TI.contiguous()
+    return x_TI if x_TI.data_ptr() % 16 == 0 else x_TI.clone()
+
+
+@functools.cache
+def function(variant: Variant, device: torch.device) -> Function:
+    """Compile and load a variant, once for a device."""
+    gpu = gpu_of(device)
+    return Function(
+        variant.source, device=device, shared_bytes=gpu.shared_bytes - variant.static_bytes, sm=gpu.sm
+    )
+
+
+@functools.cache
+def _prepare_function(
+    dtype: torch.dtype, normed: bool, rounding: Rounding, chunks: int, device: torch.device
+) -> Function:
+    macros = (
+        ("F16", int(dtype == torch.float16)),
+        ("NORM", int(normed)),
+        ("QUANT", ROUNDINGS.index(rounding)),
+        ("KEEP", chunks),
+    )
+    source = Source(source_text("numbers.cuh", "prepare_rows.cu"), "prepare_rows", macros)
+    return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the facts of a CUDA device that plans depend on."""
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count, shared_bytes)
+
+
+@functools.cache
+def source_text(*names: str) -> str:
+    """Concatenate CUDA sources of this folder."""
+    return "".join(files(__package__).joinpath(name).read_text() for name in names)

@@ -1,0 +1,96 @@
+"""What a kernel is asked to compute: one op at one shape, number format and device, posed for decode or for prefill."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+
+Op = Literal[
+    "linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"
+]
+OPS: tuple[Op, ...] = get_args(Op)
+Phase = Literal["decode", "prefill"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and rope_store the head
+    dimension and the query heads of a KV head; for other ops the row size, and 0.
+
+    `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows, not on its place
+    among them. Decode rows always demand it. `scheme` names the quantization scheme, or the dtype of a dense weight (`BF16`,
+    `F32`); for attention and rope_store it names the format of the KV cache. `activation` makes a linear gated. `sm` is the
+    compute capability times ten, 0 without a GPU.
+    """
+
+    op: Op
+    n: int
+    k: int
+    m_min: int
+    m_max: int
+    row_invariant: bool
+    scheme: str
+    dtype: torch.dtype
+    device: str
+    sm: int
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class KernelDevice:
+    """A device as kernels are selected for it: its type, compute capability times ten (0 without a GPU), the model's dtype, and
+    the most rows that decode and prefill must serve at once."""
+
+    device: str
+    sm: int
+    dtype: torch.dtype
+    decode_rows: int = 128
+    prefill_rows: int = 2048
+
+    @property
+    def dense(self) -> str:
+        """Scheme of a dense weight, and format of an unquantized KV cache."""
+        return DENSE_SCHEMES[self.dtype]
+
+    @staticmethod
+    def from_torch(device: torch.device, dtype: torch.dtype, **rows: int) -> "KernelDevice":
+        """Describe a torch device; `rows` are `decode_rows` and `prefill_rows`."""
+        return KernelDevice(device.type, compute_capability(device), dtype, **rows)
+
+    def problem(
+        self,
+        op: Op,
+        *,
+        n: int,
+        k: int = 0,
+        phase: Phase = "decode",
+        scheme: str | None = None,
+        activation: str | None = None,
+    ) -> Problem:
+        """Pose a problem to this device; `scheme` None means dense."""
+        return Problem(
+            op=op,
+            n=n,
+            k=k,
+            m_min=1,
+            m_max=self.decode_rows if phase == "decode" else self.prefill_rows,
+            row_invariant=phase == "decode",
+            scheme=scheme if scheme is not None else self.dense,
+            dtype=self.dtype,
+            device=self.device,
+            sm=self.sm,
+            activation=activation,
+        )
+
+
+@cache
+def compute_capability(device: torch.device) -> int:
+    """Return a device's compute capability times ten; 0 for a device that is no GPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,0 +1,33 @@
+"""Artifacts of a registry kept on this machine, one directory for each manifest digest: pulled once, then
+found again.
+"""
+
+from pathlib import Path
+
+from compress.artifact.manifest import MANIFEST_NAME
+from compress.errors import CompressError
+from compress.registry.ref import Ref
+from compress.registry.transfer import pull, resolve
+
+DEFAULT_CACHE = Path("~/.cache/compress/artifacts")
+
+
+def local_copy(ref: Ref | str, cache_dir: Path | None = None) -> Path:
+    """Return a directory with the artifact that a reference means now; pulled, and every byte checked, where
+    it is not here yet.
+
+    Raises:
+        UsageError: the reference means nothing.
+        StorageError: the registry cannot be read, or a blob differs from its digest.
+    """
+    pinned = resolve(ref)
+    assert pinned.digest is not None, "resolve pins the digest"
+    directory = (cache_dir or DEFAULT_CACHE.expanduser()) / pinned.digest.removeprefix("sha256:")
+    if (directory / MANIFEST_NAME).is_file():
+        return directory
+    try:
+        pull(pinned, directory)
+    except CompressError:
+        if not (directory / MANIFEST_NAME).is_file():  # another process may have pulled it meanwhile
+            raise
+    return directory
