@@ -2,14 +2,16 @@
 
     step:  logits = runner.decode(state.begin());  tokens = sample(logits);  state.end(tokens)
 
-All that a step reads is on the device, and it ends by writing what the next step reads (`kernels/step/decode.py`). So steps follow one
-another without the host, and one graph serves every step of as many rows (`graphs.py`): for the host a step is one launch and one event.
-The host writes only when requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`).
+All that a step reads is on the device, and it ends by writing what the next step reads
+(`kernels/step/decode.py`). So steps follow one another without the host, and one graph serves every step of
+as many rows (`graphs.py`): for the host a step is one launch and one event. The host writes only when
+requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`).
 
-Padding rows fill a batch up to the size of a graph: a context of one token that never grows, in the padding block.
+Padding rows fill a batch up to the size of a graph: a context of one token that never grows, in the padding
+block.
 
-Shapes: R rows of a step, S rows of the state, D hidden, V vocabulary, B blocks of the longest sequence and one more, for the step
-after the last one of a request.
+Shapes: R rows of a step, S rows of the state, D hidden, V vocabulary, B blocks of the longest sequence and
+one more, for the step after the last one of a request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,8 @@ from compress.runtime.scheduler import Generation, Scheduler
 
 
 class DecodeState:
-    """The device state of decode steps: for at most `max_rows` requests the next token, context, blocks and sampling parameters.
+    """The device state of decode steps: for at most `max_rows` requests the next token, context, blocks and
+    sampling parameters.
 
     `results[n % 2]` are those of step n since `load`.
     """
@@ -62,7 +65,9 @@ class DecodeState:
         self._sampling = self._sampling_rows(())
 
     def load(self, generations: Sequence[Generation]) -> None:
-        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished all earlier steps."""
+        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished
+        all earlier steps.
+        """
         buffers = self._buffers
         num_padding = self.max_rows - len(generations)
         num_columns = buffers.block_table_SB.shape[1]
@@ -85,14 +90,24 @@ class DecodeState:
         yield
 
     def set_next_block(self, row_idx: int, block: int) -> None:
-        """Set the block that a running row enters with the next step launched. It entered the last one a block of steps ago."""
+        """Set the block that a running row enters with the next step launched. It entered the last one a
+        block of steps ago.
+        """
         self._next_block[row_idx] = block
 
     def begin(self, num_rows: int, embed_VD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Begin a step of the first rows; return its embeddings, positions, slots, block table and context lengths."""
+        """Begin a step of the first rows; return its embeddings, positions, slots, block table and context
+        lengths.
+        """
         buffers = self._buffers
         x_RD, positions_R, slots_R = begin_step(buffers, num_rows, embed_VD, block_size=self._block_size)
-        return x_RD, positions_R, slots_R, buffers.block_table_SB[:num_rows], buffers.context_lens_S[:num_rows]
+        return (
+            x_RD,
+            positions_R,
+            slots_R,
+            buffers.block_table_SB[:num_rows],
+            buffers.context_lens_S[:num_rows],
+        )
 
     def end(self, sampled: SampledTokens) -> None:
         """End a step that chose these tokens."""
@@ -189,7 +204,9 @@ class PlainDecoding:
         self._state.load(generations)
 
     def make_ready(self) -> bool:
-        """Take the blocks that rows enter with one more step; return False if a request ends before or no block is free."""
+        """Take the blocks that rows enter with one more step; return False if a request ends before or no
+        block is free.
+        """
         if self._num_launched >= self._max_steps:
             return False
         for row_idx in self._rows_entering.get(self._num_launched % self._block_size, ()):

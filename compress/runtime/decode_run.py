@@ -1,7 +1,9 @@
-"""A run of decode steps of the same requests, in which a step may be launched before the last one's tokens are read.
+"""A run of decode steps of the same requests, in which a step may be launched before the last one's tokens
+are read.
 
-`DecodeRun` launches steps of a `Decoding`, which is plain (`decode.py`) or speculative (`speculative/decoding.py`). Both leave the
-results of a step in memory that the host reaches, in one of two places in turn (`HostResults`).
+`DecodeRun` launches steps of a `Decoding`, which is plain (`decode.py`) or speculative
+(`speculative/decoding.py`). Both leave the results of a step in memory that the host reaches, in one of two
+places in turn (`HostResults`).
 """
 
 from collections import deque
@@ -17,7 +19,8 @@ from compress.runtime.scheduler import Generation
 
 @dataclass(frozen=True)
 class HostResults:
-    """The tensors in which the host finds the results of every other step, and the event that marks them complete.
+    """The tensors in which the host finds the results of every other step, and the event that marks them
+    complete.
 
     Without a CUDA device there is no event: results are complete at once.
     """
@@ -47,7 +50,9 @@ def host_results(tokens_2: Tensor, logprobs_2: Tensor, device: torch.device) -> 
 
 
 class PendingTokens(Protocol):
-    """Tokens of a pass that was launched. They may be read after `wait`, until two more decode steps are launched."""
+    """Tokens of a pass that was launched. They may be read after `wait`, until two more decode steps are
+    launched.
+    """
 
     def wait(self) -> None:
         """Wait until the device has chosen the tokens."""
@@ -65,7 +70,9 @@ class PendingTokens(Protocol):
 
 
 class Decoding(Protocol):
-    """A way to decode: it launches steps over one device state. `runs_ahead`: it may launch a step before the last one is read."""
+    """A way to decode: it launches steps over one device state. `runs_ahead`: it may launch a step before the
+    last one is read.
+    """
 
     @property
     def runs_ahead(self) -> bool: ...
@@ -105,5 +112,7 @@ class DecodeRun:
         return self._launched.popleft()
 
     def stop(self) -> None:
-        """Launch no further step, because a request has ended. A step already launched serves it once more than needed."""
+        """Launch no further step, because a request has ended. A step already launched serves it once more
+        than needed.
+        """
         self._stopped = True

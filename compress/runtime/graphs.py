@@ -1,7 +1,8 @@
 """CUDA graphs of passes over tensors that stay in place: each pass is captured once and then replayed.
 
-A function is warmed up before it is captured, because that is when its kernels are compiled and tuned. So either it returns the same
-when it runs again, or the caller sets aside what it changes. On a CPU functions are called as they are.
+A function is warmed up before it is captured, because that is when its kernels are compiled and tuned. So
+either it returns the same when it runs again, or the caller sets aside what it changes. On a CPU functions
+are called as they are.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,7 +14,8 @@ import torch
 
 T = TypeVar("T")
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows."""
+"""The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows.
+"""
 _WARMUPS = 2
 
 
@@ -53,8 +55,8 @@ class Graphs(Generic[T]):
     ) -> Callable[[], T]:
         """Capture `function` if there is no graph for `key` yet, and return what replays it.
 
-        The result of a replay is overwritten by the next replay with the same key. Within `set_aside()` the function may run without
-        effect.
+        The result of a replay is overwritten by the next replay with the same key. Within `set_aside()` the
+        function may run without effect.
         """
         if self._device.type != "cuda":
             return function

@@ -1,8 +1,10 @@
-"""What a fused linear takes on this device: the loader's own kernel on random weights, as a decode step calls it.
+"""What a fused linear takes on this device: the loader's own kernel on random weights, as a decode step calls
+it.
 
-Several copies of the weights, more bytes together than the device's caches hold, are walked over in one CUDA graph, so that each launch
-reads cold memory and overlaps its neighbours as in serving. The median over replays counts. On a CPU the same walk is timed by the clock.
-`scripts/bench_kernels.py` measures more carefully, with checks; this is quick enough to be a step of a stage.
+Several copies of the weights, more bytes together than the device's caches hold, are walked over in one CUDA
+graph, so that each launch reads cold memory and overlaps its neighbours as in serving. The median over
+replays counts. On a CPU the same walk is timed by the clock. `scripts/bench_kernels.py` measures more
+carefully, with checks; this is quick enough to be a step of a stage.
 """
 
 import statistics
@@ -30,8 +32,8 @@ _ADDS_RESIDUAL = ("o", "down")
 def linear_time_us(
     arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Deployment
 ) -> float:
-    """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens, input quantization included where
-    its kernel does it.
+    """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens,
+    input quantization included where its kernel does it.
 
     Raises:
         EnvironmentUnfit: no kernel here serves it.

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, Setting
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.scheduler import Generation
+from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, ProposerSetting
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Watched:
     options: ProposerOptions
     watch: Watch
 
-    def build(self, setting: Setting) -> Proposer:
+    def build(self, setting: ProposerSetting) -> Proposer:
         watched: Any = WatchedProposer(self.options.build(setting), self.watch, setting)
         return watched  # type: ignore[no-any-return]
 
@@ -35,7 +36,7 @@ class Watched:
 class WatchedProposer:
     """Whatever its proposer is, but for `propose`."""
 
-    def __init__(self, proposer: Proposer, watch: Watch, setting: Setting) -> None:
+    def __init__(self, proposer: Proposer, watch: Watch, setting: ProposerSetting) -> None:
         self._proposer = proposer
         self._watch = watch
         self._device = setting.deployment.device
@@ -45,15 +46,15 @@ class WatchedProposer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._proposer, name)
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
         """Idle, with the last distributions: graphs that read them find what they were captured with."""
         if self._watch.mode == "idle":
-            if self._tokens_RK.shape[0] < len(rows):
-                self._tokens_RK = self._tokens_RK.new_zeros(len(rows), state.k)
-            drafts = Drafts(self._tokens_RK[: len(rows)])
+            if self._tokens_RK.shape[0] < len(generations):
+                self._tokens_RK = self._tokens_RK.new_zeros(len(generations), state.k)
+            drafts = Drafts(self._tokens_RK[: len(generations)])
             return drafts if self._last is None else replace(drafts, probs_SKV=self._last.probs_SKV)
         started = self._now()
-        self._last = self._proposer.propose(rows, state)
+        self._last = self._proposer.propose(generations, state)
         if self._watch.mode == "timed":
             self._watch.seconds.append(self._now() - started)
         return self._last

@@ -9,8 +9,8 @@
                  context <- context + accepted + 1
                  count, accepted and the tokens -> host
 
-`count` limits how many proposals may be kept. Results go to one of two places in turn, as in `decode.py`: those
-of step n to place n % 2. A padding row (`RUNNING` 0) keeps its state and writes no results.
+`count` limits how many proposals may be kept. Results go to one of two places in turn, as in `decode.py`:
+those of step n to place n % 2. A padding row (`RUNNING` 0) keeps its state and writes no results.
 
 Shapes: R rows, S rows of the state (R or more), K proposals, Q tokens of a row: K + 1, or 1 where nothing is
 proposed; T = R Q; N = K + 1; C = N + 4; B blocks of the longest sequence; X = 1 + B; Y = 2 + N.

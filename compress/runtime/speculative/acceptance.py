@@ -1,19 +1,23 @@
-"""Acceptance rules: which proposed tokens are kept, and which token follows them. No rule relies on the proposer.
+"""Acceptance rules: which proposed tokens are kept, and which token follows them. No rule relies on the
+proposer.
 
-Coupled. The model chooses a token x_j for every position by its own sampler, whose noise is a function of (seed, position, token), and
-d_1 .. d_a are kept while d_j = x_j. The new tokens are x_1 .. x_{a+1}: exactly those of plain decoding, greedy or drawn, whatever was
-proposed. A proposer that draws with the same noise agrees with probability (1 - t) / (1 + t) at least, where t is the total variation
-between its distribution and the model's (arXiv 2408.07978).
+Coupled. The model chooses a token x_j for every position by its own sampler, whose noise is a function of
+(seed, position, token), and d_1 .. d_a are kept while d_j = x_j. The new tokens are x_1 .. x_{a+1}: exactly
+those of plain decoding, greedy or drawn, whatever was proposed. A proposer that draws with the same noise
+agrees with probability (1 - t) / (1 + t) at least, where t is the total variation between its distribution
+and the model's (arXiv 2408.07978).
 
-Rejection. Speculative sampling (arXiv 2211.17192, algorithm 1; arXiv 2302.01318): d_j, drawn from q_j with noise of its own, is kept with
-probability min(1, p_j(d_j) / q_j(d_j)). The first that is not kept is replaced by a draw from max(0, p_j - q_j), normalized. A proposal is
-kept with probability 1 - t, which no rule exceeds. Tokens have the model's distribution, but differ from those that plain decoding draws.
-Greedy rows are coupled. p and q are distributions after temperature, top_k, top_p and min_p.
+Rejection. Speculative sampling (arXiv 2211.17192, algorithm 1; arXiv 2302.01318): d_j, drawn from q_j with
+noise of its own, is kept with probability min(1, p_j(d_j) / q_j(d_j)). The first that is not kept is replaced
+by a draw from max(0, p_j - q_j), normalized. A proposal is kept with probability 1 - t, which no rule
+exceeds. Tokens have the model's distribution, but differ from those that plain decoding draws. Greedy rows
+are coupled. p and q are distributions after temperature, top_k, top_p and min_p.
 
 Forced. For benchmarks alone: a proposal is kept with a given probability, and the tokens are not the model's.
 
-A position draws three independent numbers: the proposal, whether to keep it, and the replacement. Whether and how often a position is
-proposed for depends on noise of earlier positions only, so its own noise is fresh when it counts.
+A position draws three independent numbers: the proposal, whether to keep it, and the replacement. Whether and
+how often a position is proposed for depends on noise of earlier positions only, so its own noise is fresh
+when it counts.
 
 Nothing waits for a value from the device. Shapes: R rows, K tokens proposed, Q = K + 1, V vocabulary.
 """
@@ -30,7 +34,8 @@ from compress.runtime.sampler import SamplingPlan, SamplingRows, distribution, g
 Rule = Literal["coupled", "rejection"]
 PROPOSAL_STREAM = 0x5DEECE66D5DEECE6
 KEEP_STREAM = 0x2545F4914F6CDD1D
-"""Masks that give the noise of a proposal, and of whether it is kept, seeds of their own (exclusive or with the seed)."""
+"""Masks that give the noise of a proposal, and of whether it is kept, seeds of their own (exclusive or with
+the seed)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ def stream(rows: SamplingRows, mask: int) -> SamplingRows:
 def accept_forced(
     chosen_RQ: Tensor, drafts_RK: Tensor, counts_R: Tensor, first_R: Tensor, seeds_R: Tensor, rate: float
 ) -> Kept:
-    """Keep each proposal with probability `rate`, of the first `counts` of each row; `chosen_RQ` are the model's own tokens."""
+    """Keep each proposal with probability `rate`, of the first `counts` of each row; `chosen_RQ` are the
+    model's own tokens.
+    """
     positions_RK = first_R.unsqueeze(1) + torch.arange(drafts_RK.shape[1], device=first_R.device)
     num_accepted_R = leading(_uniform(seeds_R, positions_RK) < rate, counts_R)
     return Kept(
@@ -69,8 +76,9 @@ def accept_by_rejection(
 ) -> Kept:
     """Keep proposals by rejection sampling in rows that are drawn, and coupled in greedy rows.
 
-    `first_R` is the position of the first proposal; the first `counts_R` proposals count. `probs_RKV` are the distributions they were drawn
-    from, None where they are certain. A row that keeps all its proposals goes on with the model's own choice, from `chosen_RQ`.
+    `first_R` is the position of the first proposal; the first `counts_R` proposals count. `probs_RKV` are the
+    distributions they were drawn from, None where they are certain. A row that keeps all its proposals goes
+    on with the model's own choice, from `chosen_RQ`.
     """
     (num_rows, num_drafts) = drafts_RK.shape
     vocab_size = logits_RQV.shape[2]

@@ -1,8 +1,9 @@
-"""Speculative decoding: a proposer drafts k tokens for every running request, and the model verifies them in one step.
+"""Speculative decoding: a proposer drafts k tokens for every running request, and the model verifies them in
+one step.
 
-Where the proposer reads only the state on the device, a step may be launched before the host has read the last one. The host then knows
-bounds: a request has one token more, or as many more as the last step could keep. It takes blocks for the most tokens, and the device
-computes how many proposals a row may keep.
+Where the proposer reads only the state on the device, a step may be launched before the host has read the
+last one. The host then has bounds: a request has one token more, or as many more as the last step could
+keep. It takes blocks for the most tokens, and the device computes how many proposals a row may keep.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +26,11 @@ from compress.runtime.speculative.verify import Verifier
 
 @dataclass(frozen=True)
 class VerifiedTokens:
-    """The pending tokens of a verification step: for each request the proposals that were kept, and the token after them.
+    """The pending tokens of a verification step: for each request the proposals that were kept, and the token
+    after them.
 
-    `count` adds a step to the acceptance of the engine, given for each row the proposals that could be kept and its new tokens.
+    `count` adds a step to the acceptance of the engine, given for each row the proposals that could be kept
+    and its new tokens.
     """
 
     generations: Sequence[Generation]
@@ -42,7 +45,9 @@ class VerifiedTokens:
         self.results.wait()
 
     def read(self) -> list[list[int]]:
-        """Return the new tokens of each request, none for a request that ended in an earlier step. Call once: it counts them."""
+        """Return the new tokens of each request, none for a request that ended in an earlier step. Call once:
+        it counts them.
+        """
         running = [bool(each.blocks) for each in self.generations]
         results = self.results.tokens.tolist()[: len(self.generations)]
         rows = [(count, tokens[: accepted + 1]) for count, accepted, *tokens in results]
@@ -61,7 +66,9 @@ class VerifiedTokens:
 
 
 class SpeculativeDecoding:
-    """Launches verification steps of an engine, and counts acceptance: `last` of the last step read, `total` of all."""
+    """Launches verification steps of an engine, and counts acceptance: `last` of the last step read, `total`
+    of all.
+    """
 
     def __init__(
         self,
@@ -98,7 +105,9 @@ class SpeculativeDecoding:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be launched before the last one is read: the proposer then needs nothing from the host."""
+        """Whether a step may be launched before the last one is read: the proposer then needs nothing from
+        the host.
+        """
         return self._proposer.on_device
 
     def prefill(self, batch: PrefillBatch, *, short: bool) -> Tensor:
@@ -111,7 +120,8 @@ class SpeculativeDecoding:
 
     @torch.inference_mode()
     def load(self, generations: Sequence[Generation]) -> None:
-        """Begin a run of steps of these requests, and take blocks for the proposals of the first one where there are free ones.
+        """Begin a run of steps of these requests, and take blocks for the proposals of the first one where
+        there are free ones.
 
         The last token of a request is never fed, so one proposal fewer may be kept than tokens are left.
         """
@@ -125,8 +135,8 @@ class SpeculativeDecoding:
     def make_ready(self) -> bool:
         """Take blocks for one more step, in case the last one keeps all that it may.
 
-        First come the blocks that the next step cannot do without, then those of what it may propose. Returns False where some request has
-        all its tokens with the last step, or where no block is free.
+        First come the blocks that the next step cannot do without, then those of what it may propose. Returns
+        False where some request has all its tokens with the last step, or where no block is free.
         """
         generations = self._generations
         extend = self._scheduler.extend
@@ -162,9 +172,7 @@ class SpeculativeDecoding:
         logits_TV = self._verifier.launch(drafts, k=k)
         results = state.results[self._num_launched % 2]
         results.record()
-        return VerifiedTokens(
-            self._generations, 1 + k, state.plan.logprobs, logits_TV, results, self._count
-        )
+        return VerifiedTokens(self._generations, 1 + k, state.plan.logprobs, logits_TV, results, self._count)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return the rows of the proposer, with "draft " before the name of each linear and op."""
@@ -175,7 +183,9 @@ class SpeculativeDecoding:
         self.total = self.last = self._none
 
     def _within_limits(self, drafts: Drafts) -> Drafts:
-        """Return the drafts with no count above what the row may keep, so that a step without any is a plain one."""
+        """Return the drafts with no count above what the row may keep, so that a step without any is a plain
+        one.
+        """
         if drafts.counts is None:
             return drafts
         limits = [self._limit(each) for each in self._generations]

@@ -1,12 +1,13 @@
 """A draft model: a smaller model of the same vocabulary proposes k tokens, one after the other.
 
-The draft model has its own weights, and its own pages with the block numbers of the target model's cache. It prefills every chunk of a
-prompt that the target model prefills. In a step it is first fed the last two tokens of a request: the last is new to it, and so is the
-one before it if all k proposals of the last step were kept (otherwise its keys and values are written again, unchanged). Then it is
-fed its own choice, k - 1 times.
+The draft model has its own weights, and its own pages with the block numbers of the target model's cache. It
+prefills every chunk of a prompt that the target model prefills. In a step it is first fed the last two tokens
+of a request: the last is new to it, and so is the one before it if all k proposals of the last step were kept
+(otherwise its keys and values are written again, unchanged). Then it is fed its own choice, k - 1 times.
 
-With the rule "coupled" it draws with the target model's own noise, and so agrees more often than by chance. With "rejection" it draws with
-noise of its own and returns the distributions. On CUDA all k passes are one graph.
+With the rule "coupled" it draws with the target model's own noise, and so agrees more often than by chance.
+With "rejection" it draws with noise of its own and returns the distributions. On CUDA all k passes are one
+graph.
 
 Shapes: R rows, S rows of the state, K tokens proposed, V vocabulary.
 """
@@ -50,7 +51,8 @@ class DraftModel:
         target = setting.arch
         if draft.vocab_size != target.vocab_size:
             raise UsageError(
-                f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft must have the model's tokenizer."
+                f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft "
+                "must have the model's tokenizer."
             )
         return DraftModelProposer(self.source, setting)
 
@@ -77,8 +79,9 @@ class DraftModelProposer:
         """
         if self._arch.max_position < sizes.max_model_len:
             raise UsageError(
-                f"the draft model has {self._arch.max_position} positions and the engine serves sequences of {sizes.max_model_len} tokens; "
-                f"set max_model_len to {self._arch.max_position} at most, or choose a draft model with a longer context."
+                f"the draft model has {self._arch.max_position} positions and the engine serves sequences "
+                f"of {sizes.max_model_len} tokens; set max_model_len to {self._arch.max_position} at most, "
+                "or choose a draft model with a longer context."
             )
         device = self._setting.deployment.device
         cache = KVCache(

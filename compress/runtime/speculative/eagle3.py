@@ -1,20 +1,24 @@
-"""An EAGLE-3 head (arXiv 2503.01840; `models/eagle3.py`): it proposes k tokens from the target model's own hidden states.
+"""An EAGLE-3 head (arXiv 2503.01840; `models/eagle3.py`): it proposes k tokens from the target model's own
+hidden states.
 
-Row t of the head reads the hidden state of token t and the embedding of token t + 1, so a chunk of a prompt that feeds tokens s..e to the
-target gives the rows s - 1..e - 1. The head's keys and values have pages of their own, with the block numbers of the target's cache.
+Row t of the head reads the hidden state of token t and the embedding of token t + 1, so a chunk of a prompt
+that feeds tokens s..e to the target gives the rows s - 1..e - 1. The head's keys and values have pages of
+their own, with the block numbers of the target's cache.
 
-Fused hidden states f of the last positions of a request are kept in a ring, at the number of the request's first block, which no other
-request has while it runs. A verification writes up to k + 1 of them. Those of rejected tokens are overwritten when their positions come
-again. A step first feeds the last k + 1 rows: the new ones among them replace keys and values that the head computed from its own hidden
-states. Then it feeds its own choice k - 1 times, with the hidden state that the choice was made from. If a sequence is shorter than k + 1,
-it also feeds positions after its end, whose results are never read. So all that a step needs of a request are its length, its last
-tokens and its blocks.
+Fused hidden states f of the last positions of a request are kept in a ring, at the number of the request's
+first block, which no other request has while it runs. A verification writes up to k + 1 of them. Those of
+rejected tokens are overwritten when their positions come again. A step first feeds the last k + 1 rows: the
+new ones among them replace keys and values that the head computed from its own hidden states. Then it feeds
+its own choice k - 1 times, with the hidden state that the choice was made from. If a sequence is shorter than
+k + 1, it also feeds positions after its end, whose results are never read. So all that a step needs of a
+request are its length, its last tokens and its blocks.
 
-Logits span the target's whole vocabulary, with minus infinity outside the head's. So with the rule "coupled" the head draws with the
-target's noise of each token, and with "rejection" it returns whole distributions. On CUDA all k passes are one graph.
+Logits span the target's whole vocabulary, with minus infinity outside the head's. So with the rule "coupled"
+the head draws with the target's noise of each token, and with "rejection" it returns whole distributions. On
+CUDA all k passes are one graph.
 
-Shapes: R requests, S rows of the state, K tokens proposed, Q tokens of a request that are fed, T rows, L of them that are kept, N slots of
-the rings, D hidden, V vocabulary, W vocabulary of the head.
+Shapes: R requests, S rows of the state, K tokens proposed, Q tokens of a request that are fed, T rows, L of
+them that are kept, N slots of the rings, D hidden, V vocabulary, W vocabulary of the head.
 """
 
 from collections.abc import Sequence
@@ -64,8 +68,9 @@ class Eagle3:
         wanted = (target.vocab_size, target.hidden_size)
         if found != wanted or facts.layer_ids[-1] > target.num_layers:
             raise UsageError(
-                f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, and reads it after layer "
-                f"{facts.layer_ids[-1]}; this one has {wanted[0]} tokens, hidden size {wanted[1]} and {target.num_layers} layers."
+                f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, "
+                f"and reads it after layer {facts.layer_ids[-1]}; this one has {wanted[0]} tokens, hidden "
+                f"size {wanted[1]} and {target.num_layers} layers."
             )
         return Eagle3Proposer(self.head, setting)
 
@@ -147,8 +152,8 @@ class Eagle3Proposer:
         own = self._head.embed_VD
         if arch.max_position < sizes.max_model_len:
             raise UsageError(
-                f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of {sizes.max_model_len} tokens; "
-                f"set max_model_len to {arch.max_position} at most."
+                f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of "
+                f"{sizes.max_model_len} tokens; set max_model_len to {arch.max_position} at most."
             )
         device = deployment.device
         dtype = deployment.dtype
@@ -187,7 +192,9 @@ class Eagle3Proposer:
         return [*weights.fc.report(None), *rows, *weights.head.report(None), *self._layers.kernel_report()]
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Write the head's keys and values of the chunks, and to the rings what the next chunk or the first step reads."""
+        """Write the head's keys and values of the chunks, and to the rings what the next chunk or the first
+        step reads.
+        """
         assert features is not None
         phase: Phase = "decode" if short else "prefill"
         starts = [
@@ -265,7 +272,9 @@ class Eagle3Proposer:
     def _hidden(
         self, state: SpeculativeState, tokens_RQ: Tensor, hidden_TD: Tensor, context_lens_R: Tensor
     ) -> Tensor:
-        """Return g [T, D] of rows that read these tokens and hidden states at the ends of contexts of these lengths."""
+        """Return g [T, D] of rows that read these tokens and hidden states at the ends of contexts of these
+        lengths.
+        """
         q_len = tokens_RQ.shape[1]
         outputs = []
         layer = self._weights.layer
@@ -304,9 +313,9 @@ def _chunk_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the indices that prefill reads and keeps, for ragged chunks that begin at `starts`.
 
-    `rows_T` are the tokens that give a row of the head: all but the first of a sequence. `sources_T` are their hidden states, among R of the
-    positions before the chunks and then those of the chunks. `kept_L` are the last tokens of each chunk, which the rings keep, and
-    `owners_L` their sequences.
+    `rows_T` are the tokens that give a row of the head: all but the first of a sequence. `sources_T` are
+    their hidden states, among R of the positions before the chunks and then those of the chunks. `kept_L` are
+    the last tokens of each chunk, which the rings keep, and `owners_L` their sequences.
     """
     rows = list[int]()
     sources = list[int]()

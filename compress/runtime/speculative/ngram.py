@@ -1,8 +1,9 @@
-"""Prompt lookup (arXiv 2304.04487; "prompt lookup decoding", A. Saxena, 2023): propose what followed the same tokens earlier.
+"""Prompt lookup (arXiv 2304.04487; "prompt lookup decoding", A. Saxena, 2023): propose what followed the same
+tokens earlier.
 
-The last `max_ngram` tokens of a request, or fewer down to `min_ngram`, are searched for among its earlier tokens. The proposal is what
-followed their latest occurrence. The search runs on the host, so it needs no weights, no cache and no state, and each step waits for the
-tokens of the one before.
+The last `max_ngram` tokens of a request, or fewer down to `min_ngram`, are searched for among its earlier
+tokens. The proposal is what followed their latest occurrence. The search runs on the host, so it needs no
+weights, no cache and no state, and each step waits for the tokens of the one before.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from compress.runtime.speculative.state import SpeculativeState
 @PROPOSERS.register("ngram")
 @dataclass(frozen=True)
 class NGram:
-    """Options of prompt lookup: the last `max_ngram` tokens are searched for first, then fewer down to `min_ngram`.
+    """Options of prompt lookup: the last `max_ngram` tokens are searched for first, then fewer down to
+    `min_ngram`.
 
     Raises:
         UsageError: the lengths are not 1 <= min_ngram <= max_ngram.
@@ -37,7 +39,8 @@ class NGram:
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise UsageError(
-                f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= max_ngram."
+                f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= "
+                "max_ngram."
             )
 
     def build(self, setting: ProposerSetting) -> "NGramProposer":
@@ -70,7 +73,9 @@ class NGramProposer:
         """Keep nothing."""
 
     def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
-        """Propose what followed the last tokens of each request: fewer than k near its end, none if they are new."""
+        """Propose what followed the last tokens of each request: fewer than k near its end, none if they are
+        new.
+        """
         drafts = [continuation(np.array(each.tokens), self._k, self._options) for each in generations]
         tokens_RK = torch.zeros(len(generations), self._k, dtype=torch.int64)
         for row_idx, each in enumerate(drafts):
@@ -79,7 +84,9 @@ class NGramProposer:
 
 
 def continuation(tokens: NDArray[np.int64], limit: int, options: NGram) -> NDArray[np.int64]:
-    """Return at most `limit` tokens that followed the latest earlier occurrence of the last tokens of a sequence."""
+    """Return at most `limit` tokens that followed the latest earlier occurrence of the last tokens of a
+    sequence.
+    """
     for length in range(min(options.max_ngram, len(tokens) - 1), options.min_ngram - 1, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         found = np.flatnonzero((windows == tokens[-length:]).all(axis=1))

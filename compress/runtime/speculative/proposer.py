@@ -1,7 +1,9 @@
-"""The interface of a proposer: it sees prompts as they are prefilled, and proposes how each running request goes on.
+"""The interface of a proposer: it sees prompts as they are prefilled, and proposes how each running request
+goes on.
 
-A proposer may keep a cache of its own, in pages that the block tables of the target model address. So admission, preemption and the end
-of a request remain the scheduler's business alone. Entries of rejected tokens are overwritten when their positions come again.
+A proposer may keep a cache of its own, in pages that the block tables of the target model address. So
+admission, preemption and the end of a request remain the scheduler's business alone. Entries of rejected
+tokens are overwritten when their positions come again.
 
 Shapes: R requests, S rows of the state (R or more), K tokens proposed, V vocabulary, D hidden.
 """
@@ -21,9 +23,9 @@ from compress.runtime.speculative.state import SpeculativeState
 
 @dataclass(frozen=True)
 class ProposerSetting:
-    """What a proposer is built for: the target model's `arch` and cache block size, the deployment, and k tokens a step.
+    """The facts a proposer is built from: target model, deployment, k tokens a step, block size of the cache.
 
-    `draws`: proposals are drawn with noise of their own, and their distributions are wanted.
+    With `draws`, proposals are drawn with noise of their own, and their distributions are wanted.
     """
 
     arch: Arch
@@ -44,10 +46,11 @@ class CacheSizes:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Proposed tokens int64 [R, K], of which the first `counts[r]` of row r count, or all K where that is None.
+    """Proposed tokens int64 [R, K], of which the first `counts[r]` of row r count, or all K where that is
+    None.
 
-    `probs_SKV` are the float64 distributions that they were drawn from, in the same memory at every step, or None where a proposal is
-    certain.
+    `probs_SKV` are the float64 distributions that they were drawn from, in the same memory at every step, or
+    None where a proposal is certain.
     """
 
     tokens_RK: Tensor
@@ -58,7 +61,8 @@ class Drafts:
 class Proposer(Protocol):
     """Proposes tokens for the requests of one engine. `weight_bytes` are read by one call of `propose`.
 
-    `on_device`: it reads nothing but the state on the device, so it can propose before the host has read the last step.
+    `on_device`: it reads nothing but the state on the device, so it can propose before the host has read the
+    last step.
     """
 
     @property
@@ -70,7 +74,9 @@ class Proposer(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The numbers of layers of the target model after which it reads the hidden states; empty if it reads none."""
+        """The numbers of layers of the target model after which it reads the hidden states; empty if it reads
+        none.
+        """
 
     @property
     def on_device(self) -> bool: ...
@@ -79,21 +85,26 @@ class Proposer(Protocol):
         """Return rows of `Engine.kernel_report`."""
 
     def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
-        """Allocate its pages. Called once, when the size of the model's cache is known, with the model's embedding."""
+        """Allocate its pages. Called once, when the size of the model's cache is known, with the model's
+        embedding.
+        """
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
         """Read chunks of prompts that the model has prefilled, with their hidden states if it reads any."""
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """Read the hidden states of a verification step: of the last token of each row and the `q_len` - 1 proposals after it.
+        """Read the hidden states of a verification step: of the last token of each row and the `q_len` - 1
+        proposals after it.
 
-        Rejected tokens are among them. Called only if `feature_layers` is not empty, within the step that is captured as a graph.
+        Rejected tokens are among them. Called only if `feature_layers` is not empty, within the step that is
+        captured as a graph.
         """
 
     def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
         """Propose how each request goes on.
 
-        `state` holds the same requests on the device. If the proposer is `on_device`, it may be a step ahead of `generations`.
+        `state` holds the same requests on the device. If the proposer is `on_device`, it may be a step ahead
+        of `generations`.
         """
 
 

@@ -1,4 +1,6 @@
-"""Speculative decoding as a caller sees it: the options of an engine, and the counts of how many proposals were accepted."""
+"""Speculative decoding as a caller sees it: the options of an engine, and the counts of how many proposals
+were accepted.
+"""
 
 from dataclasses import dataclass
 
@@ -9,16 +11,19 @@ from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.proposer import Proposer, ProposerOptions, ProposerSetting
 
 MAX_K = 7
-"""The most tokens that may be proposed in a step: decode attention serves the last eight positions of a request."""
+"""The most tokens that may be proposed in a step: decode attention serves the last eight positions of a
+request."""
 
 
 @dataclass(frozen=True)
 class Speculative:
-    """The options of speculative decoding: `k` tokens of `proposer`, a member of `PROPOSERS`, are verified in every step.
+    """The options of speculative decoding: `k` tokens of `proposer`, a member of `PROPOSERS`, are verified in
+    every step.
 
-    With the rule "coupled" the tokens are those of plain decoding, greedy and drawn alike. With "rejection" more of a draft model's
-    proposals are kept where tokens are drawn, and the tokens are others of the same distribution. `forced_rate` is for benchmarks:
-    proposals are kept with this probability, and the tokens are NOT the model's.
+    With the rule "coupled" the tokens are those of plain decoding, greedy and drawn alike. With "rejection"
+    more of a draft model's proposals are kept where tokens are drawn, and the tokens are others of the same
+    distribution. `forced_rate` is for benchmarks: proposals are kept with this probability, and the tokens
+    are NOT the model's.
 
     Raises:
         UsageError: k or the rate is out of range.
@@ -36,7 +41,8 @@ class Speculative:
             raise UsageError(f"speculative: rule is '{self.rule}'; it must be 'coupled' or 'rejection'.")
         if self.forced_rate is not None and not 0 <= self.forced_rate <= 1:
             raise UsageError(
-                f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for benchmarks only."
+                f"speculative: forced_rate is {self.forced_rate}; it must be in 0..1, and is for "
+                "benchmarks only."
             )
 
     def build(self, arch: Arch, deployment: Deployment, *, block_size: int) -> Proposer:
@@ -63,7 +69,9 @@ class Acceptance:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of new tokens of a row, the model's own included. Tokens after an end of sequence count."""
+        """Mean number of new tokens of a row, the model's own included. Tokens after an end of sequence
+        count.
+        """
         return 1 + sum(self.accepted) / self.num_rows if self.num_rows else 1.0
 
     @property

@@ -1,15 +1,18 @@
-"""The device state of speculative decode steps: each request's last tokens, context, limit of tokens and blocks.
+"""The device state of speculative decode steps: each request's last tokens, context, limit of tokens and
+blocks.
 
-A step ends by writing what the next step reads (`kernels/step/verify.py`), so steps follow one another without the host. The host
-writes everything when requests come or go (`load`), and the block table when sequences get new blocks (`set_blocks`). That is one
-transfer which waits for nothing: the host has two copies of the table and uses them in turn, because the last transfer may still run.
+A step ends by writing what the next step reads (`kernels/step/verify.py`), so steps follow one another
+without the host. The host writes everything when requests come or go (`load`), and the block table when
+sequences get new blocks (`set_blocks`). That is one transfer which waits for nothing: the host has two copies
+of the table and uses them in turn, because the last transfer may still run.
 
-Padding rows fill a batch up to the size of a graph: two tokens in the padding block, which no step changes. Positions after the last
-block of a request are in that block too: proposals beyond what a row may keep are computed like the others, and their results are never
-read. The same holds for a whole row whose request turns out to have ended one step ago.
+Padding rows fill a batch up to the size of a graph: two tokens in the padding block, which no step changes.
+Positions after the last block of a request are in that block too: proposals beyond what a row may keep are
+computed like the others, and their results are never read. The same holds for a whole row whose request turns
+out to have ended one step ago.
 
-Shapes: R rows of a step, S rows of the state, Q tokens of a row that are fed, K proposed, N = K + 1, T = R Q, B blocks of the longest
-sequence and of the proposals after it, D hidden, E features.
+Shapes: R rows of a step, S rows of the state, Q tokens of a row that are fed, K proposed, N = K + 1, T = R Q,
+B blocks of the longest sequence and of the proposals after it, D hidden, E features.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +39,9 @@ PADDING_LEN = 2
 
 @dataclass(frozen=True)
 class FedRows:
-    """Rows of one call of the decode kernels: `rows` are their indices among all T, `requests` those of their requests among all R."""
+    """Rows of one call of the decode kernels: `rows` are their indices among all T, `requests` those of their
+    requests among all R.
+    """
 
     rows: slice
     requests: slice
@@ -48,11 +53,12 @@ class FedRows:
 
 
 class SpeculativeState:
-    """Device tensors for at most `max_rows` requests of at most `max_model_len` tokens, with k proposed tokens each.
+    """Device tensors for at most `max_rows` requests of at most `max_model_len` tokens, with k proposed
+    tokens each.
 
-    `plan` and `sampling` are the sampling parameters of the loaded requests, `sampling_of_all` those of every token of a step that verifies
-    k proposals. `results[n % 2]` are those of step n since `load`: tokens [S, 2 + N] (how many proposals could be kept, how many were, and
-    the tokens) and log probabilities [S, N].
+    `plan` and `sampling` are the sampling parameters of the loaded requests, `sampling_of_all` those of every
+    token of a step that verifies k proposals. `results[n % 2]` are those of step n since `load`: tokens [S, 2
+    + N] (how many proposals could be kept, how many were, and the tokens) and log probabilities [S, N].
     """
 
     def __init__(
@@ -97,7 +103,9 @@ class SpeculativeState:
         self.plan = SamplingPlan.of(())
 
     def load(self, generations: Sequence[Generation]) -> None:
-        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished all earlier steps."""
+        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished
+        all earlier steps.
+        """
         num_last = self.last_SN.shape[1]
         num_padding = self.max_rows - len(generations)
         loaded = []
@@ -118,7 +126,8 @@ class SpeculativeState:
     def set_blocks(self, blocks: Mapping[int, Sequence[int]]) -> None:
         """Set the blocks of these rows for the steps launched from now on.
 
-        The caller has waited for the step before the last one launched, and with it for the last transfer but one.
+        The caller has waited for the step before the last one launched, and with it for the last transfer but
+        one.
         """
         for row_idx, own in blocks.items():
             self._held[row_idx, : 1 + len(own)] = [len(own) * self._block_size, *own]
@@ -132,7 +141,9 @@ class SpeculativeState:
 
     @contextmanager
     def only_padding(self) -> Iterator[None]:
-        """Replace all rows by padding within the block, so that warm-up steps change no request and write no results."""
+        """Replace all rows by padding within the block, so that warm-up steps change no request and write no
+        results.
+        """
         kept = self.buffers.rows_SC.clone(), self.buffers.held_SX.clone()
         self.buffers.rows_SC.zero_()
         self.buffers.held_SX.fill_(PADDING_BLOCK)
@@ -144,7 +155,9 @@ class SpeculativeState:
             self.buffers.held_SX.copy_(kept[1])
 
     def propose(self, tokens_RK: Tensor, counts: Sequence[int] | None) -> None:
-        """Set the proposals that the next step verifies: at most `counts` of each row, or all where that is None."""
+        """Set the proposals that the next step verifies: at most `counts` of each row, or all where that is
+        None.
+        """
         num_rows = len(tokens_RK)
         if counts is not None or self._has_counts:
             self._host_counts.fill_(self.k)
@@ -158,11 +171,15 @@ class SpeculativeState:
         self.buffers.drafts_SK[:num_rows].copy_(tokens_RK, non_blocking=True)
 
     def end(self, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None) -> None:
-        """End a step that chose these tokens. It keeps the proposals that equal them, or the number that `accepted_R` gives."""
+        """End a step that chose these tokens. It keeps the proposals that equal them, or the number that
+        `accepted_R` gives.
+        """
         end_verify(self.buffers, tokens_RQ, accepted_R, logprobs_RQ)
 
     def fed(self, tokens_RQ: Tensor, context_lens_R: Tensor, *, max_rows: int) -> Iterator[FedRows]:
-        """Yield the rows that feed these tokens at the ends of contexts of these lengths, at most `max_rows` at a time."""
+        """Yield the rows that feed these tokens at the ends of contexts of these lengths, at most `max_rows`
+        at a time.
+        """
         (num_rows, q_len) = tokens_RQ.shape
         tokens_T = tokens_RQ.flatten()
         table_RB = self.table_SB[:num_rows]
@@ -187,9 +204,11 @@ class SpeculativeState:
     def logits(
         self, runner: ModelRunner, tokens_RQ: Tensor, context_lens_R: Tensor, features: Features | None = None
     ) -> Tensor:
-        """Return float32 logits [R Q, V] of rows that feed these tokens at the ends of contexts of these lengths.
+        """Return float32 logits [R Q, V] of rows that feed these tokens at the ends of contexts of these
+        lengths.
 
-        `features` are filled in. No more rows run at once than the decode kernels of the model were selected for.
+        `features` are filled in. No more rows run at once than the decode kernels of the model were selected
+        for.
         """
         q_len = tokens_RQ.shape[1]
         logits = []

@@ -1,9 +1,11 @@
-"""Verification: every running request feeds its last token and k proposed ones through the model's decode kernels, in one step.
+"""Verification: every running request feeds its last token and k proposed ones through the model's decode
+kernels, in one step.
 
-A row has the bits of the plain decode step at its position: linears do not depend on how many rows there are, attention computes each of
-a request's last rows as it would alone, and no more rows run at once than the decode kernels were selected for. Keys and values of all
-rows are stored. Those of rejected tokens lie after the new end of the sequence, where nothing reads them before they are overwritten, so
-a rollback only sets the length.
+A row has the bits of the plain decode step at its position: linears do not depend on how many rows there are,
+attention computes each of a request's last rows as it would alone, and no more rows run at once than the
+decode kernels were selected for. Keys and values of all rows are stored. Those of rejected tokens lie after
+the new end of the sequence, where nothing reads them before they are overwritten, so a rollback only sets the
+length.
 
 On CUDA the step is a graph, which ends with the state of the next step.
 

@@ -58,7 +58,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_rows", [1, 5, 131])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_sequences_grow_through_their_blocks_and_fillers_stay(
+def test_sequences_grow_through_their_blocks_and_padding_rows_stay(
     num_rows: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_kernel and not INTERPRETED:
@@ -101,11 +101,11 @@ def test_sequences_grow_through_their_blocks_and_fillers_stay(
         assert torch.equal(slots, here[:num_rows])
         chosen = torch.randint(50, (num_rows,), generator=generator)
         logprobs = torch.randn(num_rows, generator=generator)
-        landed = state.host_tokens_2S[(step + 1) % 2].clone()
+        before = state.host_tokens_2S[(step + 1) % 2].clone()
         end_step(state, chosen, logprobs if step % 3 else None)
         assert torch.equal(state.tokens_S[:num_rows], chosen)
         assert torch.equal(state.host_tokens_2S[step % 2, :num_rows], chosen)
-        assert torch.equal(state.host_tokens_2S[(step + 1) % 2], landed)  # the step before is still there
+        assert torch.equal(state.host_tokens_2S[(step + 1) % 2], before)  # the step before is still there
         assert not step % 3 or torch.equal(state.host_logprobs_2S[step % 2, :num_rows], logprobs)
     served = torch.arange(num_state_rows) < num_rows
     assert torch.equal(state.context_lens_S, context + num_steps * running * served)

@@ -103,7 +103,7 @@ class Account:
 
 @pytest.mark.parametrize(("k", "num_rows"), [(1, 1), (2, 5), (4, 33), (7, 70)])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_rows_advance_by_what_they_keep_and_fillers_stay(
+def test_rows_advance_by_what_they_keep_and_padding_rows_stay(
     k: int, num_rows: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_kernel and not INTERPRETED:
@@ -145,7 +145,7 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
         before = state.host_results_2SY[(step + 1) % 2].clone()
         state.host_results_2SY[here] = POISON
         state.host_logprobs_2SN[here] = POISON
-        filler = state.rows_SC[[not row.running for row in rows]].clone()
+        padding = state.rows_SC[[not row.running for row in rows]].clone()
         assert state.counts(num_state_rows).tolist() == [
             row.count(int(meant)) for row, meant in zip(rows, state.proposed_S, strict=True)
         ]
@@ -153,18 +153,18 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
         end_verify(state, chosen, torch.tensor(kept) if given else None, logprobs if step % 5 else None)
 
         for row_idx, row in enumerate(rows):
-            landed = state.host_results_2SY[here, row_idx].tolist()
+            results = state.host_results_2SY[here, row_idx].tolist()
             if row_idx >= num_rows or not row.running:
-                assert set(landed) == {POISON}
+                assert set(results) == {POISON}
                 continue
             came = chosen[row_idx, : kept[row_idx] + 1].tolist()
             row.tokens += came
-            assert landed[:2] == [counts[row_idx], kept[row_idx]]
-            assert landed[2 : 2 + q_len] == chosen[row_idx].tolist()
-            assert set(landed[2 + q_len :]) <= {POISON}
+            assert results[:2] == [counts[row_idx], kept[row_idx]]
+            assert results[2 : 2 + q_len] == chosen[row_idx].tolist()
+            assert set(results[2 + q_len :]) <= {POISON}
             assert state.rows_SC[row_idx].tolist() == [*row.columns(k), step]
             if step % 5:
                 assert torch.equal(state.host_logprobs_2SN[here, row_idx, :q_len], logprobs[row_idx])
         assert torch.equal(state.host_results_2SY[(step + 1) % 2], before)  # the step before is still there
-        assert torch.equal(state.rows_SC[[not row.running for row in rows]], filler)
+        assert torch.equal(state.rows_SC[[not row.running for row in rows]], padding)
     assert torch.equal(state.held_SX, held)
