@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """Counts of all speculative steps since the start or `reset_acceptance`; None without `speculative`."""
+        """Counts of all speculative steps since `reset_acceptance`, if any; None without `speculative`."""
         return None if self._speculation is None else self._speculation.total
 
     def reset_acceptance(self) -> None:

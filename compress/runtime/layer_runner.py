@@ -140,7 +140,7 @@ class LayerRunner:
         return normed_TD
 
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
-        """Return the attention of the last `q_len` rows of each sequence; `context_lens` count all of them."""
+        """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
@@ -160,7 +160,7 @@ class LayerRunner:
     def attend_prefill(
         self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
     ) -> Attend:
-        """Return the attention of `query_lens[r]` rows of each sequence; `context_lens` count all of them."""
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn

@@ -70,7 +70,7 @@ class ModelWeights:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one decode step reads: all linears and the head, in the layouts of their decode kernels."""
+        """Bytes that one decode step reads: all linears and the head, as their decode kernels store them."""
         return (
             sum(each.weight_bytes for layer in self.layers for each in layer.fused_linears)
             + self.head.weight_bytes

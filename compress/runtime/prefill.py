@@ -1,4 +1,4 @@
-"""Prefill: the prompt chunks of a step as ragged batches, and the first token of each prompt they complete."""
+"""Prefill: the prompt chunks of a step as ragged batches, and the first token of each finished prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

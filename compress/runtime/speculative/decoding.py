@@ -163,7 +163,7 @@ class SpeculativeDecoding:
 
     @torch.inference_mode()
     def launch(self) -> VerifiedTokens:
-        """Launch the next step. Where the proposer runs on the device, the last step need not have been read."""
+        """Launch the next step. If the proposer runs on the device, the last step need not have been read."""
         self._num_launched += 1
         state = self._state
         drafts = self._within_limits(self._proposer.propose(self._generations, state))
