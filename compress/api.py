@@ -134,7 +134,7 @@ def quantize(
     preset: str | None = None,
     format: str = "compressed-tensors",
     out: str | Path | None = None,
-    validate: bool = False,
+    validate: bool | Mapping[str, Any] = False,
     seed: int = 0,
     device: str | None = None,
     workspace: str | Path = DEFAULT_WORKSPACE,
@@ -158,7 +158,8 @@ def quantize(
             min-max scales.
         format: of the checkpoint: "compressed-tensors", "fp8", "gptq" or "awq".
         out: a new directory that the artifact is copied to; by default it stays in the workspace.
-        validate: also compare the artifact with its source and write a report (`Result.report`).
+        validate: also compare the artifact with its source and write a report (`Result.report`); a mapping has
+            keys of the validate stage, such as `{"gates": {"ppl_ratio": 1.05}}`.
         seed: of the calibration sample.
         device: as `load`.
         workspace: the cache of stage results.
@@ -185,7 +186,7 @@ def quantize(
         {"kind": "export", "formats": [format]},
     ]
     if validate:
-        stages.append({"kind": "validate"})
+        stages.append({"kind": "validate", **(validate if isinstance(validate, Mapping) else {})})
     recipe = {"version": 1, "model": str(model), "seed": seed, "stages": stages}
     result = run(recipe, device=device, workspace=workspace, run_dir=run_dir, offline=offline)
     if target is None:
@@ -248,9 +249,15 @@ def run(
 
 
 def _model_dir(ref: str, *, offline: bool, cache_dir: Path | None) -> Path:
+    """Return the directory of a model, fetched or pulled if it is not here."""
     scheme, separator, _ = ref.partition("://")
     if separator and scheme in REGISTRIES.names():
         return local_copy(ref, cache_dir)
+    if separator and scheme not in ("builtin", "hf"):
+        known = ("builtin", "hf", *REGISTRIES.names())
+        raise UsageError(
+            f"unknown scheme '{scheme}://' of a model.{did_you_mean(scheme, known)} A directory needs none."
+        )
     model = parse_model_ref(ref)
     return locate_model(model.scheme, model.name, model.revision, offline=offline)[0]
 

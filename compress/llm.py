@@ -158,7 +158,9 @@ class LLM:
         self.tokenizer, _ = load_tokenizer(model_dir)
         self.chat_template: ChatTemplate | None = load_chat_template(model_dir)
         self._bos = prepended_bos(self.tokenizer, model_dir)
-        self._stop_ids = _generation_eos(model_dir) - frozenset(engine.arch.eos_token_ids)
+        engine_ends = frozenset(engine.arch.eos_token_ids)
+        self._end_ids = engine_ends | _generation_eos(model_dir)
+        self._has_more_ends = self._end_ids != engine_ends
         self._num_requests = 0
         self._finished: dict[str, Finished] = {}
 
@@ -262,7 +264,7 @@ class LLM:
         """Return whether a generation may end by what only this class looks at: a stop string or a further
         end-of-sequence token.
         """
-        return bool(params.stop) or (bool(self._stop_ids) and not params.ignore_eos)
+        return bool(params.stop) or (self._has_more_ends and not params.ignore_eos)
 
     def _advance(self, generation: "_Generation") -> str:
         """Run one step of the engine and return the text that it gave this generation."""
@@ -273,9 +275,7 @@ class LLM:
         self._finished |= {each.id: each for each in self.engine.step()}
 
     def _read(self, generation: "_Generation") -> str:
-        """Take the tokens that have come, finish the generation where it ends with them, and return their
-        text.
-        """
+        """Return the text of the tokens that have come since the last call; sets the output where they end it."""
         request = generation.request
         finished = self._finished.pop(request.id, None)
         if finished is None:
@@ -283,17 +283,22 @@ class LLM:
         else:
             tokens = list(finished.tokens[generation.num_read :])
         generation.num_read += len(tokens)
-        ends = frozenset(self.engine.arch.eos_token_ids) | self._stop_ids
-        places = [] if request.params.ignore_eos else [i for i, token in enumerate(tokens) if token in ends]
-        piece = generation.text.feed(tokens[: places[0]] if places else tokens)
-        stopped = generation.text.stopped
-        if not stopped and not places and finished is None:
+        text = generation.text
+        num_before_end = len(tokens) if request.params.ignore_eos else self._num_before_end(tokens)
+        piece = text.feed(tokens[:num_before_end])
+        has_end = num_before_end < len(tokens) and not text.stopped
+        if finished is None and not has_end and not text.stopped:
             return piece
-        piece += generation.text.finish()
+        piece += text.finish()
         finished = finished or self.engine.cancel(request.id)
-        num_tokens = generation.text.num_tokens + (bool(places) and not stopped)
-        generation.output = _output(generation, finished, num_tokens, stopped=stopped or bool(places))
+        reason: Literal["stop", "length"] = "stop" if has_end or text.stopped else "length"
+        generation.output = _output(generation, finished, text.num_tokens + has_end, reason)
         return piece
+
+    def _num_before_end(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens come before the first end-of-sequence token."""
+        ends = (idx for idx, token in enumerate(tokens) if token in self._end_ids)
+        return next(ends, len(tokens))
 
     def _drop(self, generations: "Sequence[_Generation]") -> None:
         """Take unfinished generations out of the engine."""
@@ -331,23 +336,21 @@ class _Generation:
     output: Output | None = None
 
 
-def _output(generation: _Generation, finished: Finished, num_tokens: int, *, stopped: bool) -> Output:
+def _output(
+    generation: _Generation, finished: Finished, num_tokens: int, reason: Literal["stop", "length"]
+) -> Output:
     times_s = finished.token_times_s[:num_tokens]
     first_s = times_s[0] - finished.arrival_s
     rest_s = times_s[-1] - times_s[0]
-    timing = Timing(
-        first_s * 1e3,
-        rest_s / (num_tokens - 1) * 1e3 if num_tokens > 1 else None,
-        (first_s + rest_s) * 1e3,
-    )
+    tpot_ms = rest_s / (num_tokens - 1) * 1e3 if num_tokens > 1 else None
     return Output(
-        generation.prompt,
-        generation.text.text,
-        finished.tokens[:num_tokens],
-        "stop" if stopped else "length",
-        timing,
-        len(generation.request.prompt),
-        None if finished.logprobs is None else finished.logprobs[:num_tokens],
+        prompt=generation.prompt,
+        text=generation.text.text,
+        token_ids=finished.tokens[:num_tokens],
+        finish_reason=reason,
+        timing=Timing(first_s * 1e3, tpot_ms, (first_s + rest_s) * 1e3),
+        num_prompt_tokens=len(generation.request.prompt),
+        logprobs=None if finished.logprobs is None else finished.logprobs[:num_tokens],
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
@@ -170,7 +170,7 @@ def calibrate(source: WeightSource, tokens_NS: Tensor, device: torch.device, out
     return Calibrated(
         source,
         out,
-        run_sequential(source, tokens_NS, [], out, ctx, scheme=None, compute_dtype=dtype, kv_scales=True),
+        run_sequential(source, tokens_NS, Compression([], kv_scales=True), out, ctx, compute_dtype=dtype),
     )
 
 

@@ -13,7 +13,20 @@ from typing import Annotated
 import typer
 
 import compress
-from compress.cli import convert, doctor, init, inspect, plan, pull, push, run, schema, validate, verify
+from compress.cli import (
+    convert,
+    doctor,
+    generate,
+    init,
+    inspect,
+    plan,
+    pull,
+    push,
+    run,
+    schema,
+    validate,
+    verify,
+)
 from compress.errors import CompressError, StorageError
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -22,6 +35,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "resume": run.resume,
     "validate": validate.validate,
+    "generate": generate.generate,
     "inspect": inspect.inspect,
     "convert": convert.convert,
     "push": push.push,

@@ -42,8 +42,13 @@ def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
 
 def write_data(text: str) -> None:
     """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not all data arrived."""
+    write_piece(text + "\n")
+
+
+def write_piece(text: str) -> None:
+    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command as in `write_data`."""
     try:
-        print(text, flush=True)
+        print(text, end="", flush=True)
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()

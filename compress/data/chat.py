@@ -41,6 +41,16 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 _CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+"""Errors that a template raises when it runs: its own, and those of the operations in it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **names,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property

@@ -1,16 +1,20 @@
-"""Training of an EAGLE-3 head (`models/eagle3.py`) against the model it drafts for, with the training-time test of arXiv 2503.01840.
+"""Training of an EAGLE-3 head (`models/eagle3.py`) against its target model, with the training-time test of
+arXiv 2503.01840.
 
-A served head continues from its own hidden states, so it is trained on them. Row t drafts from the target's hidden state of token t. In
-step 0 it reads that and token t + 1; in step s its own output of step s - 1 and token t + 1 + s, at position t + s:
+A served head continues from its own hidden states, so it is trained on them. Row t drafts from the
+target's hidden state of token t. In step 0 it reads that state and token t + 1; in step s its own output
+of step s - 1 and token t + 1 + s, at position t + s:
 
-    g[s, t] = head(y[t+1+s], f[t] if s = 0 else g[s-1, t]),    attends to rows 0..t of step 0 and to row t of steps 1..s
-    L = sum_s w_s mean_t D(p[t+1+s] || q[s, t]),    w_s = 0.8^s / sum of all: later proposals are reached more seldom
+    g[s, t] = head(y[t+1+s], f[t] if s = 0 else g[s-1, t]),  attends to rows 0..t of step 0 and
+                                                             to row t of steps 1..s
+    L = sum_s w_s mean_t D(p[t+1+s] || q[s, t]),    w_s = 0.8^s / sum of all
 
-p is what the target says at that token, over the head's vocabulary and summing to one over it; q what the head says. The tokens are those
-of the text, as if proposals had been kept so far.
+Later proposals are reached more seldom, so they weigh less. p is the target's distribution of that token,
+restricted to the head's vocabulary and normalised; q is the head's. The tokens are those of the text, as
+if proposals had been kept so far.
 
-Shapes: B batch, S sequence, R rows (one fewer), N windows, D hidden, E features, V vocabulary, W the head's, K steps, H heads, C head
-dimension, T tokens of a slice.
+Shapes: B batch, S sequence, R rows (one fewer), N windows, D hidden, E features, V vocabulary, W the
+head's, K steps, H heads, C head dimension, T tokens of a slice.
 """
 
 from collections.abc import Iterator
@@ -34,14 +38,15 @@ STEP_WEIGHT = 0.8
 
 
 def frequent_tokens(tokens: Tensor, num_kept: int, *, vocab_size: int) -> Tensor:
-    """int64 [W], rising: the `num_kept` most frequent tokens of a text, the lower one of equals."""
+    """Return int64 [W], rising: the `num_kept` most frequent tokens of a text; of equally frequent tokens
+    the lower one."""
     counts_V = torch.bincount(tokens.flatten().to(torch.int64), minlength=vocab_size)
     return counts_V.sort(descending=True, stable=True).indices[:num_kept].sort().values
 
 
 class UnrolledAttention:
-    """Attention of one step after the other, each of the first rows of the one before: a row sees the rows up to its own of step 0, and
-    itself in later ones."""
+    """Attention of one step after another, each over the first rows of the step before: a row sees the rows
+    up to its own of step 0, and itself in later steps."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
@@ -67,7 +72,8 @@ class UnrolledAttention:
 
 
 class Target:
-    """The model drafted for, asked for hidden states on the way and at its end; it is never trained. `device` is where answers go."""
+    """The target model, which is never trained and returns hidden states of the layers that the head reads
+    and of its end. Results go to `device`."""
 
     def __init__(
         self,
@@ -87,8 +93,9 @@ class Target:
         self.head_WD = self.head_VD[self.vocabulary_W]
         self._walk = torch.compile(_walk, dynamic=False) if compile else _walk
 
-    def asked(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(embeddings [B, S, D], features [B, S, E], final normed hidden states [B, S, D]) of a batch."""
+    def features(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (embeddings [B, S, D], features [B, S, E], final normed hidden states [B, S, D]) of a
+        batch."""
         with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
             states = self._walk(self._decoder, tokens_BS.to(self._place))
             features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
@@ -97,7 +104,7 @@ class Target:
 
 
 def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
-    """The embedding and the hidden state after each layer."""
+    """Yield the embedding and the hidden state after each layer."""
     states = [decoder.embed(tokens_BS)]
     positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     attention = FullAttention()
@@ -109,7 +116,8 @@ def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
 def unrolled(
     head: Eagle3Decoder, embedded_BSD: Tensor, features_BSE: Tensor, num_steps: int, tap: Tap = no_tap
 ) -> Iterator[Tensor]:
-    """Normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the target does at token t + 1 + s."""
+    """Yield normed outputs [B, S - 1 - s, D] of steps s = 0, 1, ...; row t predicts token t + 2 + s, as the
+    target does at token t + 1 + s."""
     hidden = head.fuse(features_BSE[:, :-1])
     attention = UnrolledAttention()
     for step in range(num_steps):
@@ -140,7 +148,7 @@ class Eagle3Objective:
         self._rows: Rows = torch.compile(divergence_rows, dynamic=False) if compile else divergence_rows
 
     def __call__(self, head: Eagle3Decoder, tokens_BS: Tensor) -> Tensor:
-        embedded_BSD, features_BSE, final_BSD = self._target.asked(tokens_BS[:, :-1])
+        embedded_BSD, features_BSE, final_BSD = self._target.features(tokens_BS[:, :-1])
         total = torch.zeros((), device=embedded_BSD.device)
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
             final_TD = final_BSD[:, 1 + step :].flatten(0, 1)
@@ -160,10 +168,10 @@ def _logits(final_TD: Tensor, head_WD: Tensor, part: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Means over held-out text. `kl`: of the first proposal, over the head's vocabulary, in nats; `top1`: how often it is the target's
-    likeliest token; `acceptance`: the probability that a drawn proposal is kept, of each of the steps if all before it were;
-    `acceptance_length`: tokens that come out of a step of as many proposals (`acceptance.py`); `covered`: the target's probability of the
-    head's vocabulary."""
+    """Means over held-out text. `kl`: of the first proposal, over the head's vocabulary, in nats; `top1`:
+    how often it is the target's likeliest token; `acceptance`: the probability that a drawn proposal is
+    kept, for each step, if all before it were; `acceptance_length`: tokens that come out of a step of as
+    many proposals (`acceptance.py`); `covered`: the target's probability of the head's vocabulary."""
 
     kl: float
     top1: float
@@ -172,7 +180,7 @@ class Drafted:
     covered: float
 
     def drafting(self) -> dict[str, float]:
-        """What a curve says."""
+        """Return the row of a curve."""
         return {
             "kl": self.kl,
             "top1": self.top1,
@@ -192,13 +200,14 @@ def measure_eagle3(
     ranks: Ranks | None = None,
     num_steps: int = K,
 ) -> Drafted:
-    """At temperature 1, on windows of S + 1 tokens, each of which gives S - num_steps steps; each rank takes its share of the windows."""
+    """Measure a head at temperature 1, on windows of S + 1 tokens, each of which gives S - num_steps steps;
+    each rank takes its share of the windows."""
     ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
     sums = torch.zeros(5 + num_steps, dtype=torch.float64, device=device)
     kept = []
     for batch_BS in tokens_NS.split(at_once)[ranks.rank :: ranks.size]:
-        embedded_BSD, features_BSE, final_BSD = target.asked(
+        embedded_BSD, features_BSE, final_BSD = target.features(
             batch_BS[:, :-1].to(device=device, dtype=torch.int64)
         )
         num_rows = embedded_BSD.shape[1] - num_steps
@@ -227,7 +236,8 @@ def measure_eagle3(
 def _compared(
     head: Eagle3Decoder, target: Target, normed_TD: Tensor, final_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest token, of the mass covered)."""
+    """Return (probability that each proposal is kept float64 [T]; sums of KL, of agreement in the likeliest
+    token, of the mass covered)."""
     sums = torch.zeros(3, dtype=torch.float64, device=final_TD.device)
     kept = []
     weight_WD = head.head.weight.to(normed_TD.dtype)

@@ -1,9 +1,11 @@
-"""The divergence of two models through their heads, a slice of tokens at a time: logits of a whole batch exist on neither side.
+"""The divergence of two models through their heads, a slice of tokens at a time, so that the logits of a
+whole batch never exist.
 
-For each slice: student's and teacher's logits, loss and its gradient by the student's logits (`losses.divergence_rows`), and from it at
-once the gradients by hidden states and head. The backward pass only scales what is there, so no product is computed twice: 6 T D V
-operations for the student's head and 2 T D V for the teacher's, and a peak of a few [slice, V] where a batch of 16,384 tokens with 128,256
-words has 8.4 GB for a single float32 copy.
+For each slice: student's and teacher's logits, loss and its gradient by the student's logits
+(`losses.divergence_rows`), and from it at once the gradients by hidden states and head. The backward pass
+only scales these, so no product is computed twice: 6 T D V operations for the student's head and 2 T D V
+for the teacher's, and a peak of a few [slice, V], where a batch of 16,384 tokens with a vocabulary of
+128,256 needs 8.4 GB for a single float32 copy.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -18,13 +20,13 @@ from compress.distill.losses import Divergence, TopK, divergence_rows
 
 Rows = Callable[[Tensor, Tensor | TopK, Tensor, Divergence], tuple[Tensor, Tensor]]
 Targets = Callable[[slice], Tensor | TopK]
-"""What the teacher says of some tokens: logits, or what was kept of them."""
+"""The teacher's answer for some tokens: logits, or the likeliest tokens that were kept of them."""
 SLICE_VALUES = {"cuda": 1 << 27, "cpu": 1 << 22}
-"""Of one [slice, V]; 0.5 GB and 16 MB in float32."""
+"""Values of one [slice, V] on a GPU and on a CPU; 0.5 GB and 16 MB in float32."""
 
 
 def slices(num_tokens: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Tokens in slices as even as they can be, because a compiled function is compiled for each length."""
+    """Cut tokens into slices of nearly equal length: a compiled function is compiled for each length."""
     most = max(1, SLICE_VALUES.get(device.type, 1 << 22) // vocab_size)
     size = -(-num_tokens // -(-num_tokens // most))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
@@ -39,8 +41,11 @@ def mean_divergence(
     *,
     rows: Rows = divergence_rows,
 ) -> Tensor:
-    """Mean over tokens of the loss between the student's logits hidden @ head^T and the targets; differentiable by hidden and head.
-    Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`."""
+    """Return the mean over tokens of the loss between the student's logits hidden @ head^T and the targets;
+    differentiable by hidden and head.
+
+    Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`.
+    """
     return _HeadDivergence.apply(  # type: ignore[no-untyped-call]
         hidden_TD, head_VD, targets, labels_T, loss, rows
     )
@@ -77,7 +82,7 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """The gradients that `forward` made are the caller's from here on: nobody goes through the same loss twice."""
+        """Scale the gradients that `forward` made, in place: a loss is propagated once."""
         scale = grad_outputs[0] / ctx.num_tokens
         grads: Sequence[Tensor | None] = ctx.saved_tensors
         return *(None if grad is None else grad.mul_(scale) for grad in grads), None, None, None, None

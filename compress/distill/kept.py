@@ -1,10 +1,13 @@
-"""A teacher's likeliest tokens on disk, so that several passes over the text and several runs ask it once.
+"""A teacher's likeliest tokens on disk, so that several passes over the text and several runs compute them
+once.
 
-    <place>/teacher-<digest>/<shard>.safetensors      ids int32 [n, S, K], log_p float16 [n, S, K], log_tail float32 [n, S]
+    <place>/teacher-<digest>/<shard>.safetensors
+        ids int32 [n, S, K], log_p float16 [n, S, K], log_tail float32 [n, S]
 
-The digest says everything that decides the content: teacher, tokens, K, temperature, dtypes. A shard is complete or absent, and whoever
-finds it missing writes it, so a run that was cut goes on and several ranks may fill the directory together. Rounding to float16 leaves a
-distribution that does not quite sum to one; it is made one again when it is read.
+The digest covers everything that decides the content: teacher, tokens, K, temperature, dtypes. A shard is
+complete or absent, and a rank that finds one missing writes it, so a run that was cut goes on and several
+ranks may fill the directory at once. Rounding to float16 leaves a distribution that does not quite sum to
+one; it is normalised when it is read.
 
 Shapes: N windows, B windows of a batch, S positions, K kept.
 """
@@ -29,7 +32,7 @@ _LAYOUT = 1
 
 
 class KeptLogits:
-    """What a teacher said of windows int32 [N, S+1], each of which predicts S tokens."""
+    """A teacher's likeliest tokens for windows int32 [N, S+1], each of which predicts S tokens."""
 
     def __init__(
         self, place: Path, tokens_NS: Tensor, *, teacher: str, tokens: str, num_kept: int, temperature: float
@@ -64,7 +67,8 @@ class KeptLogits:
         device: torch.device,
         at_once: int,
     ) -> None:
-        """Ask the teacher for what is missing, `at_once` windows at a time; `done` is called with the number of shards on disk."""
+        """Compute the missing shards with the teacher, `at_once` windows at a time; `done` is called with
+        the number of shards on disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
         missing: list[int] = ranks.broadcast(
             self.missing()
@@ -87,7 +91,7 @@ class KeptLogits:
             ranks.broadcast(None, source=source)
 
     def rows(self, windows_B: list[int]) -> TopK:
-        """Of some windows: [B, S, K], [B, S, K], [B, S]."""
+        """Return ids [B, S, K], log probabilities [B, S, K] and log tails [B, S] of some windows."""
         found = [self._window(idx) for idx in windows_B]
         ids, log_p, log_tail = (torch.stack(each) for each in zip(*found, strict=True))
         log_p = log_p.to(torch.float32)

@@ -1,9 +1,10 @@
-"""A training run that may be stopped anywhere: the loop with its held-out measurements, its state on disk, and the end it may come to
-early.
+"""A training run that may be stopped anywhere: the loop with its held-out measurements, its state on disk,
+and early stopping.
 
-`state.safetensors` holds parameters, optimizers, step and the curve so far; it is replaced in one step, so a kill at any instant leaves the
-last whole one, and the run goes on from it with the same bits as if nothing had happened. It is written as often as a small share of the
-time allows, and when the run is asked to stop.
+`state.safetensors` holds parameters, optimizers, step and the curve so far; it is replaced in one step,
+so a kill at any instant leaves the last whole one, and the run goes on from it with the same bits as if
+nothing had happened. It is written as often as a small share of the time allows, and when the run must
+stop.
 """
 
 import json
@@ -29,13 +30,14 @@ MIN_GAIN = 0.005
 _JSON = "curve"
 
 Curve = list[dict[str, Any]]
-"""Rows {step, tokens} with {loss, grad_norm, learning_rate} where the loop logged and {kl, ...} where it was measured."""
+"""Rows {step, tokens} with {loss, grad_norm, learning_rate} where the loop logged and {kl, ...} where it was
+measured."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What is found on held-out text, `kl` and whatever else a row of the curve is to say; when it is looked at, and when to give up: after
-    `patience` looks whose KL was no better (None: never)."""
+    """Measurements on held-out text, `kl` and the other entries of a curve's row; when they are made, and
+    when to stop: after `patience` of them without a better KL (None: never)."""
 
     look: Callable[[], Mapping[str, float]]
     every: int
@@ -43,11 +45,12 @@ class Measurements:
 
 
 def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: Context) -> Curve:
-    """Train to the end, from the state on disk if there is one; the curve. All ranks together; rank 0 writes.
+    """Train to the end, from the state on disk if there is one, and return the curve. All ranks call it;
+    rank 0 writes.
 
     Raises:
         UsageError: the loss is not finite. The last good state stays on disk.
-        Interrupted: asked to stop; the same call goes on from there.
+        Interrupted: the run had to stop; the same call goes on from there.
     """
     file = ctx.scratch / STATE_NAME
     taken_s = 0.0
@@ -71,7 +74,7 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
 
 
 def _log_row(row: TrainLogRow) -> dict[str, Any]:
-    """Without its speed: two runs of the same arithmetic say the same."""
+    """Return a log row without its speed, so that two runs of the same arithmetic give equal rows."""
     return {
         "step": row.step,
         "tokens": row.num_tokens,
@@ -86,7 +89,8 @@ def _measured(held_out: Measurements, step: int, num_tokens: int) -> dict[str, A
 
 
 def _is_over(curve: Curve, patience: int | None) -> bool:
-    """Whether the last `patience` measurements of the held-out KL were all no better than one before them."""
+    """Return whether the last `patience` measurements of the held-out KL were all no better than one before
+    them."""
     best = math.inf
     since = 0
     for kl in (row["kl"] for row in curve if "kl" in row):

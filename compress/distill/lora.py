@@ -1,8 +1,10 @@
-"""LoRA: a trained low-rank term beside every frozen linear of the layers, merged into it at the end (arXiv 2106.09685).
+"""LoRA: a trained low-rank term added to every frozen linear of the layers, merged into it at the end (arXiv
+2106.09685).
 
     y = W x + (alpha / r) B A x,   A [r, I] normal with std 1 / sqrt(I), B [O, r] zero
 
-so that training starts at the model as it is. The frozen weights stay in the compute dtype; A and B are float32.
+so that training starts at the model as it is. The frozen weights stay in the compute dtype; A and B are
+float32.
 
 Shapes: O out, I in, R rank.
 """
@@ -30,12 +32,12 @@ class LoraLinear(nn.Module):
         return self.linear(x) + self.scale * ((x @ self.a.to(x.dtype).T) @ self.b.to(x.dtype).T)
 
     def merged(self) -> Tensor:
-        """float32 [O, I]."""
+        """Return the merged weight, float32 [O, I]."""
         return self.linear.weight.detach().to(torch.float32) + self.scale * (self.b @ self.a).detach()
 
 
 def add_lora_(decoder: Decoder, rank: int, *, alpha: float, generator: torch.Generator) -> None:
-    """Freeze everything and put a trained term beside every linear of the layers, in the order of the model."""
+    """Freeze everything and add a trained term to every linear of the layers, in the order of the model."""
     decoder.requires_grad_(False)
     for layer, name in _linears(decoder):
         place, _, leaf = name.rpartition(".")

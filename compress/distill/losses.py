@@ -1,22 +1,25 @@
-"""Losses of the training loop: cross entropy of the next token, and divergences between a teacher's and a student's next-token
-distribution.
+"""Losses of the training loop: cross entropy of the next token, and divergences between a teacher's and a
+student's next-token distribution.
 
-With p the teacher's and q the student's distribution, both at temperature t (their logits divided by it), and m = (p + q) / 2:
+With p the teacher's and q the student's distribution, both at temperature t (their logits divided by it),
+and m = (p + q) / 2:
 
-    forward_kl   sum p log(p/q)                           covers whatever the teacher can say   (arXiv 1503.02531)
-    reverse_kl   sum q log(q/p)                           keeps to what the teacher would say   (arXiv 2306.08543)
-    js           1/2 sum p log(p/m) + 1/2 sum q log(q/m)  bounded, between the two              (arXiv 2306.13649)
-    tv           1 - a,  a = sum min(p, q)                what speculative sampling rejects     (arXiv 2211.17192)
-    lk           -log a                                   the same, louder where little is kept (arXiv 2602.23881)
+    forward_kl   sum p log(p/q)    covers every token that the teacher may choose (1503.02531)
+    reverse_kl   sum q log(q/p)    stays with tokens that the teacher would choose (2306.08543)
+    js           1/2 sum p log(p/m) + 1/2 sum q log(q/m)    bounded, between the two (2306.13649)
+    tv           1 - a,  a = sum min(p, q)    the share that speculative sampling rejects (2211.17192)
+    lk           -log a    the same, steeper where little is kept (2602.23881)
 
-times t^2, so that the size of gradients does not depend on t. A `hard_frac` of the loss may be the cross entropy of the text's own token.
+(arXiv ids), times t^2, so that the size of gradients does not depend on t. A `hard_frac` of the loss may
+be the cross entropy of the text's own token.
 
-A teacher whose logits were kept is known by its k likeliest tokens and the mass of all others, one bucket. The divergence is then between
-two distributions over k + 1 outcomes: never negative, zero when they agree, never above the full one (data processing inequality).
+A teacher whose logits were kept is given by its k likeliest tokens and the mass of all others, one
+bucket. The divergence is then between two distributions over k + 1 outcomes: never negative, zero when
+they agree, never above the full one (data processing inequality).
 
-Every divergence comes with its gradient by the student's logits z. With h = q dL/dq for each outcome, dL/dz = h - q sum h at t = 1, and the
-tail's h is shared out in proportion to q. (Of a, h is q where q < p, and zero elsewhere.) So nothing is recomputed and autograd keeps no
-copy of [T, V] in float32.
+Every divergence comes with its gradient by the student's logits z. With h = q dL/dq for each outcome,
+dL/dz = h - q sum h at t = 1, and the tail's h is distributed in proportion to q. (For a, h is q where q <
+p, and zero elsewhere.) So nothing is recomputed and autograd keeps no copy of [T, V] in float32.
 
 Shapes: B batch, S sequence, T tokens, V vocabulary, K kept.
 """
@@ -43,7 +46,7 @@ def next_token(model: nn.Module, tokens_BS: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Divergence:
-    """What the student is asked to lower."""
+    """The loss that the student minimises."""
 
     kind: Kind = "forward_kl"
     temperature: float = 1.0
@@ -51,7 +54,8 @@ class Divergence:
 
 
 class TopK(NamedTuple):
-    """A teacher's distribution by its likeliest tokens: ids int [T, K], natural log probabilities [T, K], log of the mass left [T]."""
+    """A teacher's distribution by its likeliest tokens: ids int [T, K], natural log probabilities [T, K],
+    log of the remaining mass [T]."""
 
     ids_TK: Tensor
     log_p_TK: Tensor
@@ -59,14 +63,15 @@ class TopK(NamedTuple):
 
 
 def keep_top(logits_TV: Tensor, num_kept: int, temperature: float = 1.0) -> TopK:
-    """The distribution at that temperature, float32, likeliest first.
+    """Return the distribution at that temperature, float32, likeliest first.
 
     Raises:
         UsageError: there would be no tail.
     """
     if num_kept >= logits_TV.shape[-1]:
         raise UsageError(
-            f"top_k is {num_kept} and the vocabulary has {logits_TV.shape[-1]} tokens: leave out top_k to use all of them."
+            f"top_k is {num_kept} and the vocabulary has {logits_TV.shape[-1]} tokens: leave out top_k to "
+            "use all of them."
         )
     log_p_TV = (logits_TV.to(torch.float32) / temperature).log_softmax(-1)
     log_p_TK, ids_TK = log_p_TV.topk(num_kept, dim=-1)
@@ -76,8 +81,8 @@ def keep_top(logits_TV: Tensor, num_kept: int, temperature: float = 1.0) -> TopK
 def divergence_rows(
     student_TV: Tensor, teacher: Tensor | TopK, labels_T: Tensor, loss: Divergence
 ) -> tuple[Tensor, Tensor]:
-    """(loss of each token float32 [T], its gradient by the student's logits in their dtype [T, V]). `teacher`: logits [T, V], or what was
-    kept of them at the loss's temperature."""
+    """Return (loss of each token float32 [T], its gradient by the student's logits in their dtype [T, V]).
+    `teacher` is logits [T, V], or the tokens that were kept of them at the loss's temperature."""
     temperature = loss.temperature
     log_q_TV = (student_TV.to(torch.float32) / temperature).log_softmax(-1)
     if isinstance(teacher, TopK):
@@ -101,7 +106,8 @@ def divergence_rows(
 
 
 def _pointwise(log_p: Tensor, log_q: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(divergence, h = q dL/dq of each outcome up to a multiple of q, which does not change the gradient by the logits)."""
+    """Return (divergence, h = q dL/dq of each outcome up to a multiple of q, which does not change the
+    gradient by the logits)."""
     if kind == "forward_kl":
         p = log_p.exp()
         return (p * (log_p - log_q)).sum(-1), -p
@@ -135,5 +141,6 @@ def _bucketed(log_q_TV: Tensor, teacher: TopK, kind: Kind) -> tuple[Tensor, Tens
 
 
 def _log_tail(log_p_TV: Tensor, ids_TK: Tensor) -> Tensor:
-    """Log of the mass outside `ids`, summed and not taken from 1, which would leave nothing of a small one."""
+    """Log of the mass outside `ids`, summed and not taken from 1, which would leave nothing of a small
+    one."""
     return log_p_TV.scatter(-1, ids_TK, float("-inf")).logsumexp(-1)

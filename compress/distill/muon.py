@@ -1,9 +1,11 @@
-"""Muon: momentum whose matrix is made nearly orthogonal before it is applied (K. Jordan 2024; scaled as in arXiv 2502.16982, section 2.2).
+"""Muon: momentum whose matrix is made nearly orthogonal before it is applied (K. Jordan 2024; scaled as in
+arXiv 2502.16982, section 2.2).
 
-For the matrices inside a model's layers; embeddings, heads and vectors belong to AdamW. The update's root mean square is brought to that of
-AdamW (0.2 * sqrt(longer side)), so that both optimizers share learning rate and weight decay. `torch.optim.Muon` computes the same one
-matrix at a time; here all matrices of one shape run as one batch, which on a small model is the difference between a third of the step
-and a twentieth.
+It trains the matrices inside a model's layers; embeddings, heads and vectors are trained by AdamW. The
+update's root mean square is brought to that of AdamW (0.2 * sqrt(longer side)), so that both optimizers
+share learning rate and weight decay. `torch.optim.Muon` computes the same one matrix at a time; here all
+matrices of one shape run as one batch, which on a small model is the difference between a third of the
+step and a twentieth.
 
 Shapes: N matrices of one shape, O rows, I columns.
 """
@@ -23,7 +25,7 @@ _RMS_OF_ADAMW = 0.2
 
 
 def orthogonalise(matrices_NOI: Tensor) -> Tensor:
-    """bfloat16 [N, O, I]: U V^T of each matrix U S V^T, roughly, by Newton-Schulz iterations."""
+    """Return bfloat16 [N, O, I]: approximately U V^T of each matrix U S V^T, by Newton-Schulz iterations."""
     a, b, c = _COEFFICIENTS
     tall = matrices_NOI.shape[-2] > matrices_NOI.shape[-1]
     x = matrices_NOI.to(torch.bfloat16)

@@ -1,7 +1,9 @@
-"""What a student is trained on: a teacher beside it, the divergence of the two through their heads, and both measured on text held out.
+"""The training objective of a student: the divergence from a teacher through both heads, and both models
+measured on held-out text.
 
-The teacher runs in its own dtype and keeps no graph; it may live on another device, from which only hidden states come. Documents are
-joined as they are everywhere here (plain concatenation): positions run from 0 and attention covers the whole window.
+The teacher runs in its own dtype and keeps no graph; it may be on another device, from which only hidden
+states come. Documents are joined as in calibration (plain concatenation): positions run from 0 and
+attention covers the whole window.
 
 Shapes: B batch, S sequence, N windows, T tokens, D hidden, V vocabulary, K kept.
 """
@@ -36,13 +38,14 @@ class Teacher:
         self._hidden = torch.compile(Decoder.hidden, dynamic=False) if compile else Decoder.hidden
 
     def targets(self, tokens_BS: Tensor) -> Targets:
-        """Logits of the tokens of a batch, flat, slice by slice."""
+        """Yield logits of the tokens of a batch, flat, slice by slice."""
         with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
             hidden_TD = self._hidden(self._decoder, tokens_BS.to(self._place)).flatten(0, 1).to(self._device)
         return lambda part: hidden_TD[part] @ self._head_VD.T
 
     def keep(self, tokens_BS: Tensor, num_kept: int, temperature: float) -> TopK:
-        """The likeliest tokens at every position of a batch, [B, S, K], and the log of the mass left [B, S]."""
+        """Return the likeliest tokens at every position of a batch, [B, S, K], and the log of the remaining
+        mass [B, S]."""
         targets = self.targets(tokens_BS)
         (num_rows, seq_len) = tokens_BS.shape
         parts = []
@@ -59,7 +62,8 @@ class Teacher:
 
 
 class Objective:
-    """The training loop's loss: (student, tokens [B, S+1]) with a teacher, or (student, tokens, *what was kept of one)."""
+    """The training loop's loss: (student, tokens [B, S+1]) with a teacher, or (student, tokens, *the kept
+    part of a teacher)."""
 
     def __init__(
         self,
@@ -90,9 +94,10 @@ class Objective:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sums over held-out tokens. In nats: KL(teacher || student), and what the text's own tokens cost the two. For a student that proposes
-    to its teacher: tokens that both think likeliest, probabilities that a proposal is kept, and the steps that it takes through the text
-    with the tokens that come out of them (`acceptance.py`)."""
+    """Sums over held-out tokens. In nats: KL(teacher || student), and the cost of the text's own tokens for
+    the two. For a student that drafts for its teacher: tokens that are the likeliest for both,
+    probabilities that a proposal is kept, and the steps that it takes through the text with the tokens
+    that come out of them (`acceptance.py`)."""
 
     num_tokens: int
     kl: float
@@ -122,15 +127,15 @@ class HeldOut:
         return self.emitted / self.steps
 
     def bits_per_byte(self, num_bytes: int) -> tuple[float, float]:
-        """(student's, teacher's)."""
+        """Return the bits per byte of student and teacher."""
         return self.student_nll / math.log(2) / num_bytes, self.teacher_nll / math.log(2) / num_bytes
 
     def recovery(self, num_bytes: int) -> dict[str, float]:
-        """What a curve says of a student that is to take its teacher's place."""
+        """Return the row of a curve for a student that will replace its teacher."""
         return {"kl": self.kl_mean, "bits_per_byte": self.bits_per_byte(num_bytes)[0]}
 
     def drafting(self) -> dict[str, float]:
-        """What it says of one that is to propose to its teacher."""
+        """Return the row of a curve for a student that will draft for its teacher."""
         return {
             "kl": self.kl_mean,
             "top1": self.top1,
@@ -149,7 +154,8 @@ def measure(
     compute_dtype: torch.dtype,
     ranks: Ranks | None = None,
 ) -> HeldOut:
-    """Both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank takes its share of the windows."""
+    """Measure both models on windows of S + 1 tokens, at temperature 1 over the whole vocabulary; each rank
+    takes its share of the windows."""
     ranks = OneRank() if ranks is None else ranks
     at_once = max(1, EVALUATED_TOKENS[device.type] // tokens_NS.shape[1])
     sums = torch.zeros(7, dtype=torch.float64, device=device)
@@ -179,7 +185,8 @@ def measure(
 
 
 def checkpoint_layers_(decoder: Decoder) -> None:
-    """From here on a layer keeps its input alone and runs again in the backward pass: a third more work for a fraction of the memory."""
+    """Make every layer keep only its input and run again in the backward pass: a third more work for a
+    fraction of the memory."""
     for layer in decoder.layers:
         forward = layer.forward
 

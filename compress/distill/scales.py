@@ -1,9 +1,11 @@
-"""Scales of a quantized model tuned end to end: codes stay, and the scale of every group is trained until the model says what its source
-says (the second phase of EfficientQAT, arXiv 2407.11062, with a divergence from the source in the place of the text's own tokens).
+"""End-to-end tuning of a quantized model's scales: codes stay, and the scale of every group is trained to
+bring the model's distribution close to its source's (the second phase of EfficientQAT, arXiv 2407.11062,
+with a divergence from the source in place of the text's own tokens).
 
-A linear is w = levels * s (1 + r), levels = codes - zero point, and r is what is trained: relative, since scales of one matrix differ by
-orders of magnitude. Dense weights are made for as long as a product takes, forward and again backward, so that a model in training takes
-little more than its codes. The gradient by a scale is that by its weights, summed over the group.
+A linear is w = levels * s (1 + r), levels = codes - zero point, and r is trained: relative, since scales
+of one matrix differ by orders of magnitude. Dense weights exist only during a product, forward and again
+backward, so that a model in training takes little more than its codes. The gradient by a scale is that by
+its weights, summed over the group.
 
 Shapes: O out, I in, G groups, N members of a group, T tokens.
 """
@@ -22,7 +24,7 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 
 
 def tunes(scheme: Scheme) -> bool:
-    """Whether a linear of that scheme has scales of its own rows to tune."""
+    """Return whether a linear of that scheme has scales of its own rows to tune."""
     return scheme.block_rows == 1
 
 
@@ -43,12 +45,14 @@ class TunedLinear(nn.Module):
         self.change_OG = nn.Parameter(torch.zeros(weight.scale_OG.shape, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x, self.levels_OI, self.before_OG * (1 + self.change_OG))  # type: ignore[no-untyped-call]
+        scale_OG = self.before_OG * (1 + self.change_OG)
+        y = _Product.apply(x, self.levels_OI, scale_OG)  # type: ignore[no-untyped-call]
         return y if self.bias_O is None else y + self.bias_O
 
     @torch.no_grad()
     def tuned(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """The weight that this was made of, with its scales as they are stored; one that is driven to zero stays as it was."""
+        """Return the original weight with its tuned scales in the stored dtype; a scale that is driven to
+        zero keeps its old value."""
         scale_OG = storable(self.before_OG * (1 + self.change_OG), weight.scheme, weight.scale_OG.dtype).to(
             weight.scale_OG.device
         )
@@ -56,7 +60,7 @@ class TunedLinear(nn.Module):
 
 
 def _levels(weight: QuantizedWeight) -> Tensor:
-    """Codes less their zero points [O, I], in as few bytes as hold them."""
+    """Return codes less their zero points [O, I], in the smallest integer type that holds them."""
     if weight.zero_point_OG is None:
         return weight.codes_OI
     members = weight.shape[1] // weight.zero_point_OG.shape[1]
@@ -87,7 +91,8 @@ class _Product(torch.autograd.Function):
 
 
 def _weight(levels_OI: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights that consumers make of codes and scales, but for the rounding of the scales, which comes last."""
+    """Return the weights that consumers compute from codes and scales, without the final rounding of the
+    scales."""
     levels_OGN = levels_OI.to(torch.float32).view(*scale_OG.shape, -1)
     return (levels_OGN * scale_OG.unsqueeze(-1)).view(levels_OI.shape).to(dtype)
 
@@ -95,8 +100,8 @@ def _weight(levels_OI: Tensor, scale_OG: Tensor, dtype: torch.dtype) -> Tensor:
 def in_tuning(
     teacher: Decoder, layers: Callable[[int], Weights], *, dtype: torch.dtype, device: torch.device
 ) -> Decoder:
-    """The quantized model in training: linears over the codes of its layers, and what lies outside of the layers shared with the source's
-    decoder. Nothing but scales is trained."""
+    """Return the quantized model in training: linears over the codes of its layers, with everything outside
+    of the layers shared with the source's decoder. Only scales are trained."""
     with torch.device("meta"):
         student = Decoder(teacher.arch)
     student.embed = teacher.embed
@@ -119,7 +124,7 @@ def in_tuning(
 
 
 def tuned_layer(student: Decoder, layer_idx: int, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
-    """The layer that the student was made of, with its tuned scales."""
+    """Return the original layer with its tuned scales."""
     tuned = dict(weights)
     for name, module in student.layers[layer_idx].named_modules():
         weight = weights.get(f"{name}.weight")

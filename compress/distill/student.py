@@ -1,8 +1,9 @@
-"""A student of its own config: its shape, and weights taken from evenly chosen layers, heads and channels of a larger model, or random.
+"""A student of its own config: its shape, and weights taken from evenly chosen layers, heads and channels of
+a larger model, or random.
 
-Evenly chosen means that the i-th of n kept among N is i (N - 1) / (n - 1), rounded: first and last are kept. All matrices that touch a
-dimension take the same choice, so what is kept is wired as it was. With fewer query heads or KV heads, whole KV groups are chosen, then
-query heads inside each group.
+Evenly chosen means that the i-th of n kept among N is i (N - 1) / (n - 1), rounded: first and last are
+kept. All matrices that share a dimension take the same choice, so the kept parts stay connected. With
+fewer query heads or KV heads, whole KV groups are chosen, then query heads inside each group.
 
 Shapes: D hidden, F ffn, H heads, K kv heads, C head dimension.
 """
@@ -32,17 +33,23 @@ class Shape:
 
 
 def evenly(num_kept: int, num_all: int) -> list[int]:
-    """`num_kept` of 0..num_all-1, first and last among them."""
+    """Return `num_kept` of 0..num_all-1, first and last among them."""
     if num_kept == 1:
         return [0]
     return [round(idx * (num_all - 1) / (num_kept - 1)) for idx in range(num_kept)]
 
 
 def student_arch(teacher: Arch, shape: Shape) -> Arch:
-    """Raises UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads evenly."""
+    """Return the shape of a student.
+
+    Raises:
+        UsageError: a student larger than its teacher, a count below one, or heads that cannot share KV heads
+            evenly.
+    """
     if not teacher.is_uniform:
         raise UsageError(
-            "student: the layers of the teacher differ in width, so no even choice of heads and channels fits all of them."
+            "student: the layers of the teacher differ in width, so no even choice of heads and channels "
+            "fits all of them."
         )
     first = teacher.layers[0]
     wanted = {
@@ -59,7 +66,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
     num_kv_heads = shape.kv_heads or first.num_kv_heads
     if num_heads % num_kv_heads or num_heads // num_kv_heads > first.num_heads // first.num_kv_heads:
         raise UsageError(
-            f"student: {num_heads} query heads on {num_kv_heads} KV heads; each KV head serves the same number, at most the teacher's "
+            f"student: {num_heads} query heads on {num_kv_heads} KV heads; each KV head serves the same "
+            "number, at most the teacher's "
             f"{first.num_heads // first.num_kv_heads}. Give heads and kv_heads that fit."
         )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
@@ -70,7 +78,8 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
 
 
 def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
-    """A float32 student on the CPU with weights of the source, whose shape `arch` was cut from; reads a layer at a time."""
+    """Return a float32 student on the CPU with weights of the source, from whose shape `arch` was cut; the
+    source is read a layer at a time."""
     decoder = Decoder(arch)
     hidden = torch.tensor(evenly(arch.hidden_size, source.arch.hidden_size))
     state = {
@@ -88,7 +97,7 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
 
 
 def _channels(teacher: Arch, teacher_idx: int, student: Arch, student_idx: int) -> dict[str, Tensor]:
-    """Which channels of the query, key and value, and FFN dimensions a layer keeps."""
+    """Return the channels of query, key and value, and the FFN dimensions that a layer keeps."""
     old = teacher.layers[teacher_idx]
     new = student.layers[student_idx]
     groups = evenly(new.num_kv_heads, old.num_kv_heads)

@@ -1,10 +1,12 @@
-"""The one training loop: the reference model, recovery of pruned models and students of their own config run through it.
+"""The one training loop: for the reference model, recovery of pruned models, and students of their own
+config.
 
-AdamW (arXiv 1711.05101) with decay on matrices only, or Muon for the matrices inside the layers and AdamW for the rest; linear warm-up,
-cosine to zero, clipped gradients; float32 master weights and a lower compute dtype by autocast. The batch of a step is a pure function of
-(seed, step), so what a step sees does not depend on when it runs, and the seed decides everything but the rounding of the hardware; nothing
-else is drawn while a model trains, so a state holds no generator. A loss that is not finite stops the run at the next log row, before
-anybody sees a result or stores a state.
+AdamW (arXiv 1711.05101) with decay on matrices only, or Muon for the matrices inside the layers and AdamW
+for the rest; linear warm-up, cosine to zero, clipped gradients; float32 master weights and a lower
+compute dtype by autocast. The batch of a step is a pure function of (seed, step), so it does not depend
+on when the step runs, and the seed decides everything but the rounding of the hardware; nothing else is
+drawn while a model trains, so a state holds no generator. A loss that is not finite stops the run at the
+next log row, before any result is used or a state is stored.
 
 Shapes: B batch (sequences a step), S sequence, N windows.
 """
@@ -30,7 +32,8 @@ LossFn = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """`batch_size` sequences a step, computed `micro_batch_size` at a time; `peak_lr` is reached after `warmup_frac` of the steps."""
+    """Settings of the loop: `batch_size` sequences a step, computed `micro_batch_size` at a time; `peak_lr`
+    is reached after `warmup_frac` of the steps."""
 
     num_steps: int
     batch_size: int
@@ -73,7 +76,8 @@ class TrainLogRow:
 
 
 class TokenStream:
-    """One long row of token ids as shuffled windows of `seq_len` + 1; every epoch has its own offset and order.
+    """One long row of token ids as shuffled windows of `seq_len` + 1; every epoch has its own offset and
+    order.
 
     Raises:
         UsageError: the stream is shorter than a batch of windows.
@@ -87,13 +91,14 @@ class TokenStream:
         self._batches_per_epoch = (tokens.numel() - 1 - seq_len) // seq_len // batch_size
         if self._batches_per_epoch < 1:
             raise UsageError(
-                f"{tokens.numel()} training tokens do not fill one batch of {batch_size} x {seq_len}; give more text."
+                f"{tokens.numel()} training tokens do not fill one batch of {batch_size} x {seq_len}; give "
+                "more text."
             )
         self._epoch = -1
         self._starts = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Tensor:
-        """int64 [B, S+1] of a step."""
+        """Return int64 [B, S+1] of a step."""
         epoch, idx = divmod(step, self._batches_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -109,8 +114,8 @@ class TokenStream:
 
 
 class Windows:
-    """A fixed set of windows int32 [N, S+1] in batches; every epoch has its own order, and the last windows that fill no batch wait for
-    another.
+    """A fixed set of windows int32 [N, S+1] in batches; every epoch has its own order, and the last windows
+    that fill no batch wait for the next epoch.
 
     Raises:
         UsageError: fewer windows than a batch has.
@@ -123,13 +128,14 @@ class Windows:
         self._batches_per_epoch = tokens_NS.shape[0] // batch_size
         if self._batches_per_epoch < 1:
             raise UsageError(
-                f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more tokens."
+                f"{tokens_NS.shape[0]} windows of text do not fill one batch of {batch_size}; give more "
+                "tokens."
             )
         self._epoch = -1
         self._order = list[int]()
 
     def chosen(self, step: int) -> list[int]:
-        """The windows of a step."""
+        """Return the indices of a step's windows."""
         epoch, idx = divmod(step, self._batches_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
@@ -138,15 +144,16 @@ class Windows:
         return self._order[idx * self._batch_size : (idx + 1) * self._batch_size]
 
     def batch(self, step: int) -> Tensor:
-        """int64 [B, S+1] of a step."""
+        """Return int64 [B, S+1] of a step."""
         return self._tokens_NS[self.chosen(step)].to(torch.int64)
 
 
 class Training:
-    """One run of the loop: a model in training, its optimizers, and the step it stands at.
+    """One run of the loop: a model in training, its optimizers, and the current step.
 
-    Ranks share each batch: every rank takes its share of the micro-batches, gradients are summed, and all take the same step, so that the
-    replicas stay equal bit for bit. `tensors` between two rows is the whole state; what is restored goes on as if it had never stopped.
+    Ranks share each batch: every rank takes its share of the micro-batches, gradients are summed, and all
+    take the same step, so that the replicas stay equal bit for bit. `tensors` between two rows is the
+    whole state; a restored run goes on as if it had never stopped.
     """
 
     def __init__(
@@ -197,7 +204,7 @@ class Training:
         }
 
     def restore_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Become what `tensors` said."""
+        """Restore the state that `tensors` returned."""
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 parameter.copy_(tensors[f"model.{name}"])
@@ -254,14 +261,14 @@ def train(
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """A rank that had no micro-batch has none of its own to add."""
+    """Return a parameter's gradient; zeros on a rank that had no micro-batch."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 
 class _Window:
-    """What happened since the last log row; the loss stays on the device until a row is made."""
+    """The events since the last log row; the loss stays on the device until a row is made."""
 
     def __init__(self, total_tokens: int = 0) -> None:
         self.total_tokens = total_tokens
@@ -282,7 +289,8 @@ class _Window:
         loss = float(self._loss) / self.num_steps
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UsageError(
-                f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower the learning rate."
+                f"training diverged before step {step}: loss {loss}, gradient norm {grad_norm}. Lower the "
+                "learning rate."
             )
         self.total_tokens += self.num_tokens
         speed = self.num_tokens / (time.perf_counter() - self._start_s)
@@ -294,7 +302,8 @@ class _Window:
 def _optimizers(
     trained: Mapping[str, nn.Parameter], config: TrainConfig, device: torch.device
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, and before it Muon when it is asked for. A layer is what stands in a module list named `layers`, as in `Decoder`."""
+    """Return AdamW, and before it Muon where that is chosen. A layer is an entry of a module list named
+    `layers`, as in `Decoder`."""
     hidden = [
         p
         for name, p in trained.items()

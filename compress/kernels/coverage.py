@@ -1,7 +1,8 @@
-"""The table of kernels that serve a device: every op, for the shapes of one model, each scheme and KV format, decode and prefill.
+"""The table of kernels that serve a device: every op, for the shapes of one model, each scheme and KV format,
+decode and prefill.
 
-The kernels are those that `select` takes for the problems that a loader poses. No weights are needed, so that `compress doctor`
-can print the table for a person, and a benchmark can time what is served.
+The kernels are those that `select` takes for the problems that a loader poses. No weights are needed, so that
+`compress doctor` can print the table for a person, and a benchmark can time what is served.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ LINEARS = (*LINEAR_GROUPS, "head")
 
 @dataclass(frozen=True)
 class Served:
-    """One problem and the kernel that serves it, None where all refuse; `refused` has the reasons of the faster candidates."""
+    """One problem and the kernel that serves it, None where all refuse; `refused` has the reasons of the
+    faster candidates."""
 
     name: str
     phase: Phase
@@ -54,7 +56,8 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
 def linear_problems(
     arch: Arch, device: KernelDevice, name: str, *, scheme: str, phase: Phase
 ) -> list[Problem]:
-    """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first with its activation."""
+    """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first
+    with its activation."""
     n, k = linear_shape(arch, name)
     activations = (arch.activation, None) if name == "gate_up" and phase == "decode" else (None,)
     return [

@@ -1,4 +1,5 @@
-"""What a kernel is asked to compute: one op at one shape, number format and device, posed for decode or for prefill."""
+"""The problem posed to a kernel: one op at one shape, number format and device, posed for decode or for
+prefill."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +19,13 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 
 @dataclass(frozen=True)
 class Problem:
-    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and rope_store the head
-    dimension and the query heads of a KV head; for other ops the row size, and 0.
+    """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and
+    rope_store the head dimension and the query heads of a KV head; for other ops the row size, and 0.
 
-    `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows, not on its place
-    among them. Decode rows always demand it. `scheme` names the quantization scheme, or the dtype of a dense weight (`BF16`,
-    `F32`); for attention and rope_store it names the format of the KV cache. `activation` makes a linear gated. `sm` is the
-    compute capability times ten, 0 without a GPU.
+    `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
+    not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
+    dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
+    `activation` makes a linear gated. `sm` is the compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -42,8 +43,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class KernelDevice:
-    """A device as kernels are selected for it: its type, compute capability times ten (0 without a GPU), the model's dtype, and
-    the most rows that decode and prefill must serve at once."""
+    """A device as kernels are selected for it: its type, compute capability times ten (0 without a GPU), the
+    model's dtype, and the most rows that decode and prefill must serve at once."""
 
     device: str
     sm: int

@@ -1,21 +1,22 @@
 """The choice of a kernel: every candidate either supports a problem or gives the reason why it does not.
 
-An op is a package of this one; a kernel is one file in it that adds itself to `KERNELS[op]`. `select` takes the candidate of
-the highest rank that refuses nothing. Nothing falls back silently: refusals are kept and shown (`refusals`,
-`Engine.kernel_report`).
+An op is a package of this one; a kernel is one file in it that adds itself to `KERNELS[op]`. `select` takes
+the candidate of the highest rank that refuses nothing. Nothing falls back silently: refusals are kept and
+shown (`refusals`, `Engine.kernel_report`).
 
-The signature of `fn`, by op (T rows, O out, I in, D hidden, F ffn, H heads, K kv heads, C head dimension, R requests, B blocks
-of a table, P positions; "rows" is a tensor, or `QuantizedRows` where a `quant` is given):
+The signature of `fn`, by op (T rows, O out, I in, D hidden, F ffn, H heads, K kv heads, C head dimension, R
+requests, B blocks of a table, P positions; "rows" is a tensor, or `QuantizedRows` where a `quant` is given):
 
     linear             fn(rows_TI, packed, bias_O | None, *, residual_TO=None, out_dtype=None) -> y_TO
                        packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives
-                       activation(first half) * second half, [T, O / 2]. The residual is added after rounding to the
-                       model's dtype.
-    rms_norm           fn(x, weight, eps, quant=None) -> rows like x      over the last axis; `weight` broadcasts against x
+                       activation(first half) * second half, [T, O / 2]. The residual is added after rounding
+                       to the model's dtype.
+    rms_norm           fn(x, weight, eps, quant=None) -> rows like x
+                       over the last axis; `weight` broadcasts against x
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
-    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps) -> q_THC;
-                       writes k and v to kv
+    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps)
+                       -> q_THC; writes k and v to kv
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale) -> [T, H, C];
                        T = R q_len, the last q_len positions of each context
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale) -> [T, H, C];
@@ -36,7 +37,8 @@ from compress.quant.scheme import QuantizedWeight
 
 
 class Repack(Protocol):
-    """A function that stacks weights [O_j, I] along O, gate before up when `gated`, in the layout that a kernel reads."""
+    """A function that stacks weights [O_j, I] along O, gate before up when `gated`, in the layout that a
+    kernel reads."""
 
     def __call__(
         self,
@@ -52,10 +54,10 @@ class Repack(Protocol):
 class Kernel:
     """One implementation of an op. `supports` returns None, or the reason of its refusal.
 
-    `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of tensors), once, at load;
-    kernels with the same `repack` share its result. `min_sm` is the least compute capability times ten (90 for Hopper), 0 for
-    kernels that run anywhere. Of the kernels that refuse nothing, the one of the highest `rank` serves. A linear that
-    `prepares` also takes `RawRows`.
+    `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of
+    tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
+    capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
+    the one of the highest `rank` serves. A linear that `prepares` also takes `RawRows`.
     """
 
     op: Op
@@ -100,7 +102,7 @@ def select(problem: Problem) -> Kernel:
     """Return the kernel that serves a problem.
 
     Raises:
-        EnvironmentUnfit: no candidate supports it; the message says why each refused.
+        EnvironmentUnfit: no candidate supports it; the message has each candidate's reason.
     """
     for kernel in candidates(problem.op):
         if kernel.refusal(problem) is None:

@@ -1,7 +1,8 @@
-"""The facts of a decoder: shapes, rope, norms, biases. Data only; no module and no tensor lives here.
+"""The facts of a decoder: shapes, rope, norms, biases. Data only, without modules and tensors.
 
-An `Arch` says everything the canonical decoder needs and nothing about names on disk (`family.py` knows those). Widths are stated per
-layer, because pruning may make them differ. Facts travel as JSON in an artifact's manifest (`to_json` / `from_json` are inverse).
+An `Arch` holds everything that the canonical decoder needs and nothing about names on disk, which are in
+`family.py`. Widths are stated per layer, because pruning may make them differ. Facts travel as JSON in an
+artifact's manifest (`to_json` / `from_json` are inverse).
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Widths of one decoder layer; `window` is the number of positions a query sees including itself, None for all."""
+    """The widths of one decoder layer; `window` is the number of positions that a query sees including
+    itself, None for all."""
 
     num_heads: int
     num_kv_heads: int
@@ -112,8 +114,8 @@ class LayerShape:
 class Arch:
     """All facts of one decoder-only language model.
 
-    `config` keeps the source's `config.json` as it was, so that export writes back every field that does not change the function here
-    (token ids, initializer range, ...) and rewrites those that do.
+    `config` keeps the source's `config.json` as it was, so that export writes back every field that does
+    not change the function here (token ids, initializer range, ...) and rewrites those that do.
     """
 
     family: str
@@ -134,12 +136,14 @@ class Arch:
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise UnsupportedArch(
-                f"activation '{self.activation}' is not known to the decoder; it knows {', '.join(ACTIVATIONS)}."
+                f"activation '{self.activation}' is not known to the decoder; it knows "
+                f"{', '.join(ACTIVATIONS)}."
             )
         for idx, layer in enumerate(self.layers):
             if layer.num_heads % layer.num_kv_heads:
                 raise UnsupportedArch(
-                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads evenly."
+                    f"layer {idx}: {layer.num_heads} query heads cannot share {layer.num_kv_heads} KV heads "
+                    "evenly."
                 )
 
     @property
@@ -185,7 +189,7 @@ class Arch:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The facts as a manifest keeps them: those of the model, and those of each layer."""
+        """Return the facts as a manifest stores them: those of the model, and those of each layer."""
         facts = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -195,7 +199,8 @@ class Arch:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
-        """Inverse of `to_json`; what else a layer's mapping says (its scheme) is not the architecture's."""
+        """Read what `to_json` wrote; other keys of a layer's mapping (its scheme) are not the
+        architecture's."""
         names = [field.name for field in dataclasses.fields(LayerShape)]
         shapes = ({name: layer[name] for name in names} for layer in layers)
         return Arch(

@@ -1,9 +1,12 @@
-"""Causal attention for calibration, training and as the oracle: over one whole sequence, or with a contiguous cache of earlier positions.
+"""Causal attention for calibration, training and as the oracle: over one whole sequence, or with a
+contiguous cache of earlier positions.
 
-`Decoder.forward` takes the attention as an argument, so what differs between a training step and a cached decode is this object and
-nothing in the model. The serving runtime has its own paged attention; these two are the law it is held to.
+`Decoder.forward` takes the attention as an argument, so that a training step and a cached decode differ
+in this object and in nothing of the model. The serving runtime has its own paged attention, which is
+tested against these two.
 
-Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `window` counts positions including the query itself.
+Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `window` counts positions
+including the query itself.
 """
 
 from typing import Protocol
@@ -55,7 +58,8 @@ class FullAttention:
 
 
 class CachedAttention:
-    """Keys and values of earlier calls are kept and attended to; every sequence of the batch has the same length."""
+    """Attention with the keys and values of earlier calls; every sequence of the batch has the same
+    length."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,8 +1,10 @@
-"""The project's own store of weights between stages: one safetensors file per layer under canonical names, plus the outer weights.
+"""The project's own store of weights between stages: one safetensors file per layer under canonical names,
+plus the outer weights.
 
-Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the manifest; `scheme` in the
-manifest when linears are quantized (leaves of `quant/codec.py`), the head's inside it when the head is too, and that of each linear which
-has another one or none. A layer's file is also a resume point: it is complete or absent. The manifest's `facts` name the format of a
+Layout of an artifact with this store: `outer.safetensors`, `layer-00000.safetensors`, ... ; `arch` in the
+manifest; `scheme` in the manifest when linears are quantized (leaves of `quant/codec.py`), with the
+head's inside it when the head is quantized, and that of each linear which has another scheme or none. A
+layer's file is also a resume point: it is complete or absent. The manifest's `facts` name the format of a
 quantized KV cache, and the layers hold its scales if it has static ones.
 """
 
@@ -32,7 +34,7 @@ def save_weights(path: Path, weights: Weights) -> None:
 
 
 def encoded(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a file of the store."""
+    """Return the tensors of a file of the store."""
     tensors: dict[str, Tensor] = {}
     for name, value in weights.items():
         if isinstance(value, QuantizedWeight):
@@ -46,7 +48,8 @@ def encoded(weights: Weights) -> dict[str, Tensor]:
 def load_weights(
     path: Path, schemes: Schemes | None, *, prefix: str = ""
 ) -> dict[str, Tensor | QuantizedWeight]:
-    """Inverse of `save_weights`; `prefix` is what `schemes` has before the names of the file (`layers.3.`)."""
+    """Inverse of `save_weights`; `prefix` is what `schemes` has before the names of the file
+    (`layers.3.`)."""
     tensors = load_tensors(path)
     weights: dict[str, Tensor | QuantizedWeight] = {}
     for name in [each for each in tensors if each.endswith(".scale")]:
@@ -62,7 +65,8 @@ def load_weights(
 
 
 def stated_kv_format(artifact: Artifact) -> str | None:
-    """Format of the KV cache that an artifact is to be served with, if its manifest says one."""
+    """Return the format of the KV cache that an artifact is to be served with, None if its manifest names
+    none."""
     stated: str | None = artifact.manifest.facts.get("kv_cache", {}).get("format")
     return stated
 

@@ -3,16 +3,19 @@
     P = softmax(scale Q K^T + mask)      dV = P^T dO
     dS = P o (scale dO V^T - rowsum(P o scale dO V^T))      dQ = dS K      dK = dS^T Q
 
-Blocks of queries with the keys that they see, some kv heads at once: 1.2 to 1.9 times as fast as the backward of PyTorch's flash kernel at
-128 to 2048 tokens (one core with AMX, heads of 64 and 128). Scores, P and dS are float32, and rounded to bfloat16 where they are factors.
-Keys and values of several query heads are read where they lie, and their gradients are summed in float32: half of PyTorch's error.
+Blocks of queries meet the keys that they see, some kv heads at once: 1.2 to 1.9 times as fast as the
+backward of PyTorch's flash kernel at 128 to 2048 tokens (one core with AMX, heads of 64 and 128). Scores,
+P and dS are float32, and rounded to bfloat16 where they are factors. Keys and values of several query
+heads are read in place, and their gradients are summed in float32: half of PyTorch's error.
 
-What decides the time is what a product does beside multiplying. So factors lie as oneDNN takes them (keys of a block are converted anew: a
-slice of all keys would be copied transposed), results go into memory that is there, Q K^T and dO V^T are one product with one scale, and
-the softmax and its backward are one pass each (an exponential of -inf by itself is ten times as slow as another).
+Most of the time goes to the work around the products. So factors have the layout that oneDNN takes (keys
+of a block are converted anew: a slice of all keys would be copied transposed), results are written to
+existing memory, Q K^T and dO V^T are one product with one scale, and the softmax and its backward are one
+pass each (an exponential of -inf by itself is ten times as slow as another).
 
-Shapes: B batch, S sequence, H heads, K kv heads, G query heads of a kv head, C head dimension, N kv heads of all sequences, R rows of a
-block (query heads times queries), L keys that it sees; 2 is for queries and the output's gradient, or for keys and values.
+Shapes: B batch, S sequence, H heads, K kv heads, G query heads of a kv head, C head dimension, N kv heads
+of all sequences, R rows of a block (query heads times queries), L keys that it sees; 2 is for queries and
+the output's gradient, or for keys and values.
 """
 
 import math
@@ -27,11 +30,12 @@ from compress.models.tiles import bfloat16_factors, has_bfloat16_tiles
 BLOCK = 128
 """Queries of a block."""
 SCORES = 1 << 21
-"""Of a block at once, unless one kv head has more."""
+"""Scores of a block at once, unless one kv head has more."""
 
 
 def is_faster(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor) -> bool:
-    """Whether `attend` is to be used, and may be: eagerly, with a gradient to come."""
+    """Return whether `attend` is allowed and faster: on such a CPU, in eager mode, where a gradient will be
+    needed."""
     return (
         q_BHSC.device.type == "cpu"
         and not torch.compiler.is_compiling()
@@ -44,8 +48,10 @@ def is_faster(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor) -> bool:
 
 
 def attend(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor) -> Tensor:
-    """Causal attention in bfloat16 [B, H, S, C]: the bits of `scaled_dot_product_attention`, other gradients."""
-    out: Tensor = _Attend.apply(*(x.to(torch.bfloat16) for x in (q_BHSC, k_BKSC, v_BKSC)))  # type: ignore[no-untyped-call]
+    """Causal attention in bfloat16 [B, H, S, C]: the bits of `scaled_dot_product_attention`, other
+    gradients."""
+    factors = (x.to(torch.bfloat16) for x in (q_BHSC, k_BKSC, v_BKSC))
+    out: Tensor = _Attend.apply(*factors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -56,7 +62,7 @@ class _Attend(torch.autograd.Function):
         return F.scaled_dot_product_attention(q_BHSC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # PyTorch leaves it untyped
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_BHSC, k_BKSC, v_BKSC = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False), bfloat16_factors():
@@ -66,7 +72,7 @@ class _Attend(torch.autograd.Function):
 def gradients(
     q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, g_BHSC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of q, k and v, in the dtype of q, for the gradient of the output."""
+    """Return the gradients of q, k and v, in the dtype of q, for the gradient of the output."""
     num_kv_heads, seq_len, head_dim = k_BKSC.shape[1:]
     qg_2NGSC = torch.stack((q_BHSC, g_BHSC)).unflatten(2, (num_kv_heads, -1)).flatten(1, 2)
     kv_2NSC = torch.stack((k_BKSC, v_BKSC)).flatten(1, 2)

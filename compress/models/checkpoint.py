@@ -1,8 +1,10 @@
-"""Hugging Face checkpoints: import to canonical names and export by the exact inverse of the same table, streaming, layer by layer.
+"""Hugging Face checkpoints: import to canonical names and export by the exact inverse of the same table,
+streaming, layer by layer.
 
-`Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter present with its shape, else
-an error names the tensor: a checkpoint is understood wholly or refused. Quantized linears are decoded by the codec handed in for the
-checkpoint's `quant_method`; `write_checkpoint` is the way back.
+`Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter
+present with its shape, else an error names the tensor: a checkpoint is understood wholly or refused.
+Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`; `write_checkpoint`
+is the way back.
 """
 
 import json
@@ -28,7 +30,7 @@ CONFIG_NAME = "config.json"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """`config.json` of a model directory.
+    """Read `config.json` of a model directory.
 
     Raises:
         UsageError: it is missing or not JSON.
@@ -39,7 +41,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         pickles = sorted(each.name for each in path.glob("*.bin"))
         beside = (
-            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and safetensors."
+            f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
+            "safetensors."
             if pickles
             else ""
         )
@@ -55,7 +58,8 @@ class Checkpoint:
     """A model directory as a `WeightSource`.
 
     Raises:
-        UnsupportedArch: the config or a tensor is not known to the decoder, or a tensor is missing or misshapen.
+        UnsupportedArch: the decoder does not support the config or a tensor, or a tensor is missing or
+            misshapen.
         UnsupportedFormat: pickles, or a `quant_method` without a codec here.
     """
 
@@ -84,7 +88,8 @@ class Checkpoint:
 
     @property
     def schemes(self) -> dict[str, Scheme]:
-        """Canonical linear (`layers.0.attn.q`, `head`) -> scheme of the quantized ones; empty for a dense checkpoint."""
+        """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
+        checkpoint."""
         linears = [
             each for each in self._canonical_linears() if each[0] != "head" or not self._arch.tied_head
         ]
@@ -135,11 +140,13 @@ class Checkpoint:
         for name, shape in expected.items():
             if name not in self._files:
                 raise UnsupportedArch(
-                    f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its config has."
+                    f"{self.path} lacks the tensor '{name}' that a {self.family.model_type} model of its "
+                    "config has."
                 )
             if shape is not None and self._files.shape(name) != shape:
                 raise UnsupportedArch(
-                    f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says {list(shape)}."
+                    f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says "
+                    f"{list(shape)}."
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
@@ -147,8 +154,10 @@ class Checkpoint:
             self._files.get(tied), self._files.get(self._disk_embed())
         ):
             raise UnsupportedArch(
-                f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is another matrix. Set "
-                "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if it is not."
+                f"{self.path}: config.json ties the head to the embedding, but the stored '{tied}' is "
+                "another matrix. Set "
+                "tie_word_embeddings to false if the stored head is the right one, or remove the tensor if "
+                "it is not."
             )
         for name in self._files.names():
             if (
@@ -158,18 +167,21 @@ class Checkpoint:
                 and not self._is_idle_bias(name)
             ):
                 raise UnsupportedArch(
-                    f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does not know."
+                    f"{self.path} holds the tensor '{name}', which the {self.family.model_type} decoder does "
+                    "not know."
                 )
 
     def _is_idle_bias(self, name: str) -> bool:
-        """Zeros that some tools store beside each linear that they quantized, whether it has a bias or not."""
+        """Return whether a tensor is a bias of zeros that some tools store for every linear that they
+        quantized, with a bias or without."""
         return name.removesuffix(".bias") in self._schemes and not bool(self._files.get(name).any())
 
     def _disk_embed(self) -> str:
         return self.family.to_disk("embed") + ".weight"
 
     def _expected(self) -> dict[str, tuple[int, ...] | None]:
-        """Disk tensor -> shape (None for the leaves of a quantized linear, whose codec knows, and for scalars)."""
+        """Return the shapes of the tensors on disk; None for the leaves of a quantized linear, which its
+        codec checks, and for scalars."""
         outer, layers = self._names
         named = dict(outer)
         for idx, layer in enumerate(layers):
@@ -193,7 +205,8 @@ def write_checkpoint(
     quantization_config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of memory.
+    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
+    memory.
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.
@@ -211,7 +224,8 @@ def write_checkpoint(
             )  # scales of the KV cache: consumers want [1]
         elif codec is None:
             raise UnsupportedFormat(
-                f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export format."
+                f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "
+                "format."
             )
         else:
             for each, tensor in codec.encode(value).items():
@@ -234,31 +248,35 @@ def write_checkpoint(
 def _quantization(
     config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec], linears: list[str]
 ) -> tuple[ForeignCodec | None, dict[str, Scheme], str | None]:
-    """How weights are coded, which ones, and the format of the KV cache if the config says one."""
-    said = config.get("quantization_config")
-    if not said:
+    """Return the codec of a config, the schemes of its linears, and the format of the KV cache if the config
+    names one."""
+    quantization = config.get("quantization_config")
+    if not quantization:
         return None, {}, None
-    method = str(said.get("quant_method"))
+    method = str(quantization.get("quant_method"))
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(
             f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}."
         )
     codec = codecs[method]
-    return codec, codec.schemes(said, linears), codec.kv_format(said)
+    return codec, codec.schemes(quantization, linears), codec.kv_format(quantization)
 
 
 def _names_of(
     arch: Arch, *, kv_scales: bool
 ) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
-    """What a checkpoint holds, and its shapes: (outer, one mapping a layer)."""
+    """Return the names and shapes of the tensors in a checkpoint: (outer, one mapping a layer)."""
     outer, layers = parameter_names(arch)
     return outer, [layer | (dict.fromkeys(KV_SCALES.values(), ()) if kv_scales else {}) for layer in layers]
 
 
 def _scaled_in(dtype: str, weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight with its scales in the model's dtype where that changes none of them. GPTQ and AWQ keep float16 for every model, so this
-    is what a model of another dtype had before; scales that only float16 holds stay in it."""
+    """Convert the scales of a weight to the model's dtype where that changes none of them.
+
+    GPTQ and AWQ store float16 for every model, so this restores the scales of a model of another dtype;
+    scales that only float16 represents stay in it.
+    """
     wanted = getattr(torch, dtype, None)
     scale_OG = weight.scale_OG
     if scale_OG.dtype != torch.float16 or wanted not in (torch.bfloat16, torch.float32):

@@ -1,15 +1,18 @@
 """The canonical decoder: the one module tree into which every checkpoint is brought.
 
     h = embed(tokens)
-    per layer:  h = h + o(attention(rope(q), rope(k), v)),  q, k, v = linears of attn_norm(h), q and k optionally normed per head
+    per layer:  h = h + o(attention(rope(q), rope(k), v)),  q, k, v = linears of attn_norm(h)
                 h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
     logits = head(norm(h))
 
-Pre-norm, RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245), gated FFN (arXiv 2002.05202); the gates are silu or gelu. Linears
-are separate (q, k, v, o, gate, up, down) so that a method sees each one. Calibration, training and the golden tests run this forward; the
-serving runtime has its own fused step that is held to it. What it does not do: dropout, parallel residuals, encoder-decoder, experts.
+q and k may be normed per head. Pre-norm, RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245),
+gated FFN (arXiv 2002.05202); the gates are silu or gelu. Linears are separate (q, k, v, o, gate, up,
+down) so that a method sees each one. Calibration, training and the golden tests run this forward; the
+serving runtime has its own fused step, which is tested against it. Not supported: dropout, parallel
+residuals, encoder-decoder, experts.
 
-Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out, I in.
+Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
+I in.
 """
 
 from collections.abc import Callable
@@ -26,11 +29,12 @@ from compress.models.norm_gradient import norm_cpu
 from compress.models.rope import cos_sin, rotate
 
 Tap = Callable[[str, Tensor], None]
-"""Called with (tap name, input of the linears behind it); taps are attn_in, attn_out, ffn_in, ffn_mid."""
+"""A hook that is called with (tap name, input of a linear group); the names are attn_in, attn_out, ffn_in
+and ffn_mid."""
 
 
 def no_tap(name: str, x: Tensor) -> None:
-    """The tap of a forward that nobody observes."""
+    """Ignore the input: the tap of a forward that nobody observes."""
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -41,10 +45,12 @@ def activation(name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SmoothingPair:
-    """A producer whose output channels may be divided by s while the `linears` behind `tap` have their columns multiplied by s.
+    """A producer whose output channels may be divided by s while the columns of the `linears` that read
+    `tap` are multiplied by s.
 
-    `producer` is a norm (its weight is divided) or a linear (its rows and bias are). With grouped queries the columns of `o` repeat the
-    channels of `v`: column h * C + c reads channel (h // repeat) * C + c, so one s serves `repeat` query heads.
+    `producer` is a norm (its weight is divided) or a linear (its rows and bias are). With grouped queries
+    the columns of `o` repeat the channels of `v`: column h * C + c reads channel (h // repeat) * C + c,
+    so one s serves `repeat` query heads.
     """
 
     producer: str
@@ -55,7 +61,8 @@ class SmoothingPair:
 
 
 class Linear(nn.Linear):
-    """A linear whose weight may have fewer bits than its input: it is widened when it is read, for as long as the product takes."""
+    """A linear whose weight may have fewer bits than its input; each product widens it and discards the wide
+    copy."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias)
@@ -100,7 +107,7 @@ class Attention(nn.Module):
         return self.o(out)
 
     def heads(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, *, layer_idx: int) -> Tensor:
-        """What all heads read, side by side: the input of `o`."""
+        """Return the concatenated outputs of all attention heads: the input of `o`."""
         shape = self.shape
         leading = x_BSD.shape[:-1]
         q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
@@ -112,7 +119,7 @@ class Attention(nn.Module):
         return attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
 
     def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What a cache holds: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
+        """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
         shape = self.shape
         k_BSKC, v_BSKC = (
             each(x_BSD).view(*x_BSD.shape[:-1], shape.num_kv_heads, shape.head_dim)
@@ -141,7 +148,7 @@ class Ffn(nn.Module):
         return self.down(mid_BSF)
 
     def gated(self, x_BSD: Tensor) -> Tensor:
-        """The input of `down`."""
+        """Return the input of `down`."""
         return activation(self.activation, self.gate(x_BSD)) * self.up(x_BSD)
 
 
@@ -166,16 +173,17 @@ class HalfLayer:
         return value
 
     def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
-        """From the second tap to the end."""
+        """Run a half-layer from its second tap to its end."""
         return x_BSD + self.out(value)
 
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
-        """By the second tap to the end."""
+        """Run a whole half-layer, through both taps."""
         return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap))
 
 
 class DecoderLayer(nn.Module):
-    """One layer. `linear(name)` and the parameter names are the canonical ones relative to the layer (`attn.q`, `ffn.down`, ...)."""
+    """One decoder layer. `linear(name)` and the parameter names are the canonical ones relative to the layer
+    (`attn.q`, `ffn.down`, ...)."""
 
     def __init__(self, arch: Arch, layer_idx: int) -> None:
         super().__init__()
@@ -191,7 +199,7 @@ class DecoderLayer(nn.Module):
         return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
 
     def halves(self) -> tuple[HalfLayer, HalfLayer]:
-        """What `forward` is, one after the other."""
+        """Return the two half-layers, attention and FFN, that `forward` runs one after the other."""
         heads = partial(self.attn.heads, layer_idx=self.layer_idx)
         return (
             HalfLayer(("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o),
@@ -213,7 +221,8 @@ class DecoderLayer(nn.Module):
         return list(self.shape.groups)
 
     def smoothing_pairs(self) -> list[SmoothingPair]:
-        """Where a per-channel scale can be moved into the producer without changing the function, in execution order."""
+        """Return the places where a per-channel scale can be moved into the producer without changing the
+        function, in execution order."""
         qkv, o, gate_up, down = self.shape.groups
         head_dim = self.shape.head_dim
         repeat = self.shape.num_heads // self.shape.num_kv_heads
@@ -226,7 +235,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. Parameters carry the canonical names that checkpoints are imported to and exported from."""
+    """The whole model. Its parameters have the canonical names that checkpoints are imported to and exported
+    from."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
@@ -241,7 +251,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None
     ) -> Tensor:
-        """Logits [B, S, V]. Positions default to 0..S-1, attention to the whole sequence."""
+        """Return logits [B, S, V]. Positions default to 0..S-1, attention to the whole sequence."""
         return self.head(self.hidden(tokens_BS, positions, attention))
 
     def hidden(

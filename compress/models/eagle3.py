@@ -1,19 +1,21 @@
-"""An EAGLE-3 head: one decoder layer that continues a sequence from the hidden states of the model it drafts for (arXiv 2503.01840).
+"""An EAGLE-3 head: one decoder layer that continues a sequence from the hidden states of its target model
+(arXiv 2503.01840).
 
-    f_t = fc([h_a; h_b; h_c])                  hidden states of the target at token t, after a, b and c of its layers, before any norm
+    f_t = fc([h_a; h_b; h_c])                  hidden states of the target at token t after layers a, b, c
     x   = [embed_norm(embed(y_t+1)); hidden_norm(f_t)]      y_t+1 is the token that follows t
     r   = f_t + o(attention(q x, k x, v x)),   position t;  with `norm_before_residual` hidden_norm(f_t) + ...
     g_t = r + ffn(ffn_norm(r))
     p(y_t+2) = softmax(head(norm(g_t)))        over a part of the target's tokens
 
-One token further on, where the target has computed nothing yet, g_t stands for f_t+1. The embedding is the target's unless the head has its
-own. Its words are `vocabulary`: token d of the head is token d + d2t[d] of the target.
+The hidden states are taken before any norm. One token further on, where the target has computed nothing
+yet, g_t takes the place of f_t+1. The embedding is the target's unless the head has its own. `vocabulary`
+lists the head's tokens: token d of the head is token d + d2t[d] of the target.
 
-`layer_ids` count layers: id i is the hidden state after i layers, that is what layer i reads, as in vLLM and speculators, where they are
-`eagle_aux_hidden_state_layer_ids`.
+`layer_ids` count layers: id i is the hidden state after i layers, which is the input of layer i, as in
+vLLM and speculators, where they are `eagle_aux_hidden_state_layer_ids`.
 
-A head lies in `eagle3.safetensors` under the names of `Eagle3Decoder`, with `d2t` int64 [W] and `t2d` bool [V] as other programs have them;
-its facts are in the manifest.
+A head is stored in `eagle3.safetensors` under the names of `Eagle3Decoder`, with `d2t` int64 [W] and
+`t2d` bool [V] as other programs have them; its facts are in the manifest.
 
 Shapes: B batch, S sequence, D hidden, E = D for each layer id, V vocabulary of the target, W of the head.
 """
@@ -59,7 +61,8 @@ class Eagle3Facts:
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.arch.vocab_size:
             raise UsageError(
-                f"eagle3: a draft vocabulary of {self.draft_vocab_size} tokens; the model has {self.arch.vocab_size}."
+                f"eagle3: a draft vocabulary of {self.draft_vocab_size} tokens; the model has "
+                f"{self.arch.vocab_size}."
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +87,8 @@ class Eagle3Facts:
 def eagle3_facts(
     target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None
 ) -> Eagle3Facts:
-    """A head for this model: a layer as its last one, without biases, windows and norms of heads, that reads `layer_ids` or the default.
+    """Return the facts of a head for this model: a layer like its last one, without biases, windows and
+    norms of heads, that reads `layer_ids` or the default.
 
     Raises:
         UsageError: layer ids that the model does not have, or that do not rise.
@@ -92,7 +96,8 @@ def eagle3_facts(
     ids = default_layer_ids(target.num_layers) if layer_ids is None else tuple(layer_ids)
     if not ids or list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= target.num_layers:
         raise UsageError(
-            f"eagle3: layers {list(ids)} of a model that has {target.num_layers}; give numbers from 0 (the embedding) to that, rising."
+            f"eagle3: layers {list(ids)} of a model that has {target.num_layers}; give numbers from 0 (the "
+            "embedding) to that, rising."
         )
     arch = target.replace(
         family="llama",
@@ -109,7 +114,8 @@ def eagle3_facts(
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """After 2 layers, half of them and all but 3, as elsewhere; where a model has too few for that, one less of each end."""
+    """Return the layer ids after 2 layers, half of them and all but 3, as other tools do; where a model has
+    too few layers for that, one layer less of each end."""
     if num_layers >= 7:
         return 2, num_layers // 2, num_layers - 3
     return (
@@ -152,7 +158,8 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Decoder(nn.Module):
-    """The head without an embedding: `fuse` features, `forward` a step, `head(norm(...))` for logits [B, S, W]."""
+    """The head without an embedding: `fuse` features, `forward` a step, `head(norm(...))` for logits [B, S,
+    W]."""
 
     def __init__(self, facts: Eagle3Facts) -> None:
         super().__init__()
@@ -183,8 +190,8 @@ class Eagle3Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Eagle3Head:
-    """A head as it is stored: parameters of `Eagle3Decoder` by name, perhaps quantized; the target's tokens int64 [W] that it knows,
-    rising; its own embedding [V, D] where it has one."""
+    """A head as it is stored: parameters of `Eagle3Decoder` by name, perhaps quantized; the target's tokens
+    int64 [W] that it can draft, rising; its own embedding [V, D] where it has one."""
 
     facts: Eagle3Facts
     weights: Weights
@@ -199,13 +206,14 @@ class Eagle3Head:
 
 
 def head_of(decoder: Eagle3Decoder, vocabulary_W: Tensor, *, dtype: torch.dtype) -> Eagle3Head:
-    """A trained module as it is stored."""
+    """Return a trained module as it is stored."""
     weights = {name: parameter.detach().to("cpu", dtype) for name, parameter in decoder.named_parameters()}
     return Eagle3Head(decoder.facts, weights, vocabulary_W.cpu())
 
 
 def vocabulary_tensors(vocabulary_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """`d2t` int64 [W], what to add to a token of the head for the target's, and `t2d` bool [V], which of the target's it has."""
+    """Return `d2t` int64 [W], the difference from a token of the head to the target's, and `t2d` bool [V],
+    which tokens of the target the head has."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[vocabulary_W] = True
     return {"d2t": vocabulary_W - torch.arange(len(vocabulary_W)), "t2d": t2d}
@@ -230,14 +238,14 @@ def load_eagle3(directory: Path, facts: Eagle3Facts, schemes: Schemes | None = N
 
 
 def draft_head(artifact: Artifact) -> Eagle3Head:
-    """Of an artifact whose draft is one: facts["draft"]["kind"] is "eagle3"."""
+    """Read the head of an artifact whose draft is one: facts["draft"]["kind"] is "eagle3"."""
     scheme = artifact.manifest.scheme
     facts = Eagle3Facts.from_json(artifact.manifest.facts["draft"]["head"])
     return load_eagle3(artifact.path, facts, None if scheme is None else ModelScheme.from_json(scheme))
 
 
 def checked_head(facts: Eagle3Facts, tensors: Weights, *, where: str) -> Eagle3Head:
-    """Raises UnsupportedFormat where tensors are missing, of other shapes, or more than a head has."""
+    """Raise UnsupportedFormat where tensors are missing, misshapen, or more than a head has."""
     expected = parameter_shapes(facts) | {"d2t": (facts.draft_vocab_size,)}
     found = {
         name: tuple(value.shape) for name, value in tensors.items() if name not in ("t2d", _OWN_EMBEDDING)
@@ -266,8 +274,11 @@ def parameter_shapes(facts: Eagle3Facts) -> dict[str, tuple[int, ...]]:
 def fresh_eagle3(
     facts: Eagle3Facts, target: WeightSource, vocabulary_W: Tensor, *, generator: torch.Generator
 ) -> Eagle3Decoder:
-    """A float32 head on the CPU to be trained, which begins as the target's last layer and head on the deepest hidden state it reads: fc
-    hands that one on, and what reads the embedding is normal with std 0.02."""
+    """Return a float32 head on the CPU for training.
+
+    It begins as the target's last layer and head on the deepest hidden state that it reads: fc passes
+    that one on, and the columns that read the embedding are normal with std 0.02.
+    """
     decoder = Eagle3Decoder(facts)
     outer = target.outer()
     last = target.layer(target.arch.num_layers - 1)
@@ -281,10 +292,10 @@ def fresh_eagle3(
                 f"{layer}embed_norm.weight",
                 f"{layer}hidden_norm.weight",
             ):
-                theirs = dense(last[name.removeprefix(layer)]).to(torch.float32)
-                if parameter.shape != theirs.shape:  # q, k and v: the embedding's columns come first
+                target_weight = dense(last[name.removeprefix(layer)]).to(torch.float32)
+                if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)
-                parameter[..., -theirs.shape[-1] :] = theirs
+                parameter[..., -target_weight.shape[-1] :] = target_weight
         decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(dense(last["attn_norm.weight"]))
         decoder.norm.weight.copy_(dense(outer["norm.weight"]))
         decoder.head.weight.copy_(
@@ -304,7 +315,8 @@ def random_eagle3(
     head_scheme: Scheme | None = None,
     seed: int = 0,
 ) -> Eagle3Head:
-    """A head of random weights, for benchmarks: `scheme` for fc and the layer's linears, `head_scheme` for the head (None: dense)."""
+    """Return a head of random weights, for benchmarks: `scheme` for fc and the layer's linears,
+    `head_scheme` for the head (None: dense)."""
     facts = eagle3_facts(target, draft_vocab_size=draft_vocab_size, layer_ids=layer_ids)
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor | QuantizedWeight] = {}

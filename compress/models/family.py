@@ -1,7 +1,9 @@
-"""A family is a table: how one Hugging Face architecture spells the canonical decoder in `config.json` and in tensor names.
+"""Families of models as tables: how one Hugging Face architecture spells the canonical decoder in
+`config.json` and in tensor names.
 
-`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. A field nobody here
-knows is an error and not a guess: it may change the function. Families are data, one file each in `archs/`, found by `FAMILIES`.
+`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. An
+unknown field is an error and not a guess: it may change the function. Families are data, one file each in
+`archs/`, found by `FAMILIES`.
 """
 
 import re
@@ -14,7 +16,8 @@ from compress.models.arch import Arch, LayerShape
 from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
 
-# Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward pass.
+# Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward
+# pass.
 INERT_FIELDS = frozenset(
     [
         "architectures",
@@ -126,8 +129,9 @@ def no_window(config: Mapping[str, Any]) -> list[int | None]:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture as data. Bias entries name a boolean config field, or are constants of the architecture. `heads_divide_hidden`:
-    `transformers` refuses a config whose number of heads does not divide the hidden size."""
+    """One architecture as data. Bias entries name a boolean config field, or are constants of the
+    architecture. `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not
+    divide the hidden size."""
 
     model_type: str
     architecture: str
@@ -146,10 +150,11 @@ class Family:
     ignored_tensors: str = r"rotary_emb\.inv_freq$"
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
-        """Facts of a `config.json`.
+        """Read the facts of a `config.json`.
 
         Raises:
-            UnsupportedArch: a field is missing, unknown, or has a value that the decoder cannot honour; the message names it.
+            UnsupportedArch: a field is missing, unknown, or has a value that the decoder does not support;
+                the message names it.
         """
         config = {**self.defaults, **raw}
         self._refuse_unknown(config)
@@ -195,10 +200,11 @@ class Family:
             ) from error
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
-        """`config.json` of an `Arch`: the source's config with every field rewritten that the facts decide.
+        """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
+        facts decide.
 
         Raises:
-            UnsupportedArch: the widths differ between layers, which a stock config cannot say.
+            UnsupportedArch: the widths differ between layers, which a stock config cannot express.
         """
         first = arch.layers[0]
         if not arch.is_uniform:
@@ -236,8 +242,10 @@ class Family:
         unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
         if unknown:
             raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has field(s) that may change the function and are not known here: "
-                f"{', '.join(unknown)}. Remove them if they are notes of another tool; otherwise this model is not supported yet."
+                f"config.json of this {self.model_type} model has field(s) that may change the function and "
+                "are not known here: "
+                f"{', '.join(unknown)}. Remove them if they are notes of another tool; otherwise this model "
+                "is not supported yet."
             )
         for key, value in self.fixed_fields.items():
             if config.get(key) not in (None, value):
@@ -250,22 +258,24 @@ FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a `config.json`.
+    """Return the family of a `config.json`.
 
     Raises:
-        UnsupportedArch: nobody registered this `model_type`.
+        UnsupportedArch: no family is registered for this `model_type`.
     """
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES.names():
         raise UnsupportedArch(
-            f"architecture '{model_type}' ({', '.join(config.get('architectures') or ['no class named'])}) is not supported; "
+            f"architecture '{model_type}' ({', '.join(config.get('architectures') or ['no class named'])}) "
+            "is not supported; "
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
 
 
 def windows_by_layer_type(config: Mapping[str, Any]) -> list[int | None]:
-    """Sliding windows of the families that state `layer_types` (or, before that field existed, `max_window_layers`)."""
+    """Return the sliding windows of families that state `layer_types` (or, before that field existed,
+    `max_window_layers`)."""
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     types = config.get("layer_types")

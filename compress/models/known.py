@@ -1,6 +1,8 @@
-"""Configs of common models ship with the package, so that planning needs neither the weights nor a network.
+"""Configs of common models, which ship with the package so that planning needs neither the weights nor a
+network.
 
-One file a model in `configs/`, named after the model; `Instruct`, `Base` and vendor prefixes do not change the shape.
+One file a model in `configs/`, named after the model; `Instruct`, `Base` and vendor prefixes do not
+change the shape.
 """
 
 import json
@@ -17,7 +19,7 @@ def known_models() -> list[str]:
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """`config.json` of `org/Name-Instruct` or `name`; None for a model that does not ship."""
+    """Return the `config.json` of `org/Name-Instruct` or `name`; None for a model that does not ship."""
     plain = _SAME_SHAPE.sub("", name.rpartition("/")[2]).lower()
     file = CONFIGS / f"{plain}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -1,11 +1,13 @@
-"""Surgery on the decoder: structure that goes, and the smaller model that is left.
+"""Surgery on the decoder: structure is removed, and a smaller model is left.
 
-What can go are KV groups with their query heads, the same number of query heads of every group, FFN channels, and whole layers. All of
-these are slices: rows of what writes a unit's numbers, columns of the linear that reads them (`attn.o`, `ffn.down`). A method may put other
-columns in the place of those that stay; which ones stay is all that is decided here. Widths stay the same in every layer, so that a stock
-Hugging Face config can say them.
+Removable are KV groups with their query heads, the same number of query heads of every group, FFN
+channels, and whole layers. All of these are slices: rows of the linears that write a unit's numbers,
+columns of the linear that reads them (`attn.o`, `ffn.down`). A method may replace the columns that stay;
+this file only decides which ones do. Widths stay the same in every layer, so that a stock Hugging Face
+config can express them.
 
-Shapes: O out, I in, U units, W columns of a unit, H heads, K kv heads, R query heads per kv head, C head dimension.
+Shapes: O out, I in, U units, W columns of a unit, H heads, K kv heads, R query heads per kv head, C head
+dimension.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,8 +30,8 @@ HeadUnit = Literal["kv_group", "query_head"]
 
 @dataclass(frozen=True)
 class Units:
-    """Columns of a linear that go or stay together: unit u is columns `u * width .. (u + 1) * width - 1`. The units lie in `num_parts`
-    equal parts, one behind the other, and every part keeps the same number."""
+    """Columns of a linear that are kept or removed as one: unit u is columns `u * width .. (u + 1) * width -
+    1`. The units form `num_parts` equal parts, one after another, and every part keeps the same number."""
 
     num_units: int
     width: int = 1
@@ -52,7 +54,7 @@ class Units:
 
 
 def head_units(shape: LayerShape, unit: HeadUnit) -> Units:
-    """The units of `attn.o`."""
+    """Return the units of `attn.o`."""
     repeat = shape.num_heads // shape.num_kv_heads
     if unit == "kv_group":
         return Units(shape.num_kv_heads, repeat * shape.head_dim)
@@ -66,7 +68,8 @@ def keep_heads_(
     kept_U: Tensor,
     o_weight: Tensor | None = None,
 ) -> None:
-    """Slice q, k, v and o of a layer, in place; `o_weight` is what the kept columns of o become, themselves by default."""
+    """Slice q, k, v and o of a layer, in place; `o_weight` replaces the kept columns of o, by default they
+    stay."""
     q_rows = head_units(shape, unit).columns(kept_U)
     kv_rows = kept_U.repeat_interleave(shape.head_dim) if unit == "kv_group" else None
     for linear, rows in (("attn.q", q_rows), ("attn.k", kv_rows), ("attn.v", kv_rows)):
@@ -90,7 +93,7 @@ def _keep_rows_(weights: dict[str, Tensor], linear: str, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Widths:
-    """What pruning decides of a model's shape."""
+    """The widths of a model that pruning decides."""
 
     num_heads: int
     num_kv_heads: int
@@ -99,21 +102,21 @@ class Widths:
 
     @staticmethod
     def of(arch: Arch) -> "Widths":
-        """Those of a model whose layers are all alike."""
+        """Return the widths of a model whose layers are all alike."""
         first = arch.layers[0]
         return Widths(first.num_heads, first.num_kv_heads, first.intermediate_size, arch.num_layers)
 
 
 def resized(arch: Arch, widths: Widths) -> Arch:
-    """The same layers with other widths."""
+    """Return the same layers with other widths."""
     assert widths.num_layers == arch.num_layers, "layers go by `with_layers`, which says which"
     of_layer = {name: getattr(widths, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
     return arch.replace(layers=tuple(replace(each, **of_layer) for each in arch.layers))
 
 
 def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
-    """Only the layers `kept`. What a config states by layer is cut along: where it is stated by a rule that counts layers, each layer's
-    type is spelled out."""
+    """Return the model with only the layers `kept`. Config fields that are stated by layer are cut
+    accordingly: where a rule counts layers, each layer's type is spelled out."""
     if list(kept) == list(range(arch.num_layers)):
         return arch
     layers = tuple(arch.layers[idx] for idx in kept)
@@ -128,14 +131,15 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
 
 
 def can_have_bias(arch: Arch, linear: str) -> bool:
-    """Whether the family's config has a word for a bias of that linear."""
+    """Return whether the family's config has a field for a bias of that linear."""
     family = family_of({"model_type": arch.family})
     rule = family.o_bias if linear == "attn.o" else family.ffn_bias
     return arch.has_bias(linear) or isinstance(rule, str)
 
 
 def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
-    """The model with biases in `linears`, and in those that the family's config names by the same word."""
+    """Return the model with biases in `linears`, and in those that the family's config covers by the same
+    field."""
     family = family_of({"model_type": arch.family})
     rules = {"qkv_bias": family.qkv_bias, "o_bias": family.o_bias, "ffn_bias": family.ffn_bias}
     for linear in linears:
@@ -150,7 +154,7 @@ def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
 
 
 def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> None:
-    """Zeros for every bias that the model has and the layer's weights have not."""
+    """Add zeros for every bias that the model has and the layer's weights lack."""
     for linear in shape.linears:
         weight = weights[f"{linear}.weight"]
         if arch.has_bias(linear) and f"{linear}.bias" not in weights:
@@ -158,20 +162,22 @@ def add_biases_(weights: dict[str, Tensor], arch: Arch, shape: LayerShape) -> No
 
 
 def fits_consumers(arch: Arch, num_heads: int) -> bool:
-    """Whether `transformers` takes a config of the family with so many query heads: a Llama's have to divide its hidden size, even where
-    the config states their dimension."""
+    """Return whether `transformers` takes a config of the family with so many query heads: a Llama's have to
+    divide its hidden size, even where the config states their dimension."""
     return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
 
 
 def as_mistral(arch: Arch) -> Arch:
-    """A Llama without biases under the name of Mistral, which computes the same and whose config takes any number of heads.
+    """Return a Llama without biases as a Mistral, which computes the same and whose config takes any number
+    of heads.
 
     Raises:
-        UsageError: it is not such a Llama.
+        UsageError: it is no such Llama.
     """
     if arch.family != "llama" or arch.qkv_bias or arch.o_bias or arch.ffn_bias:
         raise UsageError(
-            f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is none."
+            f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is "
+            "none."
         )
     words = family_of({"model_type": "llama"})
     config = {
@@ -183,7 +189,7 @@ def as_mistral(arch: Arch) -> Arch:
 
 
 class Recast:
-    """The same weights under other facts."""
+    """A source with the same weights and other facts."""
 
     def __init__(self, source: WeightSource, arch: Arch) -> None:
         self._source = source
@@ -214,7 +220,8 @@ class LayerSubset:
 
 
 class StoredLayers:
-    """Dense weights in the files of the project's own store (`canonical.py`), before an artifact's manifest vouches for them."""
+    """Dense weights in the files of the project's own store (`canonical.py`), before an artifact's manifest
+    covers them."""
 
     kv_format: str | None = None
 

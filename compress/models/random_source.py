@@ -1,9 +1,11 @@
-"""Random weights of a model's shape, made on the device one layer at a time: what a benchmark needs when only shapes and schemes matter.
+"""Random weights of a model's shape, made on the device one layer at a time, for benchmarks in which only
+shapes and schemes matter.
 
-Dense weights are normal with the deviation 1 / sqrt(I), so that a product keeps the size of its input and 80 layers stay finite; norms are
-one, biases small. Codes are drawn directly, never rounded from a dense copy: integers uniform over their range, e4m3 codes normal with
-their largest value at 3.5 deviations, both with scales that give the weight the same deviation, up to 25 % more or less from group to
-group. A layer is the same whenever it is asked for.
+Dense weights are normal with the deviation 1 / sqrt(I), so that a product keeps the size of its input and
+80 layers stay finite; norms are one, biases small. Codes are drawn directly, never rounded from a dense
+copy: integers uniform over their range, e4m3 codes normal with their largest value at 3.5 deviations,
+both with scales that give the weight the same deviation, up to 25 % more or less from group to group. A
+layer is the same in every call.
 
 Shapes: O out, I in, G groups along I.
 """
@@ -18,7 +20,7 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 
 SCALE_SPREAD = 0.25
 INPUT_ABSMAX = 8.0
-"""What a static activation scale is made for; rows behind a norm reach about 5."""
+"""The largest input that a static activation scale covers; rows after a norm reach about 5."""
 _BIAS_STD = 0.02
 _OUTER = -1
 """The index that seeds the weights outside layers."""
@@ -43,7 +45,8 @@ class RandomSource:
     ) -> None:
         if head_scheme is not None and arch.tied_head:
             raise UsageError(
-                f"a head in {head_scheme.name} was asked for, but this model's head is its embedding, which stays dense."
+                f"a head in {head_scheme.name} was asked for, but this model's head is its embedding, which "
+                "stays dense."
             )
         self._arch = arch
         self._device = device
@@ -94,7 +97,8 @@ class RandomSource:
 def random_weight(
     shape: tuple[int, int], scheme: Scheme | None, *, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor | QuantizedWeight:
-    """One weight [O, I] on the generator's device; `dtype` is that of a dense weight or of the scales."""
+    """Return one weight [O, I] on the generator's device; `dtype` is that of a dense weight or of the
+    scales."""
     device = generator.device
     (out_features, in_features) = shape
     std = in_features**-0.5

@@ -1,8 +1,9 @@
 """Rotary position embeddings (arXiv 2104.09864): frequencies of every supported kind, and their application.
 
-Head dimension c is rotated with its partner c + C/2 by the angle position * inv_freq[c] ("rotate half" layout, as in every family here).
-Angles, cosines and sines are float32 and are cast to the activation dtype at the end, as `transformers` does. No scaling that depends on
-the length of the running sequence (dynamic NTK, LongRoPE) is offered: a cached key would change with later tokens.
+Head dimension c is rotated with its partner c + C/2 by the angle position * inv_freq[c] ("rotate half"
+layout, as in every family here). Angles, cosines and sines are float32 and are cast to the activation
+dtype at the end, as `transformers` does. No scaling that depends on the length of the running sequence
+(dynamic NTK, LongRoPE) is offered: a cached key would change with later tokens.
 
 Shapes: C head dimension, S sequence, B batch, H heads.
 """
@@ -16,7 +17,7 @@ from compress.models.arch import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """float32 [C/2] radians per position."""
+    """Return float32 [C/2] radians per position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -29,7 +30,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None =
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated (Llama 3.1 model card)."""
+    """Divide long wavelengths by `factor`, keep short ones, interpolate between (Llama 3.1 model card)."""
     wavelengths = 2 * math.pi / plain
     turns = rope.original_max_position / wavelengths
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -40,7 +41,8 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
-    """NTK by parts (arXiv 2309.00071, section 3.2): a linear ramp between dimensions that turn beta_fast and beta_slow times."""
+    """Scale frequencies by parts (NTK by parts, arXiv 2309.00071, section 3.2): a linear ramp between
+    dimensions that turn beta_fast and beta_slow times."""
 
     def dimension(turns: float) -> float:
         return (
@@ -64,7 +66,7 @@ def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
 
 
 def cos_sin(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of shape [*positions.shape, C] for integer positions."""
+    """Return cos and sin of shape [*positions.shape, C] for integer positions."""
     angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim, positions.device)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype)

@@ -1,8 +1,10 @@
-"""Where weights come from, layer by layer: the one interface between a store of weights and everything that reads them.
+"""Sources of weights, layer by layer: the one interface between a store of weights and everything that reads
+them.
 
-A `WeightSource` yields canonical tensors of one layer at a time, dense or quantized, so that a model larger than memory streams through
-calibration, export and the runtime's loader alike. Two stores implement it: a Hugging Face directory (`checkpoint.py`) and the
-project's own intermediate artifacts (`canonical.py`).
+A `WeightSource` yields canonical tensors of one layer at a time, dense or quantized, so that a model
+larger than memory streams through calibration, export and the runtime's loader alike. Two stores
+implement it: a Hugging Face directory (`checkpoint.py`) and the project's own intermediate artifacts
+(`canonical.py`).
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,8 @@ from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
 Weights = Mapping[str, Tensor | QuantizedWeight]
-"""Module parameters by canonical name; a quantized linear stands under its module's name with `.weight`."""
+"""Module parameters by canonical name; a quantized linear is stored under its module's name with `.weight`.
+"""
 
 
 class WeightSource(Protocol):
@@ -26,30 +29,34 @@ class WeightSource(Protocol):
 
     @property
     def kv_format(self) -> str | None:
-        """Format of the KV cache that the model is to be served with (`quant/kv.py`), None where nothing says one."""
+        """Format of the KV cache that the model is to be served with (`quant/kv.py`), None where none is
+        stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """`embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`."""
+        """Return `embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        """Parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES` where the cache has static ones."""
+        """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
+        where the cache has static ones."""
 
 
 def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor, or what the codes stand for; a quantized weight is rounded to its scale's dtype first, as every consumer does."""
+    """Return the tensor, or the dequantized codes; a quantized weight is rounded to its scale's dtype first,
+    as every consumer does."""
     tensor = value.dequantize() if isinstance(value, QuantizedWeight) else value
     return tensor if dtype is None else tensor.to(dtype)
 
 
 def without_codes(arch: Arch) -> Arch:
-    """The facts of a model whose config says nothing of codes."""
+    """Return the facts of a model without the parts of its config that describe codes."""
     return arch.replace(
         config={key: value for key, value in arch.config.items() if key != "quantization_config"}
     )
 
 
 class Dense:
-    """A model of codes as what they stand for, in its own dtype and with nothing said of a KV cache."""
+    """A quantized model with its weights dequantized, in its own dtype and without a format of its KV
+    cache."""
 
     kv_format: str | None = None
 
@@ -75,8 +82,11 @@ class Dense:
 def fill_(
     module: nn.Module, weights: Weights, *, dtype: torch.dtype, device: torch.device, narrow: bool = False
 ) -> None:
-    """Assign every parameter of a module built on the meta device; both sides must name the same parameters. Scales of a KV cache are
-    none: a decoder attends to keys and values as its linears give them. With `narrow`, matrices of fewer bits than `dtype` stay so."""
+    """Assign every parameter of a module built on the meta device; both sides must name the same parameters.
+
+    Scales of a KV cache are ignored: a decoder attends to keys and values as its linears compute them.
+    With `narrow`, matrices of fewer bits than `dtype` stay so.
+    """
     state = {}
     for name, value in weights.items():
         if name.endswith(tuple(KV_SCALES.values())):
@@ -103,7 +113,8 @@ def build_layer(
     device: torch.device,
     narrow: bool = False,
 ) -> DecoderLayer:
-    """One decoder layer with the weights given, ready to run. `narrow`: linears are widened to `dtype` product by product."""
+    """Build one decoder layer with the weights given, ready to run. `narrow`: linears are widened to `dtype`
+    product by product."""
     with torch.device("meta"):
         layer = DecoderLayer(arch, layer_idx)
     fill_(layer, weights, dtype=dtype, device=device, narrow=narrow)
@@ -111,7 +122,7 @@ def build_layer(
 
 
 def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The whole decoder with its weights, ready to run."""
+    """Build the whole decoder with its weights, ready to run."""
     with torch.device("meta"):
         decoder = Decoder(source.arch)
     weights: dict[str, Tensor | QuantizedWeight] = dict(source.outer())
@@ -126,7 +137,8 @@ def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.dev
 
 
 def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[str, tuple[int, ...]]]]:
-    """Expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a parameter of its own."""
+    """Return expected parameters and their shapes: (outer, one mapping per layer). A tied head is not a
+    parameter of its own."""
     with torch.device("meta"):
         outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
         if not arch.tied_head:

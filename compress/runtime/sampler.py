@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import triton
+from compress.kernels.compilers.triton import triton
 from compress.kernels.sample.choose import Draw, Filter, choose, choose_drawn
 from compress.runtime.request import SamplingParams
 

@@ -1,16 +1,16 @@
-"""Stages: what a recipe may name. A stage is one file, or one folder: its Spec, the ports it reads and writes, and the glue that calls
-the layers below.
+"""Stages: what a recipe may name. A stage is one file, or one folder: its Spec, the ports it reads and
+writes, and the glue that calls the layers below.
 
-The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
-is met by the first of its ports that a stage before it gave. `version` is part of the cache key: raise it when the numbers of a stage
-change.
+The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port
+`gives`. A need that is a tuple is met by the first of its ports that a stage before it gave. `version` is
+part of the cache key: raise it when the numbers of a stage change.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
@@ -21,8 +21,8 @@ from compress.registry.model_source import ModelSource
 
 
 class Port(StrEnum):
-    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights, at first the same;
-    DRAFT proposes tokens for the latest of all."""
+    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights,
+    at first the same; DRAFT proposes tokens for the latest of all."""
 
     SOURCE = "source"
     DENSE = "dense"
@@ -62,8 +62,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations, and
-    small operations that must run one after the other (GPTQ's columns). `in_tiles`: a CPU multiplies in bfloat16 (AMX).
+    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk,
+    floating-point operations, and small operations that must run one after the other (GPTQ's columns).
+    `in_tiles`: a CPU multiplies in bfloat16 (AMX).
     """
 
     peak_bytes: int
@@ -76,8 +77,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind), how many ranks are to share
-    the work, and the shapes of the recipe's own model."""
+    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind),
+    how many ranks are to share the work, and the shapes of the recipe's own model."""
 
     arch: Arch
     device: str
@@ -100,10 +101,11 @@ def _same(spec: Any, arch: Arch) -> Arch:
 
 @dataclass(frozen=True)
 class Stage:
-    """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
-    machine of a latency measurement): name -> digest or text, part of the cache key. `together` is the part of `run` in which all ranks of
-    a job take part: rank 0 comes to it inside `run`, the others are sent there. `reshape` is the model that a stage leaves of one, as far
-    as that is known before it runs.
+    """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe
+    and inputs (data files, the machine of a latency measurement): name -> digest or text, part of the cache
+    key. `together` is the part of `run` in which all ranks of a job take part: rank 0 comes to it inside
+    `run`, the others are sent there. `reshape` is the model that a stage leaves of one, as far as that is
+    known before it runs.
     """
 
     kind: str
@@ -147,3 +149,8 @@ class StageSet(PluginSet[Stage]):
 
 
 STAGES = StageSet("stage", "compress.stages")
+
+
+def specs_of(plugins: PluginSet[Any]) -> Mapping[str, type[Spec]]:
+    """Return the specs that the members of a plug-in set are, by name, for a `ByKind` field."""
+    return {name: cast(type[Spec], member) for name, member in plugins.items()}

@@ -1,7 +1,8 @@
-"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it.
+"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's
+tokenizer beside it.
 
-A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint that stands alone, dense or
-compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
+A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint
+that stands alone, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
 import shutil
@@ -32,7 +33,8 @@ def _one_known_format(names: tuple[str, ...]) -> None:
         FORMATS.get(name)
     if len(names) != 1:
         raise UsageError(
-            f"one format is written by one recipe, not {len(names)}; a second recipe with another format finds everything before it cached."
+            f"one format is written by one recipe, not {len(names)}; a second recipe with another format "
+            "finds everything before it cached."
         )
 
 
@@ -120,8 +122,8 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
         store = CanonicalStore(artifact)
         if store.arch.vocab_size != target.vocab_size:
             raise UsageError(
-                f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program could speculate with it. "
-                "Make the draft of this model."
+                f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program "
+                "could speculate with it. Make the draft of this model."
             )
         directory.mkdir()
         write_format(DRAFT_FORMAT, directory, store, store.scheme)

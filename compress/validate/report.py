@@ -59,7 +59,7 @@ def build_report(
         layers: rows {layer, linear, error_before, error_after} and, where known, error_rtn, damping, ..., and scheme where linears differ.
         guided: whether tokens counted differently in the errors of `layers`.
         tuning: what training the scales did, as `stages/quantize/tune.py` says it.
-        mixed: how schemes were chosen, as `stages/quantize/choose.py` says it.
+        mixed: how schemes were chosen, as `stages/budget/choose.py` says it.
         pruning: what went, as `stages/prune` says it.
         distillation: how it was brought back, as `stages/distill` says it.
         kernels: the engine's `kernel_report()`.

@@ -99,7 +99,7 @@ def test_a_cut_run_chooses_again_what_it_had_chosen(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("sensitivities are measured once")
 
-    monkeypatch.setattr("compress.stages.quantize.choose.visit_gradients", never)
+    monkeypatch.setattr("compress.stages.budget.choose.visit_gradients", never)
     assert command("run", path, "--workspace", work / "b", "--run-dir", work / "b-run")[0] == 0
     assert (
         len({open_artifact(work / run / "artifacts" / "quantize").digest for run in ("a-run", "b-run")}) == 1

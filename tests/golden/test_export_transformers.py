@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.export.conversion import stated_scheme
@@ -28,7 +28,7 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.quantize.mixed import scheme_or_dense
+from compress.stages.budget.spec import scheme_or_dense
 from tests.support.tiny_hf import CASES, SMALL, saved, tokens
 
 NUM_LAYERS = 2
@@ -139,12 +139,10 @@ def quantized(
     run_sequential(
         source,
         tokens(8, 16),
-        passes,
+        Compression(passes, scheme=whole, kv_scales=kv_scales),
         ctx.scratch,
         ctx,
-        scheme=whole,
         compute_dtype=torch.float32,
-        kv_scales=kv_scales,
     )
     stored = Stored(source, ctx.scratch, whole)
     form = FORMATS.get("compressed-tensors")

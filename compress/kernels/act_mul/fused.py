@@ -1,17 +1,20 @@
-"""Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if the next linear wants it so.
+"""Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if
+the next linear needs it.
 
-    silu(x) = x s(x)        gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))        s(x) = 1 / (1 + e^-x)
-    gelu(x) = x / 2 (1 + erf(x / sqrt 2))
+    silu(x) = x s(x)                         s(x) = 1 / (1 + e^-x)
+    gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
 
-in float32; 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh. round: to the model's dtype.
+The arithmetic is float32; 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh. round: to the
+model's dtype.
 
-Quantized, one program holds a row, whose scale it needs; else a program takes `SPAN` elements of one.
+Where rows are quantized, one program holds a whole row, because it needs the row's scale; otherwise a
+program takes `SPAN` elements of a row.
 """
 
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register
@@ -23,7 +26,8 @@ SPAN = 1024
 def _gated(
     gate_ptr: tl.tensor, offsets: tl.tensor, mask: tl.tensor, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """Rounded activation(gate) * up at `offsets` of a row, where up lies SIZE behind gate."""
+    """Return the rounded activation(gate) * up at `offsets` of a row, in which up follows gate after SIZE
+    elements."""
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     up = tl.load(gate_ptr + SIZE + offsets, mask=mask, other=0.0)
     x = gate.to(tl.float32)
@@ -77,7 +81,7 @@ def _act_mul_quantize(
 def act_mul(
     gate_up_TF: Tensor, activation: str, quant: ActivationQuant | None = None
 ) -> Tensor | QuantizedRows:
-    """[T, 2 F] -> [T, F]."""
+    """Map [T, 2 F] to [T, F]."""
     num_rows = gate_up_TF.shape[0]
     size = gate_up_TF.shape[1] // 2
     device = gate_up_TF.device

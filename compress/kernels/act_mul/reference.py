@@ -1,7 +1,9 @@
-"""Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of one fused projection.
+"""Reference gated activation (arXiv 2002.05202): activation(gate) * up, where gate and up are the halves of
+one fused projection.
 
-torch's CPU kernels compute what is left of a vector with other code, and split a large op among threads anywhere, also within a row: the
-last bit of an exponential would then depend on its place. So rows are padded to whole vectors and taken in blocks too small to be split.
+torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
+anywhere, also within a row: the last bit of an exponential would then depend on its place. So rows are
+padded to whole vectors and taken in blocks too small to be split.
 """
 
 import torch
@@ -21,13 +23,13 @@ SERIAL_SIZE = 16384
 def act_mul_rows(
     gate_up_TF: Tensor, activation_name: str, quant: ActivationQuant | None = None
 ) -> Tensor | QuantizedRows:
-    """The product, quantized where the next linear wants it so."""
+    """Return the product, quantized if the next linear needs it."""
     product = act_mul(gate_up_TF, activation_name)
     return product if quant is None else quantize(product, quant)
 
 
 def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
-    """[T, 2 F] -> [T, F]."""
+    """Map [T, 2 F] to [T, F]."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if gate.device.type != "cpu":
         return activation(activation_name, gate) * up

@@ -1,14 +1,14 @@
-"""Reference decode attention over the paged cache: the last few queries of each request, keys in fixed absolute chunks.
+"""Reference decode attention over the paged cache: the last few queries of each request, keys in fixed
+absolute chunks.
 
-    chunk j covers positions [j N, (j + 1) N)        s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
-    m = max_j m_j                                    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
+    chunk j covers positions [j N, (j + 1) N)
+    s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
+    m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
-Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked positions weigh exactly zero, and
-chunks are added one by one in order. So a request's result does not depend on its neighbours or on how long their contexts are: a
-chunk beyond the context (or before the window) adds exactly zero. Computed in float32 throughout.
-
-A batched product on the CPU gives each matrix the same bits whatever the batch (held by test). cuBLAS may choose by the batch, so on CUDA
-every call has the same one: padding blocks fill up the last.
+Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
+positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not
+depend on the other requests or on the length of their contexts: a chunk beyond the context (or before the
+window) adds exactly zero. All arithmetic is float32.
 """
 
 import math
@@ -24,7 +24,8 @@ CHUNK_SIZE = 128
 CUDA_BATCH = 64
 """Matrices of one batched product on CUDA."""
 _MASKED = -1e30
-"""Finite, so that a wholly masked chunk has e^0 terms rather than NaN; its weight e^(-1e30 - m) is then exactly zero."""
+"""The score of a masked position: finite, so that a wholly masked chunk has e^0 terms rather than NaN; its
+weight e^(-1e30 - m) is then exactly zero."""
 
 
 def attention_decode(
@@ -37,9 +38,10 @@ def attention_decode(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
+    """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
-    Row r * q_len + j is served as if it were alone, with the context that ends at its position: so it has the same bits for any q_len.
+    Row r * q_len + j is computed with the context that ends at its own position, so it has the same bits
+    for any q_len.
     """
     if q_len > 1:
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
@@ -56,7 +58,8 @@ def _attend(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[R, H, C]. J chunks of N positions a row; the batch of the products is K * (R * J + padding), in that order."""
+    """Return [R, H, C]. A row has J chunks of N positions; the batch of the products is K * (R * J +
+    padding), in that order."""
     (num_rows, num_heads, head_dim) = q_RHC.shape
     num_kv_heads = kv.k.shape[0]
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
@@ -71,7 +74,8 @@ def _attend(
         for each in kv.gather(blocks, len(blocks) * kv.block_size, torch.float32)
     )
     q_KRGC = q_RHC.view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1).to(torch.float32) * scale
-    # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need no padding for it).
+    # MKL's bits depend on alignment: every matrix of the batch starts on a cache line (most head sizes need
+    # no padding for it).
     q_KRGC = F.pad(q_KRGC, (0, 0, 0, -q_KRGC.shape[2] % (16 // math.gcd(head_dim, 16))))
     repeat = q_KRGC.shape[2]
 
@@ -89,7 +93,8 @@ def _attend(
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
-    """The batched product, on CUDA in calls of `CUDA_BATCH` matrices; the batch is whole ones of these."""
+    """Multiply batches of matrices, on CUDA in calls of `CUDA_BATCH` matrices; the batch is a multiple of
+    that."""
     if not left.is_cuda:
         return torch.bmm(left, right)
     out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
@@ -120,7 +125,8 @@ def _unseen(context_lens_R: Tensor, num_chunks: int, window: int | None) -> Tens
 
 
 def _merge(o: Tensor, m: Tensor, total: Tensor) -> Tensor:
-    """Weighted sum over the chunk axis (2), one chunk at a time: a library's sum would associate by the number of chunks."""
+    """Add weighted chunks along axis 2, one chunk at a time: a library's sum would associate by the number
+    of chunks."""
     if o.shape[2] == 1:
         return (o / total).squeeze(2)
     weight = (m - m.amax(dim=2, keepdim=True)).exp_()

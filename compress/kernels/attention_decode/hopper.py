@@ -1,9 +1,11 @@
-"""Decode attention for Hopper in one launch: `lanes.cu`, which says how it sums, and how the work is dealt out.
+"""Decode attention for Hopper in one launch: the plan of `lanes.cu`, which documents its sums, and how work
+is spread over blocks.
 
-Keys and values older than the step's own positions are fetched before the launch waits for the one before it. That is sound because of
-what is read then: context lengths, block tables and pages that earlier steps wrote. The launch before it may not write these, and must
-itself wait before it lets this one start, so that everything before *it* is complete: `rope_store.fused` does both, and so does this
-kernel, and a kernel that is not launched as a programmatic dependent is complete as a whole.
+Keys and values older than the step's own positions are fetched before the launch waits for the one before
+it. That is sound because it reads only context lengths, block tables and pages that earlier steps wrote.
+The launch before it may not write these, and must itself wait before it lets this one start, so that
+everything before *it* is complete: `rope_store.fused` does both, and so does this kernel; a kernel that
+is not launched as a programmatic dependent is complete as a whole.
 """
 
 import ctypes
@@ -14,7 +16,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import Function, Launch, Source
+from compress.kernels.compilers.nvrtc import Function, Launch, Source
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
@@ -25,7 +27,7 @@ WARPS = 4
 CLUSTERS = (4, 2, 1)
 """Blocks that may share a request and KV head."""
 BLOCKS_AT_ONCE = 264
-"""What an H200 holds: two on each multiprocessor."""
+"""Blocks that an H200 holds: two on each multiprocessor."""
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
@@ -33,7 +35,7 @@ _SUMS = 128
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled with."""
 
     dtype: torch.dtype
     kv_format: str
@@ -50,23 +52,25 @@ class Variant:
 
     @property
     def keys(self) -> int:
-        """Of a slice. The bits depend on it, so that it follows from the pages alone."""
+        """Keys of a slice. The bits depend on it, so it follows from the pages alone."""
         return 32 if self.coded or self.head_dim <= 128 else 16
 
     @property
     def tile_bytes(self) -> int:
-        """Of shared memory, as lanes.cu lays it out: a tile of keys and one of values for each warp."""
+        """Bytes of shared memory, as lanes.cu lays it out: a tile of keys and one of values for each warp."""
         row_bytes = self.head_dim if self.coded else 2 * self.head_dim
         pitch = row_bytes + 16 if row_bytes // 16 % 2 == 0 else row_bytes
         return WARPS * 2 * self.keys * pitch
 
     def sent_bytes(self, num_rows: int) -> int:
-        """What a warp sends to one block at most: its sums of every `cluster`-th 32 fours of elements."""
+        """Return how many bytes a warp sends to one block at most: its sums of every `cluster`-th 32 fours
+        of elements."""
         fours = min(num_rows, 8 * self.row_eights) * self.head_dim // 4
         return -(-fours // (32 * self.cluster)) * 512
 
     def shared_bytes(self, num_rows: int) -> int:
-        """Behind the tiles, the sums of all warps arrive."""
+        """Return the bytes of shared memory of a block: the tiles, and after them room for the sums of all
+        warps."""
         return self.tile_bytes + WARPS * self.cluster * self.sent_bytes(num_rows)
 
     @property
@@ -112,7 +116,8 @@ def attention_decode(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
+    """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
+    without a position gives zeros."""
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
@@ -124,12 +129,13 @@ def attention_decode(
 
 
 def row_eights_of(num_rows: int) -> int:
-    """Eights of query rows that a block takes at once: their sums fill its registers. More rows are more blocks, which read keys again."""
+    """Return how many eights of query rows a block takes at once: their sums fill its registers. More rows
+    need more blocks, each of which reads the keys again."""
     return 1 if num_rows <= 8 else 2
 
 
 def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
-    """Blocks for each of so many pairs of request and KV head."""
+    """Return the number of blocks for each pair of request and KV head, given the number of pairs."""
     return next(
         each
         for each in CLUSTERS
@@ -138,7 +144,8 @@ def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
 
 
 def _least_cluster(row_eights: int, head_dim: int) -> int:
-    """Fewer blocks have more lanes in a warp, whose sums wait in registers for one another: log2(4 / cluster) beside its own."""
+    """Return the smallest cluster whose accumulators fit the registers. Fewer blocks have more lanes in a
+    warp, and each lane holds log2(4 / cluster) sums of others next to its own."""
     sums = head_dim // 4 * row_eights
     return next(
         (each for each in reversed(CLUSTERS) if sums * (LANES // WARPS // each).bit_length() <= _SUMS),
@@ -158,7 +165,7 @@ def attend(
     row_eights: int,
     cluster: int,
 ) -> Tensor:
-    """`attention_decode` with the work dealt out as given, which changes no bit."""
+    """Compute `attention_decode` with the work spread over blocks as given, which changes no bit."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
     (num_rows, num_heads, _) = q_THC.shape
     num_requests = num_rows // q_len

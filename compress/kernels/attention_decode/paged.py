@@ -1,17 +1,21 @@
-"""Triton decode attention over the paged cache: keys in fixed absolute chunks, chunks in any program, one order of summation.
+"""Triton decode attention over the paged cache: keys in fixed absolute chunks, chunks in any program, one
+order of summation.
 
-    chunk j covers positions [j N, (j + 1) N)     s = q k^T scale log2(e),  m_j = max s,  l_j = sum 2^(s - m_j),  o_j = 2^(s - m_j) v
-    m = max_j m_j                                 out = sum_j 2^(m_j - m) o_j / sum_j 2^(m_j - m) l_j
+    chunk j covers positions [j N, (j + 1) N)
+    s = q k^T scale log2(e),  m_j = max s,  l_j = sum 2^(s - m_j),  o_j = 2^(s - m_j) v
+    m = max_j m_j,            out = sum_j 2^(m_j - m) o_j / sum_j 2^(m_j - m) l_j
 
-Two launches (split-KV decoding, arXiv 2311.01282). The first has P programs for every request and KV head, which walk the chunks
-p, p + P, ... in tiles and write each chunk's (m, l, o) in float32; all query heads of the KV head and all `q_len` queries are rows of one
-matrix product. The second adds the chunks of a row up, `MERGE_CHUNKS` at a time by a tree that is fixed over absolute chunks.
+Two launches (split-KV decoding, arXiv 2311.01282). The first has P programs for every request and KV
+head, which walk the chunks p, p + P, ... in tiles and write each chunk's (m, l, o) in float32; all query
+heads of the KV head and all `q_len` queries are rows of one matrix product. The second adds the chunks of
+a row up, `MERGE_CHUNKS` at a time by a tree that is fixed over absolute chunks.
 
-A row's bits depend on its request alone: the code, the shape of the tiles and the partition of the context are the same for every number
-of requests, of programs and of queries, and a chunk or key that a row does not see adds exactly zero. No context length is known to the
-host, so one CUDA graph serves all.
+A row's bits depend on its request alone: the code, the shape of the tiles and the partition of the
+context are the same for every number of requests, of programs and of queries, and a chunk or key that a
+row does not see adds exactly zero. The host needs no context length, so one CUDA graph serves all.
 
-Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, C head dimension, G = H / K.
+Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, C head dimension, G = H /
+K.
 """
 
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     interpreted,
     jit,
     launch_dependents,
@@ -40,7 +44,8 @@ MAX_Q_LEN = 8
 
 @dataclass(frozen=True)
 class Config:
-    """What the bits depend on (`chunk`, `tile`, `merge_chunks`, warps) and what only the time does (`stages`, `programs`)."""
+    """The constants of the kernel: the bits depend on `chunk`, `tile`, `merge_chunks` and the warps, only
+    the time on `stages` and `programs`."""
 
     chunk: int = 128
     tile: int = 64
@@ -91,7 +96,8 @@ def _attend_chunks(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.program_id(1) // K
     kv_head = tl.program_id(1) % K
-    # e4m3 codes come in pairs, even dimensions in the low bytes and odd ones in the high: 16-bit loads, and two products instead of one.
+    # e4m3 codes come in pairs, even dimensions in the low bytes and odd ones in the high: 16-bit loads, and
+    # two products instead of one.
     CODES: tl.constexpr = 1 if FORMAT == 0 else 2
     C_PAGE: tl.constexpr = C // CODES
     columns = tl.arange(0, C_TILE // CODES)
@@ -239,7 +245,7 @@ def _merge_chunks(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One row of one head of the output."""
+    """Merge one row of one head of the output."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -285,7 +291,8 @@ def attention_decode(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row without a position gives zeros."""
+    """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
+    without a position gives zeros."""
     return attend(
         q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, config=CONFIG
     )
@@ -302,7 +309,7 @@ def attend(
     scale: float,
     config: Config,
 ) -> Tensor:
-    """`attention_decode` in a given configuration."""
+    """Compute `attention_decode` in a given configuration."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
     (num_rows, num_heads, _) = q_THC.shape
     num_requests = num_rows // q_len

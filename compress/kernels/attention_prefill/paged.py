@@ -1,11 +1,15 @@
-"""Triton prefill attention over the paged cache: ragged, causal behind a prefix, online softmax (arXiv 2307.08691).
+"""Triton prefill attention over the paged cache: ragged, causal after a prefix, online softmax (arXiv
+2307.08691).
 
-A program takes a tile of a sequence's queries, all heads that share one KV head among its rows: row i is token i // G, head i % G. So
-keys and values are read once for G heads, a diagonal tile wastes little, and short chunks still fill the matrix units. Tiles of keys that
-every row sees go through a loop without masks, those on the diagonal or on the window's edge through one with. The host lists the tiles,
-those with the most keys first, because the last to start sets the time. A sequence's bits depend on its own chunk and context only.
+A program takes a tile of a sequence's queries, all heads that share one KV head among its rows: row i is
+token i // G, head i % G. So keys and values are read once for G heads, a diagonal tile wastes little, and
+short chunks still fill the matrix units. Tiles of keys that every row sees go through a loop without
+masks, those on the diagonal or on the window's edge through one with masks. The host lists the tiles,
+those with the most keys first, because the last to start sets the time. A sequence's bits depend on its
+own chunk and context only.
 
-Shapes: T rows of all sequences, R sequences, B blocks of a table, H heads, K kv heads, C head dimension, G = H / K.
+Shapes: T rows of all sequences, R sequences, B blocks of a table, H heads, K kv heads, C head dimension,
+G = H / K.
 """
 
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     jit,
     launch_dependents,
     pdl_enabled,
@@ -43,7 +47,7 @@ class Config:
 
 
 def config_of(head_dim: int, dtype: torch.dtype) -> Config:
-    """Fits the shared memory of sm_80 (163 KiB) too."""
+    """Return a configuration, which fits the shared memory of sm_80 (163 KiB) too."""
     if dtype == torch.float32:
         return Config(rows=32, tile=32, num_warps=4, stages=2)
     if head_dim > 128:
@@ -78,7 +82,8 @@ def _attend_keys(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """Softmax state (m, total, o) after the keys [first_key, end_key), whole tiles; `MASKED` where some row does not see some key."""
+    """Return the softmax state (m, total, o) after the keys [first_key, end_key), whole tiles; `MASKED`
+    where some row does not see some key."""
     offsets = tl.arange(0, TILE)
     columns = tl.arange(0, C_TILE)
     within = offsets[:, None] * C + columns[None, :]
@@ -155,7 +160,7 @@ def _attention_prefill(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One tile of queries and one KV head."""
+    """Process one tile of queries and one KV head."""
     launch_dependents(PDL)
     wait(PDL)
     tile_ptr = tiles_ptr + tl.program_id(0) // K * 4
@@ -194,7 +199,8 @@ def _attention_prefill(
             end_key = whole_start if PART == 0 else (whole_end if PART == 1 else end)
             m, total, o = _attend_keys(
                 q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr,
-                k_tiles, v_tiles, page_row, logit_scale, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, TMA, STAGES, PRECISION,
+                k_tiles, v_tiles, page_row, logit_scale, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, TMA, STAGES,
+                PRECISION,
             )  # fmt: skip
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -217,7 +223,8 @@ def _widen_pages(
     STATIC: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One block of one head, keys and values: e4m3 codes times their scales, in the queries' dtype."""
+    """Dequantize one block of one head, keys and values: e4m3 codes times their scales, in the queries'
+    dtype."""
     launch_dependents(PDL)
     wait(PDL)
     entry_ptr = blocks_ptr + tl.program_id(0) * 2
@@ -254,7 +261,8 @@ def attention_prefill(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all in the pages."""
+    """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
+    in the pages."""
     config = config_of(q_THC.shape[2], q_THC.dtype)
     return attend(
         q_THC, kv, block_table_RB, query_lens, context_lens, window=window, scale=scale, config=config
@@ -272,7 +280,7 @@ def attend(
     scale: float,
     config: Config,
 ) -> Tensor:
-    """`attention_prefill` in a given configuration."""
+    """Compute `attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
         kv, block_table_RB = _widened(kv, block_table_RB, context_lens, q_THC.dtype)
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
@@ -319,8 +327,9 @@ def attend(
 def _widened(
     kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[PagedKV, Tensor]:
-    """The blocks of these contexts in `dtype`, and the block table that finds them: a pass over memory, where every tile of queries would
-    widen its own keys in registers (3.7 times slower at 2,048 queries on an H200)."""
+    """Return the blocks of these contexts in `dtype`, and the block table that finds them. This is one pass
+    over memory, where every tile of queries would dequantize its own keys in registers (3.7 times slower
+    at 2,048 queries on an H200)."""
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
@@ -353,7 +362,8 @@ def _widened(
 
 @lru_cache(maxsize=4)
 def _dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """int32 [blocks, 2]: sequence and place in its table, of every block of each sequence in order; and the table over that order."""
+    """Return int32 [blocks, 2], sequence and place in its table of every block of each sequence in order,
+    and the table over that order."""
     blocks = [(sequence, idx) for sequence, count in enumerate(num_blocks) for idx in range(count)]
     firsts = [sum(num_blocks[:sequence]) for sequence in range(len(num_blocks))]
     table = [[first + idx for idx in range(max(num_blocks))] for first in firsts]
@@ -366,7 +376,8 @@ def _dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Te
 def _query_tiles(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device
 ) -> Tensor:
-    """int32 [tiles, 4]: first row among the T, number of tokens, position of the first, sequence. The same for all layers of a step."""
+    """Return int32 [tiles, 4]: first row among the T, number of tokens, position of the first, sequence. All
+    layers of a step share it."""
     tiles = []
     row = 0
     for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):

@@ -1,9 +1,12 @@
-"""Reference prefill attention: torch's scaled dot product, causal, one sequence a call over its pages gathered dense.
+"""Reference prefill attention: torch's scaled dot product, causal, one sequence a call over its pages
+gathered dense.
 
-One sequence a call, on operands laid out afresh: the library's bits depend on strides and alignment, and so would a sequence's on its
-place in the ragged batch. They depend on its own chunk and context only.
+Each call has one sequence and freshly laid out operands: the library's bits depend on strides and
+alignment, so a sequence's would depend on its place in the ragged batch. This way they depend on its own
+chunk and context only.
 
-Shapes: T rows of all sequences, L context of one, R sequences, B blocks of a table, H heads, K kv heads, C head dimension.
+Shapes: T rows of all sequences, L context of one, R sequences, B blocks of a table, H heads, K kv heads,
+C head dimension.
 """
 
 import torch
@@ -25,7 +28,8 @@ def attention_prefill(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all in the pages."""
+    """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
+    in the pages."""
     chunks = torch.split(q_THC, list(query_lens))
     outputs = [
         _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale)

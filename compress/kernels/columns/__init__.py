@@ -15,9 +15,9 @@ Shapes: B columns of a block, O outputs. Everything is float32, and contiguous b
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import triton
 from compress.kernels.columns import fused, host, reference
 from compress.kernels.columns.reference import best_scale
+from compress.kernels.compilers.triton import triton
 from compress.quant.scheme import Scheme
 
 __all__ = ["best_scale", "descend_block", "round_block"]

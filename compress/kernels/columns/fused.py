@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, tl, triton
+from compress.kernels.compilers.triton import jit, tl, triton
 from compress.quant.scheme import Scheme
 
 OUTPUTS = 64

@@ -1,4 +1,5 @@
-"""How a weight format registers its decode linears: one kernel for each activation of a gated linear, and the plain one."""
+"""How a weight format registers its decode linears: one kernel for each activation of a gated linear, and the
+plain one."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ class Packed(Protocol):
 
 
 def for_packed(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a linear of `Packed` weights, computed by `stream`, `multiply` or another product of a `KernelWeight`."""
+    """Return a linear of `Packed` weights, computed by `stream`, `multiply` or another product of a
+    `KernelWeight`."""
 
     def linear(
         x: Tensor | QuantizedRows | RawRows,

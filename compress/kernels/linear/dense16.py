@@ -1,6 +1,8 @@
-"""Decode linear of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill multiplies by too.
+"""Decode linear of bfloat16 or float16 weights, kept as they are: one tensor [O, I], which prefill
+multiplies by too.
 
-Why not a library's GEMM: it splits K by M, so that a row's bits would depend on how many rows are decoded beside it.
+A library's GEMM does not serve: it splits K by M, so that a row's bits would depend on how many rows are
+decoded with it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from compress.quant.scheme import QuantizedWeight
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> Tensor:
-    """Weights [O_j, I] stacked along O, dense; `gated` changes nothing, the kernel pairs rows by their addresses."""
+    """Stack weights [O_j, I] along O, dense; `gated` changes nothing, because the kernel pairs rows by their
+    addresses."""
     dense = [weight.dequantize() if isinstance(weight, QuantizedWeight) else weight for weight in weights]
     return torch.cat([weight.to(device=device, dtype=dtype) for weight in dense])
 

@@ -1,8 +1,10 @@
-"""Decode linears of e4m3 weights and e4m3 activations (W8A8): a scale for each output row, and for each token or all of them.
+"""Decode linears of e4m3 weights and e4m3 activations (W8A8): a scale for each output row, and for each
+token or all of them.
 
-On Hopper `hopper.cu` multiplies e4m3 as it is. On other devices, and by `linear`, `stream.cu` does: both operands become float16 in
-registers, exactly (an e4m3 number is a float16 with fewer bits), and multiply as float16 with float32 sums. The two agree within the 14
-bits that Hopper's FP8 instruction keeps of a sum of 128 terms, not bit for bit; a device decodes and verifies by one of them.
+On Hopper `hopper.cu` multiplies e4m3 directly. On other devices, and in `linear`, `stream.cu` converts
+both operands to float16 in registers, exactly (an e4m3 number is a float16 with fewer bits), and
+multiplies them as float16 with float32 sums. The two agree within the 14 bits that Hopper's FP8
+instruction keeps of a sum of 128 terms, not bit for bit; a device decodes and verifies with one of them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ from compress.quant.scheme import QuantizedWeight
 
 @dataclass(frozen=True)
 class PackedFp8:
-    """e4m3 values [O, I] and float32 scale [O]; `dtype` is the model's. Scales of the input come with the rows."""
+    """The values of an e4m3 weight [O, I] and its float32 scale [O]; `dtype` is the model's. Scales of the
+    input come with the rows."""
 
     values: Tensor
     scale_O: Tensor
@@ -36,7 +39,7 @@ class PackedFp8:
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> PackedFp8:
-    """Stacked along O; `gated` changes nothing, the kernel pairs rows by their addresses."""
+    """Stack weights along O; `gated` changes nothing, because the kernel pairs rows by their addresses."""
     quantized = coded(weights)
     return PackedFp8(stacked_codes(quantized, device), stacked_scales(quantized, device).flatten(), dtype)
 

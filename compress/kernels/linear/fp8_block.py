@@ -1,14 +1,14 @@
-"""Reference W8A8 linear of e4m3 weights in blocks of 128 x 128 and e4m3 rows in groups of 128 columns (DeepSeek-V3, arXiv 2412.19437,
-section 3.3):
+"""Reference W8A8 linear of e4m3 weights in blocks of 128 x 128 and e4m3 rows in groups of 128 columns
+(DeepSeek-V3, arXiv 2412.19437, section 3.3):
 
-    y = sum over groups g, in order, of (x_values[:, g] W_codes[:, g]^T) x_scale[:, g] w_scale[block of the row, g]
+    y = sum_g (x_values[:, g] W_codes[:, g]^T) x_scale[:, g] w_scale[block of the row, g],  groups g in order
 
-Each product of 128 columns is a float32 one of its own; it is scaled in float32, added to the sum so far, and the sum rounded once. A
-product of two e4m3 numbers is exact in float32, and would be in TF32. Products have a fixed number of rows (`tiles.py` says why, and how
-many), so a row's bits depend on the row alone.
+Each product of 128 columns is a float32 product of its own; it is scaled in float32 and added to the sum
+so far, and the sum is rounded once. A product of two e4m3 numbers is exact in float32, and would be in
+TF32. Products have fixed shapes (`tiles.py` has the reason), so a row's bits depend on the row alone.
 
-Codes are kept as float32 numbers, four bytes a weight, and every group is a product and two passes over the result: a definition to hold
-faster kernels to, not a way to serve.
+Codes are kept as float32 numbers, four bytes a weight, and every group is a product and two passes over
+the result: this is the definition that faster kernels are tested against, not a way to serve.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ SCHEMES = ("FP8_BLOCK",)
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Codes float32 [G, N, O], N columns of a group, and float32 scale [G, O] of each output row; `dtype` is the model's."""
+    """Codes as float32 [G, N, O], N columns of a group, and float32 scale [G, O] of each output row; `dtype`
+    is the model's."""
 
     codes_GNO: Tensor
     scale_GO: Tensor
@@ -40,7 +41,7 @@ class PackedBlocks:
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> PackedBlocks:
-    """Stacked along O; each linear's blocks begin with its own first row."""
+    """Stack weights along O; each linear's blocks begin with its own first row."""
     assert not gated, "the reference applies no activation"
     quantized = coded(weights)
     scale_OG = stacked_scales(quantized, device)
@@ -57,7 +58,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, O]; every matrix product has exactly `rows` rows."""
+    """Return x W^T, [T, O]; every matrix product has exactly `rows` rows."""
     assert x.scale_T.shape == (len(x.values_TK), len(packed.scale_GO)), (
         "rows have a scale for each group of columns"
     )

@@ -1,4 +1,5 @@
-"""Decode linears on Hopper's warpgroup instructions, four-bit and e4m3 weights: launches `hopper.cu`, which documents its sums.
+"""Decode linears on Hopper's warpgroup instructions, four-bit and e4m3 weights: launches `hopper.cu`, which
+documents its sums.
 
 A row's bits are the same in every M and next to any other rows (`hopper_plan.py` has the reason).
 """
@@ -8,7 +9,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import tile_map
+from compress.kernels.compilers.nvrtc import tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
 from compress.kernels.linear.hopper_plan import CHUNK, STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (
@@ -67,8 +68,8 @@ def multiply(
     out_dtype: torch.dtype | None = None,
     chosen: Plan | None = None,
 ) -> Tensor:
-    """Return x W^T: [T, O], or [T, O / 2] when gated, rounded to `dtype` (the model's), then the residual added and rounded
-    again; or float32.
+    """Return x W^T: [T, O], or [T, O / 2] when gated, rounded to `dtype` (the model's), then the residual
+    added and rounded again; or float32.
 
     `chosen` is for measuring other plans than the best; no plan changes a bit.
     """
@@ -159,8 +160,8 @@ def variant_of(
 
 
 def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:
-    """Describe the row tiles of a unit, in the chunks of a stage, to the copy engine; gated e4m3 has each 8 gate rows over
-    their 8 up rows."""
+    """Describe the row tiles of a unit, in the chunks of a stage, to the copy engine; gated e4m3 has each 8
+    gate rows over their 8 up rows."""
     tiles = chosen.tiles
     places = chosen.places
     if weight.format != "fp8":

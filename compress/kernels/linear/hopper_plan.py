@@ -1,14 +1,16 @@
-"""How `hopper.cu` splits a linear of few rows over a GPU: units of the weight, parts of K and the ring of stages.
+"""How `hopper.cu` splits a linear of few rows over a GPU: units of the weight, parts of K and the ring of
+stages.
 
-Units of the weight and parts of K follow from N and the number of multiprocessors alone, so a row's bits are the same in
-every M. M chooses how many tokens an instruction takes, how deep the ring is, and whether blocks prepare raw rows themselves.
+Units of the weight and parts of K follow from N and the number of multiprocessors alone, so a row's bits are
+the same in every M. M chooses how many tokens an instruction takes, how deep the ring is, and whether blocks
+prepare raw rows themselves.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compress.kernels.build.nvrtc import Launch
+from compress.kernels.compilers.nvrtc import Launch
 from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Gpu, Shape
 
 TOKEN_TILES = (1, 2, 4, 8)
@@ -21,21 +23,21 @@ _ALIGNMENT = 1024
 STATIC_BYTES = 2048
 """Shared memory that the kernel declares for barriers and sums of squares, with a margin."""
 _CLUSTER_TILES = 4
-"""Row tiles up to which two blocks share the chunks of a unit. A block with half as many rows of its own would read memory more
-slowly, and all of x."""
+"""Row tiles up to which two blocks share the chunks of a unit. A block with half as many rows of its own
+would read memory more slowly, and all of x."""
 _SHORT = 8
-"""Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with fewer, memory waits
-for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
+"""Chunks of a part up to which two copies in flight are best, else four (H200, 8B shapes, M = 1 to 64): with
+fewer, memory waits for requests; with as many as the ring holds, the first arrives late (`docs/LOG.md`)."""
 _KEEP = 8
-"""Most chunks of 8 numbers of a raw row that a thread keeps. Blocks prepare only a single row: from two rows on, a kernel of its
-own is as quick."""
+"""Most chunks of 8 numbers of a raw row that a thread keeps. Blocks prepare only a single row: from two rows
+on, a kernel of its own is as quick."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to launch `hopper.cu`: `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a stage, and a unit
-    with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks prepare the raw row
-    themselves, and a thread keeps that many chunks of it."""
+    """One way to launch `hopper.cu`: `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a
+    stage, and a unit with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With
+    `keep`, blocks prepare the raw row themselves, and a thread keeps that many chunks of it."""
 
     token_tiles: int
     tiles: int
@@ -72,7 +74,8 @@ def k_slots_of(tiles: int) -> int:
 
 
 def unit_of(shape: Shape, num_sms: int) -> tuple[int, int]:
-    """Return the row tiles of a unit and how many blocks share its chunks, so that the multiprocessors have equal work."""
+    """Return the row tiles of a unit and how many blocks share its chunks, so that the multiprocessors have
+    equal work."""
     each = -(-shape.num_tiles // num_sms)
     if 2 * each <= _CLUSTER_TILES:
         return 2 * each, 2
@@ -86,8 +89,8 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Plan:
 
 
 def plans(shape: Shape, num_rows: int, gpu: Gpu, *, raw: bool = False) -> Iterator[Plan]:
-    """Yield every plan for so many rows, best first; no plan changes a bit. With `raw`, blocks prepare the rows where that is
-    quick."""
+    """Yield every plan for so many rows, best first; no plan changes a bit. With `raw`, blocks prepare the
+    rows where that is quick."""
     keep = _kept_of(shape, gpu) if raw and num_rows == 1 else None
     if keep is not None:
         yield _filled(shape, num_rows, gpu, TOKEN_TILES[0], keep=keep)

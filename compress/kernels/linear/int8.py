@@ -1,11 +1,13 @@
-"""W8A8 linear of int8 weights and int8 rows: the reference, exact in int32 and slow only where a device has no integer product.
+"""Reference W8A8 linear of int8 weights and int8 rows: exact in int32, and slow only where a device has no
+integer product.
 
-    y = (x_values W_codes^T) x_scale w_scale        the product exact in int32, scaled in float32, rounded once
+    y = (x_values W_codes^T) x_scale w_scale      the product exact in int32, scaled in float32, rounded once
 
-Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one kernel serves decode and prefill.
-Codes stay int8 in memory.
+Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
+kernel serves decode and prefill. Codes stay int8 in memory.
 
-On CUDA the library wants more than 16 rows, and N and K in multiples of 8: rows and weights are padded with zeros, which add nothing.
+On CUDA the library needs more than 16 rows, and N and K in multiples of 8: rows and weights are padded
+with zeros, which add nothing.
 """
 
 from collections.abc import Sequence
@@ -40,7 +42,7 @@ class PackedInt8:
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> PackedInt8:
-    """Stacked along O."""
+    """Stack weights along O."""
     assert not gated, "the reference applies no activation"
     quantized = coded(weights)
     codes_OI = stacked_codes(quantized, device)
@@ -58,7 +60,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, O]."""
+    """Return x W^T, [T, O]."""
     assert x.values_TK.dtype == INT8, "rows of another type than the weight's"
     product_TO = int_product(x.values_TK, packed.codes_OI)[:, : packed.scale_O.shape[0]]
     y_TO = product_TO.to(torch.float32) * x.scale_T.unsqueeze(1) * packed.scale_O
@@ -66,7 +68,7 @@ def linear(
 
 
 def int_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:
-    """int32 [T, O]; x int8 [T, K] of a weight that may be padded beyond K."""
+    """Return the exact product int32 [T, O] of x int8 [T, K] and a weight that may be padded beyond K."""
     num_rows, k = x_TK.shape
     short = max(FEWEST_ROWS - num_rows, 0) if x_TK.is_cuda else 0
     padded = (

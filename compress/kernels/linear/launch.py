@@ -1,4 +1,5 @@
-"""The parts that launches of `stream.cu` and `hopper.cu` share: weights, raw rows, compiled variants and device facts.
+"""The parts that launches of `stream.cu` and `hopper.cu` share: weights, raw rows, compiled variants and
+device facts.
 
 Shapes: T rows, K inputs, O outputs.
 """
@@ -12,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.kernels.build.nvrtc import Function, Launch, Source, tile_map
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, tile_map
 from compress.kernels.linear.shape import FORMATS, Format, Gpu
 from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows
@@ -20,14 +21,15 @@ from compress.kernels.quantize_rows.fused import quantize_rows
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_pytorch_tanh")
 Rounding = Literal["no", "by row", "static"]
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
-"""How a kernel rounds raw rows to e4m3: not at all, with a scale a row, or with one given scale. The macro QUANT."""
+"""How a kernel rounds raw rows to e4m3: not at all, with a scale a row, or with one given scale. The macro
+QUANT."""
 TileMap = ctypes.c_ubyte * 128
 
 
 @dataclass(frozen=True)
 class KernelWeight:
-    """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O` where outputs are
-    scaled at the end."""
+    """A weight as the kernels read it: data of n rows (gate over up when gated) and k columns, and `scale_O`
+    where outputs are scaled at the end."""
 
     format: Format
     data: Tensor
@@ -38,8 +40,8 @@ class KernelWeight:
 
 @dataclass(frozen=True)
 class Variant:
-    """What one kernel is compiled for; `macros` are those that only this kernel has, and `static_bytes` the shared memory that
-    it declares itself."""
+    """The constants that one kernel is compiled with; `macros` are those that only this kernel has, and
+    `static_bytes` the shared memory that it declares itself."""
 
     entry: str
     files: tuple[str, ...]
@@ -78,7 +80,8 @@ class _PrepareArguments(ctypes.Structure):
 
 
 def prepare_rows(raw: RawRows) -> Tensor | QuantizedRows:
-    """Normalize and round raw rows in a launch of their own, with the bits that a linear that takes raw rows computes."""
+    """Normalize and round raw rows in a launch of their own, with the bits that a linear that takes raw rows
+    computes."""
     x_TK = readable(raw.x_TK)
     (num_rows, k) = x_TK.shape
     device = x_TK.device

@@ -17,7 +17,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, O]. A wider `out_dtype` keeps the float32 sums as they are."""
+    """Return x W^T, [T, O]. A wider `out_dtype` keeps the float32 sums as they are."""
     if out_dtype is None or out_dtype == x_TI.dtype:
         y_TO = F.linear(x_TI, w_OI, bias_O)
     else:
@@ -33,7 +33,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def library_refusal(problem: Problem) -> str | None:
-    """Why a product by cuBLAS cannot serve a problem, or None."""
+    """Refuse a problem that a product by cuBLAS cannot serve."""
     if problem.device != "cuda":
         return f"runs on CUDA devices and this one is {problem.device}"
     if problem.activation is not None:

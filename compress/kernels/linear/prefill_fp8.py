@@ -1,10 +1,12 @@
-"""W8A8 linear of many rows: the FP8 tensor cores by cuBLAS, a scale for each row of x and for each row of the weight.
+"""W8A8 linear of many rows: the FP8 tensor cores by cuBLAS, a scale for each row of x and for each row of
+the weight.
 
     y = (x_values W_values^T) x_scale w_scale        scaled in float32, rounded once
 
-`use_fast_accum` stays off: Hopper then adds to float32 every few products, not only at the end. Measured on an H200 over 2,048 rows of
-llama-3.1-8b (4096 -> 6144, 4096, 28672; 14336 -> 4096) against float64 before the result is rounded: error 1e-4 at 1,250-1,330 TFLOP/s; on,
-1.3e-3 at 1,360-1,440, and 2.8e-3 at 1,260 for the long sums of the last. Rounding the result to bfloat16 costs 1.7e-3.
+`use_fast_accum` stays off: Hopper then adds to float32 every few products, not only at the end. Measured
+on an H200 over 2,048 rows of llama-3.1-8b (4096 -> 6144, 4096, 28672; 14336 -> 4096) against float64
+before the result is rounded: error 1e-4 at 1,250-1,330 TFLOP/s; with it on, 1.3e-3 at 1,360-1,440, and
+2.8e-3 at 1,260 for the long sums of the last. Rounding the result to bfloat16 costs 1.7e-3.
 """
 
 import torch
@@ -17,7 +19,7 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MULTIPLE = 16
-"""Of N and K: FP8 operands of cuBLAS begin each row on 16 bytes."""
+"""Divisor of N and K: FP8 operands of cuBLAS begin each row on 16 bytes."""
 
 
 def linear(
@@ -28,7 +30,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, O]."""
+    """Return x W^T, [T, O]."""
     y_TO = torch._scaled_mm(
         x.values_TK,
         packed.values.t(),

@@ -1,13 +1,16 @@
-"""W4A16 linear of many rows: the weight is dequantized piece by piece into a scratch that stays in L2, and multiplied from there by cuBLAS.
+"""W4A16 linear of many rows: the weight is dequantized piece by piece into a scratch that stays in L2, and
+cuBLAS multiplies from there.
 
     y[:, p] = x W[p]^T,   W[p] = round((codes - zero_point) scale) of the output rows p of one piece
 
-Past about a hundred rows arithmetic is the roof, and cuBLAS is near it (780 TFLOP/s on an H200, 690 sustained), so a weight is written
-once for all rows. A llama-3.1-8b gate_up (28672 x 4096) over 2,048 rows takes 670 us in bfloat16, 770 us if all is dequantized first,
-and 710 us in pieces that L2 holds: the scratch is overwritten before it reaches memory. A short product is not worth dividing (512 rows:
-239 us whole, 251 us in pieces).
+Past about a hundred rows arithmetic is the limit, and cuBLAS is near it (780 TFLOP/s on an H200, 690
+sustained), so a weight is written once for all rows. A llama-3.1-8b gate_up (28672 x 4096) over 2,048
+rows takes 670 us in bfloat16, 770 us if all is dequantized first, and 710 us in pieces that L2 holds: the
+scratch is overwritten before it reaches memory. A short product is not worth dividing (512 rows: 239 us
+whole, 251 us in pieces).
 
-The packed blocks are those of `w4a16.py`. A gated weight holds gate and up rows in turns: a piece is then two matrices, one of each.
+The packed blocks are those of `w4a16.py`. A gated weight holds gate and up rows in turns: a piece is then
+two matrices, one of each.
 """
 
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton_refusal, wait
 from compress.kernels.linear.prefill_dense16 import library_refusal
 from compress.kernels.linear.prefill_dense16 import linear as multiply_dense
 from compress.kernels.linear.w4a16 import GROUP, OFFSETS, TILE, PackedW4, repack
@@ -23,9 +26,10 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 SCRATCH_BYTES = 60_000_000
-"""What an H200 keeps in L2 (7168 rows of 4096: 708 us, 8192 rows: 767 us)."""
+"""Bytes that an H200 keeps in L2 (7168 rows of 4096: 708 us, 8192 rows: 767 us)."""
 MIN_PIECE_ROWS = 4096
-"""Fewer do not fill the GPU: a 4096 x 14336 weight takes 352 us whole and 372 us in halves that L2 would hold."""
+"""Fewest rows of a piece that fill the GPU: a 4096 x 14336 weight takes 352 us whole and 372 us in halves
+that L2 would hold."""
 MIN_ROWS_FOR_PIECES = 1024
 GROUPS_PER_PROGRAM = 4
 
@@ -44,7 +48,8 @@ def _dequantize(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`GROUPS` blocks of 16 rows x 128 columns side by side. 128 + code + ZERO (+ offset) is the number; offsets follow the 16 scales."""
+    """Dequantize `GROUPS` neighbouring blocks of 16 rows x 128 columns. The number is 128 + code + ZERO (+
+    offset); offsets follow the 16 scales."""
     launch_dependents(PDL)
     tile = tl.program_id(0)
     rows = tl.arange(0, 16)
@@ -81,7 +86,7 @@ def _dequantize(
 
 @jit()
 def _number(words: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The bits of the bfloat16 128 + code."""
+    """Return the bits of the bfloat16 128 + code."""
     return ((words >> SHIFT) & 0xF | 0x4300).to(tl.uint16)
 
 
@@ -93,7 +98,7 @@ def linear(
     residual_TO: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, O], gate before up."""
+    """Return x W^T, [T, O], gate before up."""
     num_rows = x_TI.shape[0]
     if num_rows < MIN_ROWS_FOR_PIECES or piece_tiles(packed) == packed.blocks.shape[0]:
         w_OI = dequantize(packed, 0, packed.blocks.shape[0]).flatten(0, 1)
@@ -117,16 +122,15 @@ def _multiply(x_TI: Tensor, w_HPK: Tensor, out_HTP: Tensor) -> None:
 
 
 def piece_tiles(packed: PackedW4) -> int:
-    """Row tiles of one piece; pieces are of about one size."""
+    """Return the row tiles of one piece; pieces are of about one size."""
     most = max(SCRATCH_BYTES // (2 * packed.k), MIN_PIECE_ROWS) // TILE
     num_tiles = packed.blocks.shape[0]
     return -(-num_tiles // -(-num_tiles // most))
 
 
 def pieces(packed: PackedW4) -> Iterator[tuple[int, Tensor]]:
-    """First row of a piece (of a gated weight: within either half) and its weight as `dequantize` gives it. Pieces share memory: one is
-    over when the next is asked for.
-    """
+    """Yield the first row of each piece (of a gated weight: within either half) and its weight as
+    `dequantize` gives it. Pieces share memory: a piece is valid until the next one is taken."""
     num_tiles = packed.blocks.shape[0]
     step = piece_tiles(packed)
     tile_rows = TILE // 2 if packed.gated else TILE
@@ -138,7 +142,8 @@ def pieces(packed: PackedW4) -> Iterator[tuple[int, Tensor]]:
 
 
 def dequantize(packed: PackedW4, first_tile: int, num_tiles: int, scratch: Tensor | None = None) -> Tensor:
-    """Rows of these tiles: [1, P, K], or gate and up rows of a gated weight, [2, P, K]; in `scratch` if it is given, of no fewer rows."""
+    """Return the rows of these tiles: [1, P, K], or gate and up rows of a gated weight, [2, P, K]. They are
+    written to `scratch` if it is given, which must have at least as many rows."""
     halves = 2 if packed.gated else 1
     tile_rows = TILE // halves
     half_size = packed.n // halves

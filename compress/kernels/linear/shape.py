@@ -9,12 +9,14 @@ TILE_ROWS = 16
 TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
 """Bytes of one row tile in one stage."""
 ALONE_BYTES = 117 * 1024
-"""Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor (`stream_plan.py` has the reason)."""
+"""Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
+(`stream_plan.py` has the reason)."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device: compute capability times ten, multiprocessors, and bytes of shared memory that a block may have."""
+    """A device: compute capability times ten, multiprocessors, and bytes of shared memory that a block may
+    have."""
 
     sm: int
     num_sms: int

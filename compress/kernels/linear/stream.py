@@ -1,7 +1,8 @@
-"""Linears of few rows (decode and verification), bound by the bytes of their weights: launches `stream.cu`, which documents its sums.
+"""Linears of few rows (decode and verification), bound by the bytes of their weights: launches `stream.cu`,
+which documents its sums.
 
-A row's bits are the same in every M and next to any other rows (`stream_plan.py` has the reason). A format's file packs its
-weight as a `KernelWeight` and registers the kernels of `decode_kernels.py`.
+A row's bits are the same in every M and next to any other rows (`stream_plan.py` has the reason). A format's
+file packs its weight as a `KernelWeight` and registers the kernels of `decode_kernels.py`.
 """
 
 import ctypes
@@ -55,8 +56,8 @@ def stream(
     out_dtype: torch.dtype | None = None,
     chosen: Plan | None = None,
 ) -> Tensor:
-    """Return x W^T: [T, O], or [T, O / 2] when gated, rounded to `dtype` (the model's), then the residual added and rounded
-    again; or float32.
+    """Return x W^T: [T, O], or [T, O / 2] when gated, rounded to `dtype` (the model's), then the residual
+    added and rounded again; or float32.
 
     `chosen` is for measuring other plans than the best; no plan changes a bit.
     """

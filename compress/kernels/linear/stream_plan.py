@@ -1,13 +1,15 @@
-"""How `stream.cu` splits a linear of few rows over a GPU: which block owns which rows of the weight and which part of K.
+"""How `stream.cu` splits a linear of few rows over a GPU: which block owns which rows of the weight and which
+part of K.
 
-The parts of K, and so the order of every sum, follow from N, K and the number of multiprocessors alone. The number of
-rows M chooses only what cannot change a bit: how the parts are dealt to warps and blocks, how many token tiles an
-instruction takes, where x is kept, and how deep the ring of weights is.
+The parts of K, and so the order of every sum, follow from N, K and the number of multiprocessors alone. The
+number of rows M chooses only what cannot change a bit: how the parts are dealt to warps and blocks, how many
+token tiles an instruction takes, where x is kept, and how deep the ring of weights is.
 
-A block takes more than half of a multiprocessor's shared memory even where it needs less, so that two blocks of linears
-never share one. Sharing lets the next linear fetch its first weights during the tail of this one, and chains of linears
-alone gain by it. But a whole step loses more (docs/LOG.md has the timeline): after a small kernel, linears then end late,
-probably because a launch that finds the device partly empty deals two blocks to one multiprocessor.
+A block takes more than half of a multiprocessor's shared memory even where it needs less, so that two blocks
+of linears never share one. Sharing lets the next linear fetch its first weights during the tail of this one,
+and chains of linears alone gain by it. But a whole step loses more (docs/LOG.md has the timeline): after a
+small kernel, linears then end late, probably because a launch that finds the device partly empty deals two
+blocks to one multiprocessor.
 """
 
 import functools
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.build.nvrtc import Launch
+from compress.kernels.compilers.nvrtc import Launch
 from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Gpu, Shape
 
 WARPS = 16
@@ -49,8 +51,8 @@ class Cover:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to launch `stream.cu`. `resident`: all of x that a block needs stays in its shared memory; `arriving_bytes` of
-    that memory receive sums from the cluster."""
+    """One way to launch `stream.cu`. `resident`: all of x that a block needs stays in its shared memory;
+    `arriving_bytes` of that memory receive sums from the cluster."""
 
     token_tiles: int
     tiles: int
@@ -63,8 +65,8 @@ class Plan:
 
 
 def num_parts_of(shape: Shape, num_sms: int) -> int:
-    """Return how many parts of K are summed on their own: enough to spread the row tiles over the device, with enough warps
-    to hide latency."""
+    """Return how many parts of K are summed on their own: enough to spread the row tiles over the device,
+    with enough warps to hide latency."""
 
     def cost(num_parts: int) -> float:
         cover = covering(shape.num_tiles, Split(num_parts, 1), num_sms)
@@ -78,8 +80,9 @@ def num_parts_of(shape: Shape, num_sms: int) -> int:
 def covering(num_tiles: int, split: Split, num_sms: int, *, multiple: int = 1) -> Cover:
     """Spread row tiles over blocks, in numbers of tiles that are a multiple of `multiple`.
 
-    A cluster of more than two blocks stays within one group of multiprocessors and leaves the rest of the group idle: on
-    an H200, 30 clusters of four or 15 of eight run at a time, on 120 of its 132 multiprocessors.
+    A cluster of more than two blocks stays within one group of multiprocessors and leaves the rest of the
+    group idle: on an H200, 30 clusters of four or 15 of eight run at a time, on 120 of its 132
+    multiprocessors.
     """
     places = (
         num_sms // split.segments
@@ -105,15 +108,16 @@ def plan(shape: Shape, num_rows: int, gpu: Gpu) -> Plan:
     for found in plans(shape, num_rows, gpu):
         return found
     raise EnvironmentUnfit(
-        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the {gpu.shared_bytes} bytes of "
-        "shared memory that a block has on this device."
+        f"a linear of N = {shape.n}, K = {shape.k} and {num_rows} rows needs more than the "
+        f"{gpu.shared_bytes} bytes of shared memory that a block has on this device."
     )
 
 
 def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -> Iterator[Plan]:
     """Yield every plan that fits the device, best first.
 
-    `wgmma` None uses those instructions where they are faster; four-bit and e4m3 weights have `hopper.py` there.
+    `wgmma` None uses those instructions where they are faster; four-bit and e4m3 weights have `hopper.py`
+    there.
     """
     num_parts = num_parts_of(shape, gpu.num_sms)
     order = (False, True) if shape.format.startswith("w4") and num_rows > 8 else (True, False)
@@ -145,7 +149,8 @@ def plans(shape: Shape, num_rows: int, gpu: Gpu, *, wgmma: bool | None = None) -
 def _fit(
     shape: Shape, num_rows: int, gpu: Gpu, *, token_tiles: int, split: Split, wgmma: bool, resident: bool
 ) -> Plan | None:
-    """Return a plan; None where shared memory holds too few stages to keep memory busy, or tiles take too many warps."""
+    """Return a plan; None where shared memory holds too few stages to keep memory busy, or tiles take too
+    many warps."""
     cover = covering(shape.num_tiles, split, gpu.num_sms, multiple=4 if wgmma else 1)
     clustered = gpu.sm >= 90 and split.segments > 1
     warps = cover.tiles * split.parts

@@ -1,18 +1,20 @@
 """Reference linear: y = x W^T + b, computed in tiles of a fixed number of rows.
 
-A GEMM library picks its blocking, and with it the order of summation, by the number of rows M; torch's linears change bits with M on CPU
-and on CUDA alike. Here every call to the library has the same M: the last tile is padded with zero rows. So a row's bits depend on the
-row alone (`row_invariant`). A decode step has few rows and wants a small tile, prefill a large one; the two are different kernels because
-their bits differ.
+A GEMM library picks its blocking, and with it the order of summation, by the number of rows M; torch's
+linears change bits with M on CPU and on CUDA alike. Here every call to the library has the same M: the last
+tile is padded with zero rows. So a row's bits depend on the row alone (`row_invariant`). A decode step has
+few rows and wants a small tile, prefill a large one; the two are different kernels because their bits differ.
 
-Tile heights, measured on one thread of a Xeon with AMX (float32, the linears of a 17 M model, 69 MB, not in cache): tiles of 1, 2, 4, 8 and
-16 rows cost 3.8, 5.4, 7.0, 8.3 and 12.1 ms, so 4 rows serve a single request and a batch of 8 about equally well. Tiles of 64 rows reach
-0.7-1.0 of the speed of one call over 2,048 rows. On CUDA a tile of up to 256 rows is bound by weight bytes, not arithmetic.
+Tile heights, measured on one thread of a Xeon with AMX (float32, the linears of a 17 M model, 69 MB, not in
+cache): tiles of 1, 2, 4, 8 and 16 rows cost 3.8, 5.4, 7.0, 8.3 and 12.1 ms, so 4 rows serve a single request
+and a batch of 8 about equally well. Tiles of 64 rows reach 0.7-1.0 of the speed of one call over 2,048 rows.
+On CUDA a tile of up to 256 rows is bound by weight bytes, not arithmetic.
 
-Weights are kept dense in the compute dtype as [I, O]: multiplying by the [O, I] form costs up to 2.3 times as much when it is in cache,
-because MKL then repacks it in every call. A quantized weight is dequantized once, at load: it saves no bytes here, and the kernel's name
-says so. Where activations are quantized too, e4m3 codes are kept as they are in the compute dtype, exactly, and both scales are applied to
-the product in float32.
+Weights are kept dense in the compute dtype as [I, O]: multiplying by the [O, I] form costs up to 2.3 times as
+much when it is in cache, because MKL then repacks it in every call. A quantized weight is dequantized once,
+at load: it saves no bytes here, and the kernel's name says so. Where activations are quantized too, e4m3
+codes are kept as they are in the compute dtype, exactly, and both scales are applied to the product in
+float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +40,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class DenseWeight:
-    """w [I, O] in the compute dtype, `dtype`; `scale_O` float32 where w holds codes that its scale is yet to be applied to. Those stand in
-    float32 where the compute dtype is float16, in which their sums overflow."""
+    """w [I, O] in the compute dtype, `dtype`; `scale_O` float32 where w holds codes that its scale is yet to
+    be applied to. Those stand in float32 where the compute dtype is float16, in which their sums overflow."""
 
     w_IO: Tensor
     dtype: torch.dtype
@@ -49,7 +51,8 @@ class DenseWeight:
 def dequantized(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> DenseWeight:
-    """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every consumer does."""
+    """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every
+    consumer does."""
     assert not gated, "the reference applies no activation"
     scales = [
         each.scale_OG
@@ -93,7 +96,8 @@ def product(x_TI: Tensor, w_IO: Tensor, rows: int) -> Tensor:
     """x W [T, O], `rows` rows at a time."""
     num_rows = x_TI.shape[0]
     short = -num_rows % rows
-    # A row slice of a wider tensor has another leading dimension, to which a library may tie its choices: tiles are always dense.
+    # A row slice of a wider tensor has another leading dimension, to which a library may tie its choices:
+    # tiles are always dense.
     x_TI = torch.cat((x_TI, x_TI.new_zeros(short, x_TI.shape[1]))) if short else x_TI.contiguous()
     if num_rows <= rows:
         y_TO = torch.mm(_aligned(x_TI), w_IO)

@@ -1,14 +1,18 @@
-"""Decode linear of int4 weights in groups of 128 (W4A16): codes stay four bits until they meet the tensor cores.
+"""Decode linear of int4 weights in groups of 128 (W4A16): codes stay four bits until they reach the tensor
+cores.
 
-Packed layout: one block for each tile of 16 rows and group of 128 columns, groups of a tile in a row: 1024 bytes of codes, 16 scales, and
-for an asymmetric scheme 16 offsets. A 32-bit word is the eight codes that one thread feeds to one m16n8k16 instruction: register j (rows
-g, g + 8, g, g + 8 and columns 2 t, 2 t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8;
-the bits 0x4300 | code are the bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly (in float16 0x6400 and 1032).
-Words of steps 0..3 of a lane are neighbours, then words of steps 4..7. Scales and offsets lie as pairs (row g, row g + 8). A tile of a
-gated linear holds 8 gate rows over the matching 8 up rows.
+Packed layout: one block for each tile of 16 rows and group of 128 columns, groups of a tile in a row:
+1024 bytes of codes, 16 scales, and for an asymmetric scheme 16 offsets. A 32-bit word is the eight codes
+that one thread feeds to one m16n8k16 instruction: register j (rows g, g + 8, g, g + 8 and columns 2 t, 2
+t, 2 t + 8, 2 t + 8 for j = 0..3, lane = 4 g + t) takes nibbles j and 4 + j. Codes are stored + 8; the
+bits 0x4300 | code are the bfloat16 128 + code, from which the kernel subtracts 136 + zero point exactly
+(in float16 0x6400 and 1032). Words of steps 0..3 of a lane are neighbours, then words of steps 4..7.
+Scales and offsets are stored as pairs (row g, row g + 8). A tile of a gated linear holds 8 gate rows over
+the matching 8 up rows.
 
-The product is exact on integers within a group; the group's sum is scaled in float32. So weights are not rounded to bfloat16 first, as
-the reference (and every consumer that dequantizes) does: the difference is within that rounding.
+The product is exact on integers within a group; the group's sum is scaled in float32. So weights are not
+rounded to bfloat16 first, as the reference (and every consumer that dequantizes) does: the difference is
+within that rounding.
 """
 
 from collections.abc import Sequence
@@ -30,9 +34,9 @@ GROUP = 128
 TILE = 16
 CODE_BYTES = 1024
 VECTOR_BYTES = 32
-"""Of a block: its codes, and one 16-bit number for each of its rows."""
+"""Bytes in a block of one 16-bit number for each of its rows; `CODE_BYTES` are those of its codes."""
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
-"""What the bit trick adds to a code."""
+"""The number that the bit trick adds to a code, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class PackedW4:
 
 
 def tile_rows(n: int, *, gated: bool) -> Tensor:
-    """Which row lies at [tile, 0..15]; n and above are padding."""
+    """Return which row is at [tile, 0..15]; rows n and above are padding."""
     tiles = Shape("w4", n, GROUP, gated).num_tiles
     if not gated:
         return torch.arange(tiles * TILE).view(tiles, TILE)
@@ -64,7 +68,8 @@ def tile_rows(n: int, *, gated: bool) -> Tensor:
 def repack(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> PackedW4:
-    """Stack along O and bring to blocks; scales are rounded to the compute dtype, which is the stored one unless a model is converted."""
+    """Stack weights along O and pack them in blocks; scales are rounded to the compute dtype, which is the
+    stored one unless a model is converted."""
     quantized = coded(weights)
     symmetric = quantized[0].scheme.symmetric
     codes_OI = stacked_codes(quantized, device)
@@ -87,7 +92,7 @@ def repack(
 
 
 def _code_bytes(codes: Tensor) -> Tensor:
-    """Codes [tiles, 16, groups, 128] -> bytes [tiles, groups, 1024]."""
+    """Pack codes [tiles, 16, groups, 128] to bytes [tiles, groups, 1024]."""
     tiles, _, groups, _ = codes.shape
     # Row = 8 high_row + g; column = 64 half + 16 step + 8 high_column + 2 t + odd.
     split = (codes.to(torch.int64) + 8).view(tiles, 2, 8, groups, 2, 4, 2, 4, 2)
@@ -102,14 +107,14 @@ def _code_bytes(codes: Tensor) -> Tensor:
 
 
 def _row_pairs(values: Tensor) -> Tensor:
-    """16-bit numbers [tiles, 16, groups] -> bytes [tiles, groups, 32], row g beside row g + 8."""
+    """Pack 16-bit numbers [tiles, 16, groups] to bytes [tiles, groups, 32], row g next to row g + 8."""
     tiles, _, groups = values.shape
     pairs = values.view(tiles, 2, 8, groups).permute(0, 3, 2, 1).contiguous()
     return pairs.view(torch.uint8).view(tiles, groups, VECTOR_BYTES)
 
 
 def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of `repack`."""
+    """Return codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of `repack`."""
     tiles, groups, _ = packed.blocks.shape
     words = packed.blocks[..., :CODE_BYTES].contiguous().view(torch.int32).view(tiles, groups, 2, 8, 4, 4, 1)
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)

@@ -1,6 +1,6 @@
-"""Block tables as Triton kernels read them: from keys to the block of the cache that holds them."""
+"""The lookup of a block table in Triton kernels: from keys to the block of the cache that holds them."""
 
-from compress.kernels.build.triton import jit, tl
+from compress.kernels.compilers.triton import jit, tl
 
 
 @jit()
@@ -12,7 +12,8 @@ def block_of(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The block of the keys [start, start + TILE), or of each where they lie in several; 0 from `end_key`, or `context_len`, on."""
+    """Return the block of the keys [start, start + TILE), or the block of each key where they lie in
+    several; 0 from `end_key`, or `context_len`, on."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end_key, other=0)
     else:

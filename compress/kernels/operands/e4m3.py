@@ -1,21 +1,24 @@
-"""e4m3 (arXiv 2209.05433) in integer arithmetic, for Triton kernels: the same on every GPU, also those without the format, and on the CPU.
+"""e4m3 (arXiv 2209.05433) in integer arithmetic, for Triton kernels: the same on every GPU, also those
+without the format, and on the CPU.
 
     code = s eeee mmm        value = +-2^(e - 7) (1 + m / 8), or +-2^-6 m / 8 for e = 0
 
-A code's magnitude, shifted to where a wider float has its mantissa, is that float times a power of two, subnormals included: bfloat16
-(8 bits of exponent, biased by 127) reads value * 2^-120, float16 (5 bits, biased by 15) value * 2^-8.
+A code's magnitude, shifted to the mantissa of a wider float, is that float times a power of two,
+subnormals included: bfloat16 (8 bits of exponent, biased by 127) reads value * 2^-120, float16 (5 bits,
+biased by 15) value * 2^-8.
 """
 
-from compress.kernels.build.triton import jit, tl
+from compress.kernels.compilers.triton import jit, tl
 
 
 @jit()
 def encode_e4m3(x: tl.tensor) -> tl.tensor:
-    """uint8 codes of float32 within +-448, rounded to nearest, ties to even."""
+    """Return uint8 codes of float32 values within +-448, rounded to nearest, ties to even."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # Exponents are biased by 127 here and by 7 there; a carry out of the mantissa raises the exponent, as it should.
+    # Exponents are biased by 127 here and by 7 there; a carry out of the mantissa raises the exponent, as it
+    # should.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # In [2^14, 2^15) a float32 counts in steps of 2^-9, the least e4m3 subnormal: the sum does the rounding.
     subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
@@ -24,11 +27,12 @@ def encode_e4m3(x: tl.tensor) -> tl.tensor:
 
 @jit()
 def load_queries(at: tl.tensor, mask: tl.tensor, scale: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Queries for products with pages: (q, q_odd, logit scale with log2 e, factor of p, factor of the result).
+    """Load queries for products with pages. Return (q, q_odd, logit scale with log2 e, factor of p, factor
+    of the result).
 
-    Pages without scales (FORMAT 0) take q as it is. Those of codes take even and odd dimensions apart, as `decode_even` and `decode_odd`
-    give keys, and the factors make up for what a wider float reads into a code: half of the 2^120 in either factor of a product, so
-    that none is subnormal.
+    Pages without scales (FORMAT 0) take q as it is. Pages of codes take even and odd dimensions apart, as
+    `decode_even` and `decode_odd` give keys. The factors cancel the power of two that a wider float reads
+    into a code: each factor of a product gets half of the 2^120, so that neither is subnormal.
     """
     q = tl.load(at, mask=mask, other=0.0)
     logit_scale = scale * 1.4426950408889634
@@ -46,41 +50,45 @@ def load_queries(at: tl.tensor, mask: tl.tensor, scale: tl.tensor, FORMAT: tl.co
 
 @jit()
 def decode_even(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """The low code of each int16 pair in bfloat16 times 2^-120, or in float16 times 2^-8."""
+    """Return the low code of each int16 pair as bfloat16 times 2^-120, or as float16 times 2^-8."""
     if INTERPRETED:
         return _widened(pairs & 0xFF, DTYPE)
     elif DTYPE is tl.float16:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 7; and.b32 s, s, 0x80008000; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
+            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 7; and.b32 s, s, 0x80008000; "
+            "lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 4; and.b32 s, s, 0x80008000; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
+            "{.reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 4; and.b32 s, s, 0x80008000; "
+            "lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 
 
 @jit()
 def decode_odd(pairs: tl.tensor, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """The high code of each pair, likewise."""
+    """Return the high code of each int16 pair as bfloat16 times 2^-120, or as float16 times 2^-8."""
     if INTERPRETED:
         return _widened((pairs >> 8) & 0xFF, DTYPE)
     elif DTYPE is tl.float16:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; shr.u32 m, $1, 1; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
+            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; "
+            "shr.u32 m, $1, 1; lop3.b32 $0, m, 0x3F803F80, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; shr.u32 m, $1, 4; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
+            "{.reg .b32 s, m; and.b32 s, $1, 0x80008000; "
+            "shr.u32 m, $1, 4; lop3.b32 $0, m, 0x07F007F0, s, 0xEA;}",
             "=r,r", [pairs], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 
 
 @jit()
 def e4m3_values(codes: tl.tensor) -> tl.tensor:
-    """float32 values of uint8 codes."""
+    """Return the float32 values of uint8 codes."""
     return (
         _widened(codes.to(tl.int16), tl.bfloat16).to(tl.float32) * 1329227995784915872903807060280344576.0
     )  # 2^120
@@ -88,7 +96,7 @@ def e4m3_values(codes: tl.tensor) -> tl.tensor:
 
 @jit()
 def _widened(codes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """int16 codes in bfloat16 times 2^-120, or in float16 times 2^-8, one element at a time."""
+    """Return int16 codes as bfloat16 times 2^-120, or as float16 times 2^-8, one element at a time."""
     SHIFT: tl.constexpr = 7 if DTYPE is tl.float16 else 4
     bits = (((codes & 0x80) << 8) | ((codes & 0x7F) << SHIFT)).to(tl.int16)
     return bits.to(tl.float16 if DTYPE is tl.float16 else tl.bfloat16, bitcast=True)

@@ -1,13 +1,13 @@
-"""Keys and values of one layer as kernels see them: pages of a fixed number of positions, in one of several formats.
+"""Paged keys and values of one layer: pages of a fixed number of positions, in one of several formats.
 
     BF16, F16, F32    k and v as they are
-    FP8_TOKEN_HEAD    e4m3 codes and one float32 scale for each position and head, found when the position is written
-    FP8_STATIC        e4m3 codes and one float32 scale for all keys of the layer, and one for all values, given
-    INT8_TOKEN_HEAD   codes -127..127 and scales as FP8_TOKEN_HEAD
-    INT4_TOKEN_HEAD   codes -7..7, two to a byte (the even dimension in the low half, stored + 8), and scales alike
+    FP8_TOKEN_HEAD    e4m3 codes and a float32 scale a position and head, computed when it is written
+    FP8_STATIC        e4m3 codes, one given float32 scale for all keys of the layer and one for all values
+    INT8_TOKEN_HEAD   codes -127..127 and scales as for FP8_TOKEN_HEAD
+    INT4_TOKEN_HEAD   codes -7..7, two to a byte (even dimension in the low half, stored + 8); same scales
 
-Slot = block id * block_size + offset. Block 0 pads block tables and belongs to no sequence.
-Shapes: K kv heads, N blocks, S positions of a block, C head dimension.
+Slot = block id * block_size + offset. Block 0 pads block tables and belongs to no sequence. Shapes: K kv
+heads, N blocks, S positions of a block, C head dimension.
 """
 
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ INT_FORMATS = {torch.int8: INT8_TOKEN_HEAD, torch.uint8: INT4_TOKEN_HEAD}
 TOKEN_HEAD_FORMATS = (FP8_TOKEN_HEAD, *INT_FORMATS.values())
 LARGEST_CODE = {FP8: FP8_MAX, torch.int8: 127.0, torch.uint8: 7.0}
 _OFFSET = 8
-"""What INT4 codes are stored with on top."""
+"""The number that is added to an INT4 code when it is stored."""
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """One layer's pages: k and v [K, N, S, C], or [K, N, S, C / 2] bytes of INT4; scales float32 [K, N, S] (per token and head), scalars
-    (static), or None."""
+    """One layer's pages: k and v [K, N, S, C], or [K, N, S, C / 2] bytes of INT4; scales are float32 [K, N,
+    S] (per token and head), scalars (static), or None."""
 
     k: Tensor
     v: Tensor
@@ -57,7 +57,7 @@ class PagedKV:
         return FP8_TOKEN_HEAD if self.k_scale.dim() else FP8_STATIC
 
     def empty_like(self, num_blocks: int, block_size: int) -> "PagedKV":
-        """Zeroed pages of the same width and format; static scales are shared."""
+        """Return zeroed pages of the same width and format; static scales are shared."""
         shape = (self.k.shape[0], num_blocks, block_size)
         k, v = (
             torch.zeros(*shape, pages.shape[3], dtype=pages.dtype, device=pages.device)
@@ -70,7 +70,7 @@ class PagedKV:
         return PagedKV(k, v, self.k_scale, self.v_scale)
 
     def write_(self, slots_T: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> None:
-        """Store positions, rounded to the format: the definition that kernels are held to."""
+        """Store positions, rounded to the format. This is the definition that kernels are tested against."""
         for pages, scale, new_TKC in ((self.k, self.k_scale, k_TKC), (self.v, self.v_scale, v_TKC)):
             new_KTC = new_TKC.transpose(0, 1)
             if scale is not None:
@@ -88,7 +88,8 @@ class PagedKV:
             flat.index_copy_(1, slots_T, new_KTC.to(flat.dtype))
 
     def gather(self, blocks_B: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The first `length` positions of the sequence that holds `blocks_B`: keys and values, each [K, length, C] in `dtype`."""
+        """Return keys and values of the first `length` positions of the sequence that holds `blocks_B`, each
+        [K, length, C] in `dtype`."""
         blocks_B = blocks_B[: -(-length // self.block_size)]
         k, v = (
             dequantized(_select(pages, blocks_B), _scales_of(scale, blocks_B), dtype).flatten(1, 2)[
@@ -100,7 +101,7 @@ class PagedKV:
 
 
 def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Pages in `dtype`; the product with the scale is taken in float32."""
+    """Convert pages to `dtype`; the product with the scale is taken in float32."""
     if scale is None:
         return pages_KNSC.to(dtype)
     if pages_KNSC.dtype == torch.uint8:
@@ -111,7 +112,7 @@ def dequantized(pages_KNSC: Tensor, scale: Tensor | None, dtype: torch.dtype) ->
 
 
 def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearest codes, ties to even, as pages hold them."""
+    """Round to the nearest codes, ties to even, in the layout of the pages."""
     largest = LARGEST_CODE[dtype]
     clamped = scaled.clamp(-largest, largest)
     if dtype == FP8:
@@ -124,7 +125,7 @@ def _codes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def integers_refused(kv_format: str | None) -> str | None:
-    """Refusal of kernels that read no integer pages."""
+    """Refuse INT8 and INT4 pages; for kernels that read neither."""
     return f"reads no {kv_format} pages" if kv_format in INT_FORMATS.values() else None
 
 

@@ -1,13 +1,17 @@
-"""Rows of activations as an 8-bit linear reads them: values on the grid of e4m3 or int8, and one scale a row.
+"""Rows of activations as an 8-bit linear reads them: values on the grid of e4m3 or int8, and one scale a
+row.
 
-    scale = max(absmax(x) / largest, tiny)    dynamic, per token, or per token and group of columns: values depend on their row alone
+    scale = max(absmax(x) / largest, tiny)    dynamic: per token, or per token and group of columns
     values = round(x / scale)                 to the nearest, ties to even; saturating at +-largest
 
-The largest e4m3 number is 448 (arXiv 2209.05433). Of int8 it is 127, so that no row saturates, as in SmoothQuant (arXiv 2211.10438) and
-vLLM; compressed-tensors divides by 127.5 and clips the largest number of a row by half a step.
+Dynamic values depend on their own row alone. The largest e4m3 number is 448 (arXiv 2209.05433). For int8
+it is 127, so that no row saturates, as in SmoothQuant (arXiv 2211.10438) and vLLM; compressed-tensors
+divides by 127.5 and clips the largest number of a row by half a step.
 
-A static scale is one number for the whole tensor, found by calibration. Dynamic per tensor is not offered: it would couple rows.
-Shapes: T rows, K features, G groups of them.
+A static scale is one number for the whole tensor, found by calibration. Dynamic scales per tensor are not
+offered: they would couple rows.
+
+Shapes: T rows, K features, G groups of features.
 """
 
 from dataclasses import dataclass, replace
@@ -26,10 +30,11 @@ TINY_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """How a linear wants its input. `static_scale` is a float32 scalar on the device, or None for one dynamic scale per token; with a
-    `group_size`, for each group of so many columns of a token.
+    """The quantization of a linear's input. `static_scale` is a float32 scalar on the device, or None for
+    one dynamic scale per token; with a `group_size`, one for each group of that many columns of a token.
 
-    Rows of int8 have dynamic scales: an integer cannot be NaN, so the scale is what tells that a row is broken.
+    Rows of int8 have dynamic scales: an integer cannot be NaN, so only the scale shows that a row is
+    broken.
     """
 
     static_scale: Tensor | None = None
@@ -43,7 +48,8 @@ class ActivationQuant:
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """x [T, K] ~ values * scale: e4m3 or int8 values [T, K], float32 scale [T], or [T, G] of groups of columns."""
+    """Rows x [T, K] ~ values * scale: e4m3 or int8 values [T, K], and a float32 scale [T], or [T, G] for
+    groups of columns."""
 
     values_TK: Tensor
     scale_T: Tensor
@@ -60,8 +66,8 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class RawRows:
-    """x [T, K] before what its linear wants of it: RMSNorm where `weight_K` is given, then rounding where `quant` is. A linear that takes
-    them does both as it reads the rows."""
+    """Rows x [T, K] before the steps that their linear needs: RMSNorm where `weight_K` is given, then
+    rounding where `quant` is. A linear that takes raw rows does both as it reads them."""
 
     x_TK: Tensor
     weight_K: Tensor | None = None
@@ -74,13 +80,17 @@ class RawRows:
 
 
 def dynamic_scale(x_f32: Tensor, largest: float = FP8_MAX) -> Tensor:
-    """Over the last axis. The divisor is a tensor: by a number, torch multiplies with the reciprocal on CUDA, which rounds otherwise."""
+    """Return the scales of rows, taken over the last axis.
+
+    The divisor is a tensor: for a Python number, torch multiplies by its reciprocal on CUDA, which rounds
+    differently.
+    """
     absmax = x_f32.abs().amax(dim=-1)
     return (absmax / absmax.new_full((), largest)).clamp_min(TINY_SCALE)
 
 
 def quantize(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
-    """The definition that every kernel is held to."""
+    """Quantize rows. This is the definition that every kernel is tested against."""
     x_f32 = x_TK.to(torch.float32)
     largest = LARGEST[quant.dtype]
     if quant.group_size is not None:

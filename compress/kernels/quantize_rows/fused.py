@@ -1,10 +1,12 @@
-"""Rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result is stored as it is, or quantized on its way.
+"""Quantization of rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result
+is stored as it is, or quantized on the way out.
 
-    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)        `operands/rows.py`; both quotients rounded as in IEEE 754
+    scale = max(absmax(x) / largest, tiny),  value = round(x / scale)    quotients rounded as in IEEE 754
 
-One program holds one whole row in registers, and its shape follows from the size of a row alone: a row's bits depend on nothing but the
-row. Rounding to e4m3 (half to even) is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes. Rounding to int8
-is the addition of a number so large that its last bit is 1.
+`operands/rows.py` has the definition. One program holds one whole row in registers, and its shape follows
+from the size of a row alone: a row's bits depend on nothing but the row. Rounding to e4m3 (half to even)
+is one instruction from sm_89 on; elsewhere integer arithmetic gives the same codes. Rounding to int8 is
+the addition of a number so large that its last bit is 1.
 
 Shapes: T rows, K features.
 """
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     FP8_SM,
     interpreted,
     jit,
@@ -32,11 +34,11 @@ from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536
-"""What a program of 1024 threads keeps in registers."""
+"""Elements that a program of 1024 threads keeps in registers."""
 
 
 def row_refusal(problem: Problem) -> str | None:
-    """Why a kernel that holds a row of `problem.n` elements in one program cannot serve a problem, or None."""
+    """Refuse a problem that a kernel with one row of `problem.n` elements in a program cannot serve."""
     if refusal := triton_refusal(problem):
         return refusal
     return f"holds a row in registers, at most {MAX_ROW_SIZE} elements" if problem.n > MAX_ROW_SIZE else None
@@ -52,8 +54,8 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
-    """Fresh rows [T, K], with one scale each, and the keyword arguments by which `store_row` fills them. `QUANT`: 0 not at all, 1 dynamic,
-    2 static, 3 dynamic int8."""
+    """Return fresh rows [T, K], with one scale each, and the keyword arguments by which `store_row` fills
+    them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
         return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
@@ -67,7 +69,7 @@ def row_output(
 
 
 def converts_e4m3(device: torch.device) -> bool:
-    """Whether the device has the instruction."""
+    """Return whether the device has an instruction that converts to e4m3."""
     return compute_capability(device) >= FP8_SM and not interpreted()
 
 
@@ -110,10 +112,11 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @jit()
 def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
-    """Codes of x / scale as bytes, x and scale in float32; beyond 448 they saturate."""
+    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate."""
     if CONVERTS:
-        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the correctly rounded quotient, in a
-        # fifth of the time of a general division. Where the residual underflows, the quotient is far below the grid. 449 is 448 on it.
+        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the
+        # correctly rounded quotient, in a fifth of the time of a general division. Where the residual
+        # underflows, the quotient is far below the grid. 449 is 448 on it.
         x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
         inverse = tl.div_rn(1.0, scale)
         quotient = x * inverse
@@ -126,7 +129,8 @@ def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
 
 @jit()
 def int8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Codes of x / scale as bytes, both in float32, |x / scale| at most 127 but for its rounding; the last bit of 1.5 * 2^23 is 1."""
+    """Return codes of x / scale as bytes, both in float32, |x / scale| at most 127 but for its rounding; the
+    last bit of 1.5 * 2^23 is 1."""
     number = tl.div_rn(x, scale) + 12582912.0
     return number.to(tl.int32, bitcast=True).to(tl.uint8)
 
@@ -158,7 +162,7 @@ def _refusal(problem: Problem) -> str | None:
 
 
 def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:
-    """Values and scales of each row."""
+    """Return values and scales of each row."""
     num_rows, size = x_TK.shape
     out, output = row_output(num_rows, size, x_TK.dtype, x_TK.device, quant)
     _quantize_rows[(num_rows,)](x_TK.contiguous(), **output, **row_options(size, x_TK.device))

@@ -1,13 +1,14 @@
-"""RMSNorm (arXiv 1910.07467) of one row a program, quantized on the way out where the next linear wants it so.
+"""RMSNorm (arXiv 1910.07467), one row a program, quantized on the way out if the next linear needs it.
 
-    y = round(round(x / sqrt(mean(x^2) + eps)) * weight)        mean and quotient in float32; round: to x's dtype, as the reference
+    y = round(round(x / sqrt(mean(x^2) + eps)) * weight)    mean and quotient in float32; round: to x's dtype
 
-The weight is constant, so it is read before the wait for the kernel ahead.
+Rounding follows the reference. The weight is constant, so it is read before the program waits for the
+kernel ahead.
 """
 
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register

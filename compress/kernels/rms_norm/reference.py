@@ -1,7 +1,8 @@
-"""Reference RMSNorm (arXiv 1910.07467): weight * (x / sqrt(mean(x^2) + eps)), mean and division in float32, each row on its own.
+"""Reference RMSNorm (arXiv 1910.07467): weight * (x / sqrt(mean(x^2) + eps)), mean and division in float32,
+each row on its own.
 
-torch's general reduction on CUDA shares out a row among threads by how many rows there are, and with that changes bits; its norm kernel
-gives every row a block of the same shape.
+torch's general reduction on CUDA splits a row among threads by the number of rows, which changes bits;
+its norm kernel gives every row a block of the same shape.
 """
 
 import torch
@@ -15,7 +16,7 @@ from compress.kernels.select import Kernel, anything, register
 def rms_norm_rows(
     x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
 ) -> Tensor | QuantizedRows:
-    """The norm, quantized where the next linear wants it so."""
+    """Return the norm, quantized if the next linear needs it."""
     normed = rms_norm(x, weight, eps)
     return normed if quant is None else quantize(normed, quant)
 

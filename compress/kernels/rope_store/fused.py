@@ -1,10 +1,11 @@
-"""Triton: from the fused projection to rotated queries and a written cache, in one launch.
+"""Triton kernel from the fused projection to rotated queries and a written cache, in one launch.
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   cache[slot] = format(k, v)
 
-A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head is held as its two halves, the
-partners of the rotation (`models/rope.py`), so that threads exchange nothing but a sum of squares and a largest magnitude. Intermediates
-are rounded to the model's dtype where the reference rounds them. A head's result depends on that head alone.
+A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head
+is held as its two halves, the partners of the rotation (`models/rope.py`), so that threads exchange
+nothing but a sum of squares and a largest magnitude. Intermediates are rounded to the model's dtype where
+the reference rounds them. A head's result depends on that head alone.
 
 Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C.
 """
@@ -12,7 +13,7 @@ Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import (
+from compress.kernels.compilers.triton import (
     jit,
     launch_dependents,
     pdl_options,
@@ -28,7 +29,8 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 TILE_SIZE = 1024
-"""Elements of a program: two warps, 16 bytes of each half in a thread. The same for every T, and so the bits are."""
+"""Elements of a program: two warps, 16 bytes of each half in a thread. It is the same for every T, and so
+are the bits."""
 NUM_WARPS = 2
 
 
@@ -50,7 +52,7 @@ def _store(
     FP8_MAX: tl.constexpr,
     TINY_SCALE: tl.constexpr,
 ) -> None:
-    """Halves [h, C / 2] of the given heads to one slot of the pages: `PagedKV.write_`."""
+    """Write halves [h, C / 2] of the given heads to one slot of the pages, as `PagedKV.write_` does."""
     at = pages_ptr + heads * head_stride + slot * C + columns
     if FORMAT != 0:
         first = first.to(tl.float32)
@@ -83,7 +85,7 @@ def _angles(
     half: tl.tensor,
     C: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Halves of a position's rows: cos and cos, sin and sin."""
+    """Return a position's rows of the tables as halves: cos and cos, sin and sin."""
     at = position * C + columns
     cos_first = tl.load(cos_ptr + at, mask=half, other=0.0)
     cos_second = tl.load(cos_ptr + at + C // 2, mask=half, other=0.0)
@@ -123,7 +125,7 @@ def _rope_store(
     TINY_SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
+    """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, HALF)[None, :]
@@ -131,8 +133,9 @@ def _rope_store(
     rotated = mask & (heads < H + K)
     dtype = q_ptr.dtype.element_ty
     half = columns < C // 2
-    # The tables are constant and the position nearly always stands by now: its row is fetched ahead, and again should it turn out another.
-    # Both reads of it pass the first-level cache, which would remember the first.
+    # The tables are constant and the position nearly always stands by now: its row is fetched ahead, and
+    # again should it turn out another. Both reads of it pass the first-level cache, which would remember the
+    # first.
     guess = tl.minimum(
         tl.maximum(tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64), 0), num_positions - 1
     )
@@ -229,7 +232,8 @@ def rope_store(
     qk_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """q [T, H, C]; keys and values of the T rows are in the cache afterwards. `qk_norm` [H + K, C] is a weight for each q and k head."""
+    """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
+    weight for each q and k head."""
     (num_kv_heads, _, _, head_dim) = kv.k.shape
     num_rows = qkv_TF.shape[0]
     assert qkv_TF.stride(1) == 1

@@ -1,7 +1,8 @@
-"""Reference of what lies between a fused qkv projection and attention: head norms, rotary embedding (arXiv 2104.09864), the cache's write.
+"""Reference of the steps between a fused qkv projection and attention: head norms, rotary embedding (arXiv
+2104.09864), the cache's write.
 
-Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. Each step rounds to the model's
-dtype, as the canonical decoder does.
+Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position.
+Each step rounds to the model's dtype, as the canonical decoder does.
 """
 
 import torch
@@ -25,7 +26,8 @@ def rope_store(
     qk_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """q [T, H, C]; keys and values of the T rows are in the cache afterwards. `qk_norm` is a weight for each query and key head."""
+    """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
+    each query and key head."""
     num_kv_heads = kv.k.shape[0]
     head_dim = kv.head_dim
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, head_dim)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 
 SPAN = 2048
 DRAWN_SPAN = 1024

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.step.host_memory import uses_kernels
 
 _ROWS = 128

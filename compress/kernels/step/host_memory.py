@@ -5,7 +5,7 @@ other.
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import interpreted, triton
+from compress.kernels.compilers.triton import interpreted, triton
 
 
 def uses_kernels(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.build.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
 from compress.kernels.step.host_memory import uses_kernels
 
 CONTEXT = -4

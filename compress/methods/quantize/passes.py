@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.room import rounds_as_one
+from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
@@ -42,11 +42,11 @@ class SmoothPass:
         for pair in state.pairs:
             scheme = state.scheme(self._schemes, pair.linears)
             if scheme is not None and not self._smoother.idle(scheme) and pair.tap in state.stats:
-                scales[pair.tap] = state.room.attempt(
+                scales[pair.tap] = state.run.memory.retry_on_oom(
                     partial(self._scale, pair, state, scheme), f"smoothing {pair.tap}"
                 )
-        for rank in range(state.ranks.size):
-            scales |= state.ranks.broadcast(scales, source=rank)
+        for rank in range(state.run.ranks.size):
+            scales |= state.run.ranks.broadcast(scales, source=rank)
         for pair in state.pairs:
             if pair.tap not in scales:
                 continue
@@ -105,7 +105,7 @@ class RoundPass:
                     alone = (
                         partial(self._one_by_one, linears, stats, state, scheme) if len(linears) > 1 else None
                     )
-                    state.room.attempt(whole, f"rounding {', '.join(linears)}", smaller=alone)
+                    state.run.memory.retry_on_oom(whole, f"rounding {', '.join(linears)}", smaller=alone)
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
 
@@ -119,7 +119,9 @@ class RoundPass:
         self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme
     ) -> None:
         for linear in linears:
-            state.room.attempt(partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}")
+            state.run.memory.retry_on_oom(
+                partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}"
+            )
 
     def _round(self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme) -> None:
         """Float32 copies of the weights are made where they are read, and not held between; those of a target cost too much for that."""
@@ -181,7 +183,7 @@ class BaselinePass:
             if scheme is None:
                 continue
             for linear in group.linears:
-                state.room.attempt(
+                state.run.memory.retry_on_oom(
                     partial(self._note, linear, state.stats[group.tap], state, scheme), f"rounding {linear}"
                 )
 

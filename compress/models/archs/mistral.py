@@ -1,4 +1,5 @@
-"""Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every layer when one is stated."""
+"""Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every
+layer when one is stated."""
 
 from collections.abc import Mapping
 from typing import Any

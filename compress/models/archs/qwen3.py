@@ -1,4 +1,5 @@
-"""Qwen3 dense models (arXiv 2505.09388): an RMSNorm over each query and key head, an explicit head_dim, optional attention biases."""
+"""Qwen3 dense models (arXiv 2505.09388): an RMSNorm over each query and key head, an explicit head_dim,
+optional attention biases."""
 
 from compress.models.family import FAMILIES, Family, windows_by_layer_type
 

@@ -1,7 +1,8 @@
-"""`distill`: the dense weights, or a smaller model of their own config, learn to say what a teacher says; resumable at any instant, by
-several ranks together. The result is a dense model.
+"""`distill`: the dense weights, or a smaller model of their own config, learn to say what a teacher says;
+resumable at any instant, by several ranks together. The result is a dense model.
 
-spec.py   what a recipe may say    text.py   windows to train and to measure on    models.py   teacher and student
+spec.py   what a recipe may say    text.py   windows to train and to measure on    models.py   teacher and
+          student
 learning.py   what `draft` has too    estimate.py   for `compress plan`
 """
 

@@ -1,5 +1,6 @@
-"""An EAGLE-3 head in codes: every linear rounded against the inputs that it has where the head drafts from the training text, on the
-target's hidden states and on its own. It is one layer, which nothing follows, so all inputs are those of the dense head.
+"""An EAGLE-3 head in codes: every linear rounded against the inputs that it has where the head drafts from
+the training text, on the target's hidden states and on its own. It is one layer, which nothing follows, so
+all inputs are those of the dense head.
 
 Shapes: N windows, B batch, S sequence.
 """
@@ -40,22 +41,26 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
     for name in ("guide", "smooth", "target", "tune"):
         if getattr(spec, name) is not None:
             raise UsageError(
-                f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say `{name}: null`."
+                f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say "
+                f"`{name}: null`."
             )
     if not isinstance(spec.scheme, str) or spec.overrides:
         raise UsageError(
-            "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and overrides."
+            "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and "
+            "overrides."
         )
     found = spec.possible_schemes(facts.arch)[0]
     if found is None or found.layers.activation == "tensor" or found.layers.block_rows > 1:
         raise UsageError(
-            f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have their own scales."
+            f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have "
+            "their own scales."
         )
     for linear in INPUTS:
         columns = parameter_shapes(facts)[f"{linear}.weight"][1]
         if found.layers.group_size is not None and columns % found.layers.group_size:
             raise UnsupportedFormat(
-                f"draft: {linear} has {columns} columns, no multiple of {found.layers.group_size} as {spec.scheme} wants."
+                f"draft: {linear} has {columns} columns, no multiple of {found.layers.group_size} as "
+                f"{spec.scheme} wants."
             )
     return found
 
@@ -116,7 +121,7 @@ def _observed(
 
     for tokens_1S in tokens_NS.split(1):
         embedded, features, _ = (
-            each.to(torch.float32) for each in target.asked(tokens_1S.to(device=device, dtype=torch.int64))
+            each.to(torch.float32) for each in target.features(tokens_1S.to(device=device, dtype=torch.int64))
         )
         observe("fc", features[:, :-1])
         for _ in unrolled(decoder, embedded, features, num_steps, tap=observe):

@@ -1,8 +1,9 @@
-"""`quantize`: smoother x target x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head,
-if asked, after them, by plain rounding to nearest.
+"""`quantize`: smoother x target x rounder x refiner x scheme over every decoder linear, layer by layer,
+resumable at each layer; the head, if asked, after them, by plain rounding to nearest.
 
 spec.py      what a recipe may say           layers.py     the linears, compressed layer by layer
-mixed.py     `scheme: {kind: mixed}` of it   costs.py      bytes and times of schemes    choose.py   the schemes of mixed precision
+mixed.py     `scheme: {kind: mixed}` of it   costs.py      bytes and times of schemes    choose.py   the
+             schemes of mixed precision
 tune.py      scales, trained end to end
 sizes.py     bytes on disk                   estimate.py   for `compress plan`
 """
@@ -28,10 +29,10 @@ from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.quantize.choose import depends
+from compress.stages.budget.spec import Mixed
+from compress.stages.budget.times import depends
 from compress.stages.quantize.estimate import estimate
 from compress.stages.quantize.layers import quantize_layers
-from compress.stages.quantize.mixed import Mixed
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import place_of
 
@@ -40,11 +41,13 @@ HEAD_ROWS = 8192
 
 
 def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
-    """The kind of device and what it computes in: neither goes on from the other's resume points. And the order of overrides, which a
-    mapping in the key does not keep."""
+    """The kind of device and what it computes in: neither goes on from the other's resume points. And the
+    order of overrides, which a mapping in the key does not keep."""
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
-    mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
-    return {**computes_in(device), **order, **mixed}
+    times = {}
+    if isinstance(spec.scheme, Mixed) and spec.scheme.budget.is_time:
+        times = depends(spec.scheme.budget.device, device)
+    return {**computes_in(device), **order, **times}
 
 
 @STAGES.stage(
@@ -91,7 +94,8 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
 
 
 def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.device) -> None:
-    """The outer weights with codes for the head; blocks of rows, because float32 copies of a whole head would be the peak of the stage."""
+    """The outer weights with codes for the head; blocks of rows, because float32 copies of a whole head would
+    be the peak of the stage."""
     outer = load_weights(stored, None)
     rows = dense(outer["head.weight"]).split(HEAD_ROWS)
     blocks = [nearest_weight(each.to(device), scheme, each.dtype) for each in rows]
@@ -103,7 +107,8 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
 
 
 def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
-    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they do to each layer."""
+    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they
+    do to each layer."""
     if (kv_format := spec.kv_format()) is None:
         return {}
     cached = [row for row in rows if "cache" in row]

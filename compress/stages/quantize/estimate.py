@@ -1,4 +1,5 @@
-"""What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
+"""What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for
+`compress plan`."""
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.quantize.awq import Awq
@@ -9,8 +10,8 @@ from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE, ModelScheme
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
+from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.calibrate import Calibrate
-from compress.stages.quantize.mixed import Mixed, scheme_or_dense
 from compress.stages.quantize.sizes import linear_bytes, most_linear_bytes, outer_bytes
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
@@ -19,13 +20,15 @@ COLUMNS_OF_A_LAUNCH = 128
 """That are rounded, or descended, in one on a GPU (`kernels/columns`)."""
 LOSS = {"cpu": 1.0, "cuda": 1.5}
 EXACT = {"cpu": 1.0, "cuda": 5.0}
-"""Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or reports, on a GPU three in bf16
-with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."""
+"""Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or
+reports, on a GPU three in bf16 with what surrounds them, and of one in float32 (51 against 250 TFLOP/s,
+H200)."""
 
 
 def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
-    """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`. With a target, also
-    the activations of the source model, and their moments with the others."""
+    """One layer at a time, so nothing but the disk and the time grows with their number; see
+    `calibrate/estimate.py`. With a target, also the activations of the source model, and their moments with
+    the others."""
     arch = facts.arch
     scheme = spec.possible_schemes(facts.arch)[-1]
     spec.check_model(arch)
@@ -39,7 +42,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         facts.num_ranks,
         compares=spec.target is not None,
         factorises=isinstance(spec.round, Gptq) or spec.target is not None,
-        in_turn=spec.true_sequential,
+        true_sequential=spec.true_sequential,
     )
     kv_format = spec.kv_format()
     kv_note = (
@@ -95,8 +98,8 @@ def _sweeps(spec: Quantize) -> tuple[int, int]:
 
 
 def _products(spec: Quantize, device: str) -> float:
-    """The error before and after, each beside what it is a share of, a loss for each scale that AWQ tries, and what is done in float32:
-    factors and their use, sweeps, and targets (in float64, as two)."""
+    """The error before and after, each beside what it is a share of, a loss for each scale that AWQ tries,
+    and what is done in float32: factors and their use, sweeps, and targets (in float64, as two)."""
     if spec.only_cache:
         return 0.0
     losses = 4 + (2 * spec.smooth.num_ratios + 1 if isinstance(spec.smooth, Awq) else 0)
@@ -109,10 +112,11 @@ def _products(spec: Quantize, device: str) -> float:
 
 
 def _launches(spec: Quantize, device: str, num_columns: int) -> int:
-    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or descended, and of less than
-    one where only the rows of a phase are. On a GPU a block of columns is one launch: where it is descended it takes as long as thirteen
-    small ones (190 us on an H200, 8B shape), with a product behind it, and what GPTQ's loop and the search of scales take is still best
-    said by columns: 18 us for both there."""
+    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or
+    descended, and of less than one where only the rows of a phase are. On a GPU a block of columns is one
+    launch: where it is descended it takes as long as thirteen small ones (190 us on an H200, 8B shape), with
+    a product behind it, and what GPTQ's loop and the search of scales take is still best said by columns: 18
+    us for both there."""
     if spec.only_cache:
         return 0
     rounds = isinstance(spec.round, Gptq)
@@ -125,8 +129,9 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
 
 
 def _tuning_effort(tune: Tune, arch: Arch, work: Work, num_code_bytes: int) -> tuple[int, float]:
-    """Peak bytes and operations of tuning scales: the source's model beside codes, whose scales train in float32 with a gradient and two
-    moments, and the inputs of the layers of a batch, or all that a layer keeps where it does not run again."""
+    """Peak bytes and operations of tuning scales: the source's model beside codes, whose scales train in
+    float32 with a gradient and two moments, and the inputs of the layers of a batch, or all that a layer
+    keeps where it does not run again."""
     batch = tune.batch_size * work.seq_len
     kept = 1 if batch > RECOMPUTED_TOKENS else 12
     passes = (
@@ -145,14 +150,15 @@ def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:
     if not isinstance(spec.scheme, Mixed):
         return f"{DENSE if scheme is None else scheme.name}, {arch.num_layers} layers one at a time"
     return (
-        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
+        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the "
+        "least predicted KL with "
         f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
     )
 
 
 def _effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: int) -> tuple[int, float]:
-    """Peak bytes and floating-point operations of the sensitivities: inputs of every layer are kept, a layer is there once for each scheme,
-    with its statistics and what the search for scales makes of one linear."""
+    """Peak bytes and floating-point operations of the sensitivities: inputs of every layer are kept, a layer
+    is there once for each scheme, with its statistics and what the search for scales makes of one linear."""
     num_tokens = min(spec.num_samples, num_samples) * seq_len
     schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
     layer = max(arch.layers, key=lambda each: each.intermediate_size)

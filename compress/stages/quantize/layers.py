@@ -1,4 +1,5 @@
-"""The layers of a quantized model, compressed one after the other by all ranks together: which scheme each linear gets, and the passes."""
+"""The layers of a quantized model, compressed one after the other by all ranks together: which scheme each
+linear gets, and the passes."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -9,7 +10,7 @@ from torch import Tensor
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
@@ -21,9 +22,9 @@ from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.scheme import ModelScheme, Schemes
 from compress.stages import Inputs, Port
-from compress.stages.quantize.choose import choose
-from compress.stages.quantize.costs import units_of
-from compress.stages.quantize.mixed import Mixed
+from compress.stages.budget.choose import choose
+from compress.stages.budget.costs import schemes_by_group
+from compress.stages.budget.spec import Mixed
 from compress.stages.quantize.sizes import outer_bytes
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import tune_scales
@@ -47,8 +48,9 @@ def quantization_passes(
 def quantize_layers(
     spec: Quantize, inputs: Inputs, ctx: Context
 ) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
-    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
-    layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
+    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were
+    chosen, and the rows of the layer report. Rank 0 chooses. Where nothing depends on activations, a token
+    goes through the layers."""
     source = open_weights(inputs[Port.DENSE].path)
     stored_dtype = getattr(torch, source.arch.dtype)
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
@@ -65,14 +67,16 @@ def quantize_layers(
     rows = run_sequential(
         source,
         tokens_NS if passes or kv_scales else tokens_NS[:1, :1],
-        passes,
+        Compression(
+            passes,
+            scheme=scheme,
+            kv_scales=kv_scales,
+            guide=None if spec.guide is None else GuideFiles(ctx.scratch),
+            true_sequential=spec.true_sequential,
+        ),
         ctx.scratch,
         ctx,
-        scheme=scheme,
         compute_dtype=in_dtype,
-        kv_scales=kv_scales,
-        guide=None if spec.guide is None else GuideFiles(ctx.scratch),
-        in_turn=spec.true_sequential,
     )
     if spec.tune is not None and scheme is not None:
         ctx.ranks.broadcast(None)  # nobody reads layers before they are written
@@ -92,7 +96,7 @@ def _schemes(
         return spec.model_scheme(arch), {}
     chosen, facts = choose(
         spec.scheme,
-        units_of(spec.scheme, decide(spec.patterns, arch), arch),
+        schemes_by_group(spec.scheme, decide(spec.patterns, arch), arch),
         source,
         tokens_NS,
         ctx,

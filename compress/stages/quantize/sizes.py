@@ -3,8 +3,8 @@
 from compress.models.arch import Arch
 from compress.models.overrides import decide
 from compress.quant.scheme import ModelScheme, Scheme
-from compress.stages.quantize.costs import largest_bytes, units_of
-from compress.stages.quantize.mixed import Mixed
+from compress.stages.budget.costs import largest_bytes, schemes_by_group
+from compress.stages.budget.spec import Mixed
 from compress.stages.quantize.spec import Quantize
 
 
@@ -27,8 +27,8 @@ def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
     """
     if not isinstance(spec.scheme, Mixed):
         return linear_bytes(arch, spec.model_scheme(arch))
-    units = units_of(spec.scheme, decide(spec.patterns, arch), arch)
-    return largest_bytes(spec.scheme, arch, units, outer_bytes(arch, spec.head_scheme))
+    groups = schemes_by_group(spec.scheme, decide(spec.patterns, arch), arch)
+    return largest_bytes(spec.scheme, arch, groups, outer_bytes(arch, spec.head_scheme))
 
 
 def outer_bytes(arch: Arch, head: Scheme | None) -> int:

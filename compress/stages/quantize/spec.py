@@ -1,4 +1,5 @@
-"""What a recipe says of quantization: smoother x target x rounder x refiner x scheme, presets for them, exceptions, head, KV cache."""
+"""What a recipe says of quantization: smoother x target x rounder x refiner x scheme, presets for them,
+exceptions, head, KV cache."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from compress.models.overrides import decide, overridden
 from compress.quant.kv import KV_CACHES, kv_cache_named
 from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
-from compress.stages.quantize.costs import units_of
-from compress.stages.quantize.mixed import Mixed, scheme_or_dense
+from compress.stages import specs_of
+from compress.stages.budget.costs import schemes_by_group
+from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
 
 HEAD_SCHEMES = tuple(
@@ -41,15 +43,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "tune": {"kind": "scales"},
     },
 }
-"""What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
-(`scripts/bench_quality.py`, H200, `benchmarks/quality.json`): plain rounding 0.0917, fast 0.0510, GPTQ with min-max scales 0.0361; with
-searched scales and descent 0.0304, towards the source 0.0268, linears in turn 0.0229, tokens weighed 0.0225, rows coupled (balanced)
-0.0204, best 0.0190.
+"""What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three
+seeds (`scripts/bench_quality.py`, H200, `benchmarks/quality.json`): plain rounding 0.0917, fast 0.0510, GPTQ
+with min-max scales 0.0361; with searched scales and descent 0.0304, towards the source 0.0268, linears in
+turn 0.0229, tokens weighed 0.0225, rows coupled (balanced) 0.0204, best 0.0190.
 """
-
-
-def _specs(methods: Any) -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], method) for name, method in methods.items()}
 
 
 def _preset_named(name: str | None) -> None:
@@ -60,7 +58,8 @@ def _preset_named(name: str | None) -> None:
 def _scheme_of_a_head(name: str | None) -> None:
     if name is not None and scheme_named(name).name not in HEAD_SCHEMES:
         raise UsageError(
-            f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}."
+            f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, "
+            f"not {name}."
         )
 
 
@@ -92,14 +91,14 @@ class Quantize(Spec):
         Discriminator(_kind_of_scheme),
     ] = Field(
         "W4A16_G128",
-        description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or `{{kind: mixed}}`, which chooses "
-        "among several",
+        description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or "
+        f"`{{kind: mixed}}`, which chooses among several",
     )
     overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
         default_factory=dict,
         exclude_if=lambda overrides: not overrides,  # as `kv_cache`
-        description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
-        "the first pattern that matches decides",
+        description="linears with another scheme: shell pattern over canonical names (`layers.0.*`, "
+        f"`*.ffn.down`) -> scheme or `{DENSE}`; the first pattern that matches decides",
         json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
     )
     head: Annotated[str | None, checked_by(_scheme_of_a_head)] = Field(
@@ -110,43 +109,48 @@ class Quantize(Spec):
     preset: Annotated[str | None, checked_by(_preset_named)] = Field(
         None,
         exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
-        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, refine, tune and true_sequential "
-        "that are left out",
+        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, "
+        "refine, tune and true_sequential that are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     guide: Guide | None = Field(
         None,
         exclude_if=lambda guide: guide is None,  # as `kv_cache`
-        description="what counts in the calibration, by gradients of the model's own predictions; left out, every token and row the same",
+        description="what counts in the calibration, by gradients of the model's own predictions; left out, "
+        "every token and row the same",
     )
-    smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
-    round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
-    refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    smooth: Annotated[Spec, ByKind(lambda: specs_of(SMOOTHERS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: specs_of(TARGETS))] | None = None
+    round: Annotated[Spec, ByKind(lambda: specs_of(ROUNDERS))] = Gptq()
+    refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = None
     true_sequential: bool = Field(
         False,
-        exclude_if=lambda in_turn: not in_turn,  # as `kv_cache`
-        description="the linears of a layer are rounded one group after the other, each behind those before it; not with `smooth`",
+        exclude_if=lambda true_sequential: not true_sequential,  # as `kv_cache`
+        description="the linears of a layer are rounded one group after the other, each behind those before "
+        "it; not with `smooth`",
     )
     tune: Tune | None = Field(
         None,
         exclude_if=lambda tune: tune is None,  # as `kv_cache`
-        description="scales trained end to end against the source, once every layer is rounded; the whole model must fit the device",
+        description="scales trained end to end against the source, once every layer is rounded; the whole "
+        "model must fit the device",
     )
     kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
         None,
         exclude_if=lambda name: (
             name is None
         ),  # so that what was made before there was this key keeps its cache key
-        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
-        "scale for each position and head as they go; left out, keys and values stay in 16 bits",
+        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of "
+        "each layer; the others find a scale for each position and head as they go; left out, keys and "
+        "values stay in 16 bits",
         json_schema_extra={"enum": [*KV_CACHES, None]},
     )
 
     @model_validator(mode="before")
     @classmethod
     def _expand_preset(cls, raw: Any) -> Any:
-        """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
+        """An explicit key stands, `null` included; it replaces the whole of what the preset has under that
+        key."""
         if (
             not isinstance(raw, Mapping)
             or not isinstance(raw.get("preset"), str)
@@ -164,7 +168,8 @@ class Quantize(Spec):
     def _refuse_what_nothing_guides(self) -> Self:
         if self.guide is None and isinstance(self.refine, Descent) and self.refine.coupled_rounds:
             raise ValueError(
-                "refine: coupled_rounds need to know which rows err together: add `guide: {kind: gradients}`, or leave them out"
+                "refine: coupled_rounds need to know which rows err together: add `guide: {kind: "
+                "gradients}`, or leave them out"
             )
         return self
 
@@ -180,17 +185,20 @@ class Quantize(Spec):
             said += ["round"] if self.round != Gptq() else []
             if said:
                 raise ValueError(
-                    f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}."
+                    f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out "
+                    f"{' and '.join(said)}."
                 )
             if self.kv_cache is None:
                 raise ValueError(
-                    f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead."
+                    f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the "
+                    "stage instead."
                 )
         if self.smooth is None:
             return self
         if self.true_sequential:
             raise ValueError(
-                "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one of the two, or say "
+                "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one "
+                "of the two, or say "
                 "`true_sequential: false`."
             )
         names = [
@@ -202,7 +210,8 @@ class Quantize(Spec):
         if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
             raise ValueError(
-                f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}"
+                f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: "
+                f"{reasons[0]}"
             )
         return self
 
@@ -212,7 +221,8 @@ class Quantize(Spec):
         return self.scheme == DENSE and not self.overrides
 
     def method(self) -> str:
-        """Everything that finds scales and codes in one line, every setting said: what a preset stands for can be read here."""
+        """Everything that finds scales and codes in one line, every setting said: what a preset stands for
+        can be read here."""
         if self.only_cache:
             return "none: weights stay dense"
         parts = {
@@ -235,22 +245,23 @@ class Quantize(Spec):
         )
 
     def possible_schemes(self, arch: Arch) -> list[ModelScheme | None]:
-        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
+        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to
+        be chosen.
 
         Raises:
             UsageError: as `model_scheme`.
         """
         if not isinstance(self.scheme, Mixed):
             return [self.model_scheme(arch)]
-        units = units_of(self.scheme, decide(self.patterns, arch), arch)
+        groups = schemes_by_group(self.scheme, decide(self.patterns, arch), arch)
         picks = [
-            [unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units]
+            [each.schemes[min(idx, len(each.schemes) - 1)] for each in groups]
             for idx in range(len(self.scheme.schemes))
         ]
-        picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
+        picks.append([each.schemes[idx % len(each.schemes)] for idx, each in enumerate(groups)])
         possible = [
-            {linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears}
-            for each in picks
+            {linear: scheme for each, scheme in zip(groups, picked, strict=True) for linear in each.linears}
+            for picked in picks
         ]
         return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
 
@@ -266,16 +277,19 @@ class Quantize(Spec):
         return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
 
     def check_model(self, arch: Arch) -> None:
-        """Raises UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the embedding."""
+        """Raises UnsupportedFormat: the model's weights are codes already, or the head that is to be
+        quantized is the embedding."""
         said = arch.config.get("quantization_config")
         if said:
             raise UnsupportedFormat(
-                f"the model is quantized already (quant_method '{said.get('quant_method')}'): codes of codes would add a second error to "
+                f"the model is quantized already (quant_method '{said.get('quant_method')}'): codes of codes "
+                "would add a second error to "
                 "the first. Name the dense model that it was made from."
             )
         if self.head is not None and arch.tied_head:
             raise UnsupportedFormat(
-                f"the model's head is tied to its embedding, which stays dense: a head in {self.head} would be a second, different matrix, "
+                f"the model's head is tied to its embedding, which stays dense: a head in {self.head} would "
+                "be a second, different matrix, "
                 "and no format has a place for it. Leave out `head`."
             )
 

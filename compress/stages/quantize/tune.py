@@ -1,6 +1,8 @@
-"""`tune`: the scales of the layers that rounding left, trained end to end against the source on the calibration text (`distill/scales.py`).
+"""`tune`: the scales of the layers that rounding left, trained end to end against the source on the
+calibration text (`distill/scales.py`).
 
-An eighth of the samples is held out. Should what is tuned keep less of it than what was there, nothing is changed.
+An eighth of the samples is held out. Should what is tuned keep less of it than what was there, nothing is
+changed.
 """
 
 from collections.abc import Mapping
@@ -50,8 +52,8 @@ def tune_scales(
     *,
     compute_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Train the scales of the layers in the scratch directory, on all ranks together, and write the layers that became better into
-    `DIRECTORY` there; facts for the report.
+    """Train the scales of the layers in the scratch directory, on all ranks together, and write the layers
+    that became better into `DIRECTORY` there; facts for the report.
 
     Raises:
         UsageError: too few samples, or a loss that is not finite.
@@ -63,7 +65,8 @@ def tune_scales(
     training_NS = _without(tokens.tokens_NS, HELD_OUT)
     if len(training_NS) < spec.batch_size:
         raise UsageError(
-            f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples."
+            f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give "
+            "more samples."
         )
 
     def layer(idx: int) -> Weights:

@@ -65,7 +65,7 @@ def test_unrolled_steps_are_those_of_drafting_from_each_token() -> None:
     decoder = tiny_decoder(arch)
     head = make_head(arch, words)
     tokens_BS = make_text(2, 11, seed=0)
-    embedded, features, _ = targeted(decoder, head, words).asked(tokens_BS)
+    embedded, features, _ = targeted(decoder, head, words).features(tokens_BS)
     steps = list(unrolled(head, embedded, features, 4))
     assert [each.shape[1] for each in steps] == [10, 9, 8, 7]
     for last in range(7):
@@ -86,7 +86,7 @@ def test_a_head_begins_as_the_targets_last_layer() -> None:
     head = make_head(arch, words)
     for name in ("q", "k", "v"):
         head.layers[0].attn.get_submodule(name).get_parameter("weight").data[:, : arch.hidden_size] = 0
-    _, features, _ = targeted(decoder, head, words).asked(tokens_BS)
+    _, features, _ = targeted(decoder, head, words).features(tokens_BS)
     positions = torch.arange(10)
     attention = FullAttention()
     deepest = features[:, :10, -arch.hidden_size :]
@@ -105,7 +105,7 @@ def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
     head = make_head(arch, words)
     target = targeted(decoder, head, words)
     tokens_BS = make_text(3, 12, seed=2)
-    _, _, final_BSD = target.asked(tokens_BS[:, :-1])
+    _, _, final_BSD = target.features(tokens_BS[:, :-1])
     copies = iter([final_BSD[:, 1:], final_BSD[:, 2:], final_BSD[:, 3:]])
     head.norm.forward = lambda x: next(copies)  # type: ignore[method-assign]
     loss = Eagle3Objective(Divergence("forward_kl"), target, 3)(head, tokens_BS)

@@ -13,7 +13,7 @@ from compress.kernels.attention_decode.hopper import (
     cluster_of,
     row_eights_of,
 )
-from compress.kernels.build import nvrtc
+from compress.kernels.compilers import nvrtc
 from compress.kernels.problem import Problem
 from compress.kernels.select import refusals, select
 

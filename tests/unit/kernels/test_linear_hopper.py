@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.kernels.build import nvrtc
+from compress.kernels.compilers import nvrtc
 from compress.kernels.linear.hopper import variant_of
 from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
 from compress.kernels.linear.shape import Format, Gpu, Shape

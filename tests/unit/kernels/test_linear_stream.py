@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.build import nvrtc
+from compress.kernels.compilers import nvrtc
 from compress.kernels.linear import dense16, fp8, w4a16
 from compress.kernels.linear.launch import ACTIVATIONS, Rounding
 from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape

@@ -19,7 +19,7 @@ def test_in_the_interpreter() -> None:
 if INTERPRETED:
     from torch import Tensor
 
-    from compress.kernels.build.triton import jit, tl
+    from compress.kernels.compilers.triton import jit, tl
     from compress.kernels.operands.e4m3 import decode_even, decode_odd, encode_e4m3
     from compress.kernels.operands.paged import PagedKV
     from compress.kernels.operands.rows import FP8

@@ -1,10 +1,10 @@
-"""What a fused linear takes on this device: the loader's own kernel on random weights, as a decode step calls
-it.
+"""The time of a linear group on this device: the loader's own kernel on random weights, called as a decode
+step calls it.
 
-Several copies of the weights, more bytes together than the device's caches hold, are walked over in one CUDA
-graph, so that each launch reads cold memory and overlaps its neighbours as in serving. The median over
-replays counts. On a CPU the same walk is timed by the clock. `scripts/bench_kernels.py` measures more
-carefully, with checks; this is quick enough to be a step of a stage.
+The kernel runs over several copies of the weights, more bytes in sum than the device's caches hold, in one
+CUDA graph: each launch reads cold memory and overlaps its neighbours as in serving. The median over replays
+counts. On a CPU the same launches are timed by the clock. `scripts/bench_kernels.py` measures more carefully,
+with checks; this is quick enough to be a step of a stage.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compress.models.arch import LINEAR_GROUPS, Arch
+from compress.models.arch import Arch, LinearGroup
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
@@ -22,46 +22,52 @@ from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.loader import fuse
 
 COLD_BYTES = {"cuda": 200_000_000, "cpu": 0}
-"""An H200 has 50 MB of L2."""
+"""Bytes that the copies of the weights must exceed, so that every launch reads cold memory: an H200 has 50 MB
+of L2."""
 MAX_COPIES = 32
 LAUNCHES = 32
 REPLAYS = 15
 _ADDS_RESIDUAL = ("o", "down")
 
 
-def linear_time_us(
-    arch: Arch, layer_idx: int, name: str, scheme: Scheme | None, *, rows: int, target: Deployment
+def measure_linear_us(
+    arch: Arch,
+    layer_idx: int,
+    group: LinearGroup,
+    scheme: Scheme | None,
+    *,
+    rows: int,
+    deployment: Deployment,
 ) -> float:
-    """Median microseconds of the projection `name` (qkv, o, gate_up, down) of a layer for `rows` tokens,
-    input quantization included where its kernel does it.
+    """Return the median microseconds of the product of a linear group for `rows` tokens.
+
+    The time includes the quantization of the input where the scheme has one.
 
     Raises:
-        EnvironmentUnfit: no kernel here serves it.
+        EnvironmentUnfit: no kernel on this device serves the product.
     """
-    generator = torch.Generator(target.device).manual_seed(0)
+    generator = torch.Generator(deployment.device).manual_seed(0)
     layer = arch.layers[layer_idx]
-    linears = LINEAR_GROUPS[name].linears
-    shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in linears}
+    shapes = {linear: layer.linear_shape(linear, arch.hidden_size) for linear in group.linears}
     weights = {
-        f"{each}.weight": random_weight(shape, scheme, dtype=target.dtype, generator=generator)
+        f"{each}.weight": random_weight(shape, scheme, dtype=deployment.dtype, generator=generator)
         for each, shape in shapes.items()
     }
-    gate = arch.activation if name == "gate_up" else None
-    copies = [fuse(linears, weights, target, activation=gate)]
-    cold = COLD_BYTES[target.device.type]
+    gate = arch.activation if group.name == "gate_up" else None
+    copies = [fuse(group.linears, weights, deployment, activation=gate)]
+    cold = COLD_BYTES[deployment.device.type]
     while len(copies) < MAX_COPIES and len(copies) * copies[0].weight_bytes < cold:
-        copies.append(fuse(linears, weights, target, activation=gate))
-    x_TI = torch.randn(
-        rows, shapes[linears[0]][1], dtype=target.dtype, device=target.device, generator=generator
-    )
+        copies.append(fuse(group.linears, weights, deployment, activation=gate))
+    n, k = layer.group_shape(group, arch.hidden_size)
+    x_TI = torch.randn(rows, k, dtype=deployment.dtype, device=deployment.device, generator=generator)
     residual_TO = None
-    if name in _ADDS_RESIDUAL:
+    if group.name in _ADDS_RESIDUAL:
         residual_TO = torch.randn(
-            rows, shapes[linears[0]][0], dtype=target.dtype, device=target.device, generator=generator
+            rows, n, dtype=deployment.dtype, device=deployment.device, generator=generator
         )
     launches = [_launch(each, x_TI, residual_TO) for each in copies] * -(-LAUNCHES // len(copies))
     with torch.inference_mode():
-        return (_graph_seconds if target.device.type == "cuda" else _clock_seconds)(launches) * 1e6
+        return (_graph_seconds if deployment.device.type == "cuda" else _clock_seconds)(launches) * 1e6
 
 
 def _launch(linear: FusedLinear, x_TI: Tensor, residual_TO: Tensor | None) -> Callable[[], Tensor]:

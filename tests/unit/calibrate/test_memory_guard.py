@@ -9,9 +9,9 @@ import torch
 
 import compress.calibrate.observe as observe
 import compress.calibrate.sequential as sequential
-from compress.calibrate.observe import Flow, Shards
-from compress.calibrate.room import Room, Samples
-from compress.context import Context, OneRank
+from compress.calibrate.layer_run import LayerRun
+from compress.calibrate.samples import Samples
+from compress.context import Context
 from compress.errors import EnvironmentUnfit
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
@@ -46,12 +46,14 @@ def run(out: Path, how: str) -> tuple[dict[str, bytes], list[str]]:
     sequential.run_sequential(
         source,
         tiny_tokens(source.arch, 5, 13),
-        quantization_passes(spec, SCHEMES["W8A16"], torch.bfloat16),
+        sequential.Compression(
+            quantization_passes(spec, SCHEMES["W8A16"], torch.bfloat16),
+            scheme=SCHEMES["W8A16"],
+            true_sequential=spec.true_sequential,
+        ),
         out,
         Context("cpu", 0, out, said),
-        scheme=SCHEMES["W8A16"],
         compute_dtype=torch.float32,
-        in_turn=spec.true_sequential,
     )
     return {path.name: path.read_bytes() for path in out.iterdir()}, said.lines
 
@@ -129,14 +131,13 @@ def test_when_nothing_is_left_to_give_way_the_error_says_what_to_do(
 
 
 def test_what_is_replayed_already_is_not_replayed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = Samples.of(torch.zeros(4, 2, 3))
-    flow = Flow(samples, None, Shards.of(4), Room(None, samples), OneRank())
+    run = LayerRun.on_one_rank(torch.zeros(4, 2, 3))
     monkeypatch.setattr(
         observe, "forward", failing(lambda layer, x_1SD, tap: x_1SD + 1, lambda number, args: number == 3)
     )
-    observe.replay_(None, samples, flow)  # type: ignore[arg-type]
-    assert samples.on_host
-    assert torch.equal(samples[0:4], torch.ones(4, 2, 3))
+    observe.replay_(None, run.samples, run)  # type: ignore[arg-type]
+    assert run.samples.on_host
+    assert torch.equal(run.samples[0:4], torch.ones(4, 2, 3))
 
 
 def test_activations_for_which_a_device_has_no_room_start_on_the_host(
@@ -153,5 +154,5 @@ def test_activations_for_which_a_device_has_no_room_start_on_the_host(
     samples = Samples((2, 3, 4), torch.float32, torch.device("cpu"))
     samples[1:2] = torch.full((1, 3, 4), 7.0)
     assert samples.on_host
-    assert not samples.retreat()
+    assert not samples.move_to_host()
     assert torch.equal(samples[1:2], torch.full((1, 3, 4), 7.0))

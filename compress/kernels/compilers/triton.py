@@ -1,12 +1,13 @@
-"""What every Triton kernel shares: an import that may fail, and programmatic dependent launch (PDL).
+"""Foundations of every Triton kernel: an import that may fail, and programmatic dependent launch (PDL).
 
-A file of a Triton kernel takes `triton`, `tl` and `jit` from here, so that it imports, and is listed with its refusal, on a machine
-without triton; its `supports` begins with `triton_refusal`.
+The file of a Triton kernel takes `triton`, `tl` and `jit` from here, so that it can be imported, and
+listed with its refusal, on a machine without triton; its `supports` begins with `triton_refusal`.
 
-PDL (CUDA programming guide, "programmatic dependent launch and synchronization"): a kernel may be scheduled while the one before it still
-runs. Every kernel calls `launch_dependents(PDL)` first, and `wait(PDL)` before it touches anything that another kernel writes or reads:
-only constants (weights) may be read earlier. Every program of every kernel waits, so that the end of a kernel implies the end of all
-before it. `pdl_options` gives the launch attribute and the constexpr `PDL` together:
+PDL (CUDA programming guide, "programmatic dependent launch and synchronization"): a kernel may be
+scheduled while the one before it still runs. Every kernel calls `launch_dependents(PDL)` first, and
+`wait(PDL)` before it touches anything that another kernel writes or reads: only constants (weights) may
+be read earlier. Every program of every kernel waits, so that the end of a kernel implies the end of all
+before it. `pdl_options` gives the launch attribute and the constexpr `PDL`:
 
     @jit()
     def _kernel(x_ptr: tl.tensor, PDL: tl.constexpr) -> None:
@@ -51,14 +52,15 @@ __all__ = [
 
 PDL_SM = 90
 FP8_SM = 89
-"""Compute capability times ten from which Triton has e4m3."""
+"""Compute capability times ten from which on Triton supports e4m3."""
 
 
 def jit(*, varying: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit`; the function itself where there is no triton.
+    """Compile a function by `triton.jit`; return the function itself where triton is not installed.
 
-    Triton compiles a kernel anew for integers that are 1 or multiples of 16 and for pointers on 16 bytes. `varying` names the integers
-    and `unaligned` the pointers of one element a lane that change from call to call, which must not.
+    Triton compiles a kernel anew for integers that are 1 or multiples of 16 and for pointers aligned to
+    16 bytes. `varying` names the integers, and `unaligned` the pointers of one element a lane, that
+    change from call to call and must not trigger that.
     """
     if triton is None:
         return lambda function: function
@@ -66,12 +68,14 @@ def jit(*, varying: Sequence[str] = (), unaligned: Sequence[str] = ()) -> Callab
 
 
 def interpreted() -> bool:
-    """Whether kernels run in triton's interpreter, on the CPU; decided when triton is first imported (TRITON_INTERPRET)."""
+    """Return whether kernels run in triton's interpreter on the CPU; triton decides when it is first
+    imported (TRITON_INTERPRET)."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
-    """Why no Triton kernel can serve a problem, or None; `native_fp8` for one that needs Triton's own e4m3 where the scheme is FP8."""
+    """Refuse a problem that no Triton kernel can serve; `native_fp8` is for a kernel that needs Triton's own
+    e4m3 where the scheme is FP8."""
     if triton is None:
         return "triton is not installed"
     if not problem.device.startswith("cuda") and not interpreted():
@@ -82,29 +86,32 @@ def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
 
 
 def tensor_descriptor(matrix: Tensor, box: list[int]) -> Any:
-    """What a kernel loads boxes [rows, columns] of a contiguous matrix through (Hopper's tensor copy engine, sm_90)."""
+    """Describe a contiguous matrix, from which a kernel loads boxes [rows, columns] by Hopper's tensor copy
+    engine (sm_90)."""
     return TensorDescriptor.from_tensor(matrix, box)
 
 
 def pdl_enabled(device: torch.device) -> bool:
-    """Whether kernels on this device are launched as programmatic dependents."""
+    """Return whether kernels on this device are launched as programmatic dependents."""
     return compute_capability(device) >= PDL_SM and not interpreted()
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Keyword arguments of a Triton launch: `PDL` for the kernel, and the launch attribute where it applies."""
+    """Return the keyword arguments of a Triton launch: `PDL` for the kernel, and the launch attribute where
+    it applies."""
     return {"PDL": True, "launch_pdl": True} if pdl_enabled(device) else {"PDL": False}
 
 
 @jit()
 def launch_dependents(PDL: tl.constexpr) -> None:
-    """Let the next kernel start; nothing where PDL is off."""
+    """Let the next kernel start; do nothing where PDL is off."""
     if PDL:
         gdc_launch_dependents()
 
 
 @jit()
 def wait(PDL: tl.constexpr) -> None:
-    """Until every kernel before this one is done and its writes are visible; nothing where PDL is off."""
+    """Wait until every kernel before this one is done and its writes are visible; do nothing where PDL is
+    off."""
     if PDL:
         gdc_wait()

@@ -1,11 +1,15 @@
-"""CUDA C++ without a toolkit at the user's: NVRTC compiles a source to machine code, the driver loads and launches it.
+"""CUDA C++ without an installed toolkit: NVRTC compiles a source to machine code, the driver loads and
+launches it.
 
-libnvrtc comes with torch's CUDA build (the package nvidia-cuda-nvrtc); the driver is libcuda. Sources include no headers. Compiled code is
-kept in the user's cache directory under the digest of (source, options, compiler version), behind its own digest, so that a torn or
-altered file is compiled again. Launches go to torch's current stream and can be captured into a CUDA graph once the kernel is loaded.
+libnvrtc comes with torch's CUDA build (the package nvidia-cuda-nvrtc); the driver is libcuda. Sources
+include no headers. Compiled code is cached in the user's cache directory under the digest of (source,
+options, compiler version), with a digest of its own in front, so that a torn or altered file is compiled
+again. Launches go to torch's current stream and can be captured into a CUDA graph once the kernel is
+loaded.
 
-From compute capability 9.0 every launch may overlap the kernel before it (programmatic dependent launch): the kernel itself waits with
-`griddepcontrol.wait` before it touches anything another kernel writes or reads.
+From compute capability 9.0 on, every launch may overlap the kernel before it (programmatic dependent
+launch): the kernel itself waits with `griddepcontrol.wait` before it touches anything that another kernel
+writes or reads.
 """
 
 import ctypes
@@ -33,12 +37,12 @@ _MAP_ALIGNMENT = 64
 _MAP_TYPES = {1: 0, 2: 1, 8: 4}
 _MAP_SWIZZLE_128B = 3
 _MAP_PROMOTE_128B = 2
-"""Of cuTensorMapEncodeTiled; types are unsigned integers by their bytes."""
+"""Constants of cuTensorMapEncodeTiled; element types are unsigned integers, by their bytes."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One kernel to compile: text, the name of its `extern "C"` entry, and macros `(name, value)`."""
+    """One kernel to compile: its text, the name of its `extern "C"` entry, and macros `(name, value)`."""
 
     text: str
     entry: str
@@ -52,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Launch:
-    """Shape of a launch. `cluster` consecutive blocks along x share a cluster (1: no cluster)."""
+    """The shape of a launch. `cluster` consecutive blocks along x share a cluster (1: no cluster)."""
 
     grid: tuple[int, int]
     threads: int
@@ -63,7 +67,8 @@ class Launch:
 
 @functools.cache
 def find_nvrtc() -> ctypes.CDLL | None:
-    """The compiler library: as the loader finds it (torch has loaded it already), or in the package beside torch."""
+    """Find the compiler library: where the loader finds it (torch has loaded it already), or in the package
+    installed next to torch."""
     for name in NVRTC_NAMES:
         found = _open(name)
         if found is not None:
@@ -72,7 +77,8 @@ def find_nvrtc() -> ctypes.CDLL | None:
     for root in package.submodule_search_locations or () if package else ():
         for name in NVRTC_NAMES:
             for path in sorted(Path(root).glob(f"*/lib/{name}")):
-                for builtins in path.parent.glob("libnvrtc-builtins.so.*"):  # the compiler opens it by name: it must be loaded already
+                # the compiler opens it by name: it must be loaded already
+                for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
                     _open(str(builtins))
                 found = _open(str(path))
                 if found is not None:
@@ -81,7 +87,7 @@ def find_nvrtc() -> ctypes.CDLL | None:
 
 
 def compile_cubin(source: Source, sm: int) -> bytes:
-    """Machine code for a compute capability, from the cache or the compiler.
+    """Return machine code for a compute capability, from the cache or the compiler.
 
     Raises:
         EnvironmentUnfit: there is no libnvrtc, or it refuses the source; the message holds its log.
@@ -89,8 +95,8 @@ def compile_cubin(source: Source, sm: int) -> bytes:
     nvrtc = find_nvrtc()
     if nvrtc is None:
         raise EnvironmentUnfit(
-            "own CUDA kernels need libnvrtc, which was found neither by the loader nor in the package nvidia-cuda-nvrtc. Install torch's "
-            "CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
+            "the CUDA kernels need libnvrtc, which neither the loader nor the package nvidia-cuda-nvrtc has. "
+            "Install torch's CUDA build, or the package nvidia-cuda-nvrtc of the same CUDA version."
         )
     options = source.options(sm)
     facts = "\0".join((source.text, source.entry, *options, str(_version(nvrtc))))
@@ -111,24 +117,38 @@ def cache_directory() -> Path:
 
 
 def tile_map(view: Tensor, tile: tuple[int, ...], *, swizzled: bool = True) -> bytes:
-    """How the copy engine of sm_90 reads tiles of a tensor, or of any strided view of one, of 1, 2 or 8 bytes a number.
+    """Describe to the copy engine of sm_90 how to read tiles of a tensor, or of a strided view, of 1, 2 or 8
+    bytes a number.
 
-    `tile` is its extent along each dimension; in shared memory its rows, of the last dimension, lie as the others nest. Swizzled rows are
-    128 bytes, and the 16-byte chunks of one are permuted by its number (mod 8). What lies past the end is zero.
+    `tile` is the extent along each dimension; in shared memory, its rows (the last dimension) are nested
+    in the order of the other dimensions. Swizzled rows are 128 bytes, and the 16-byte chunks of a row are
+    permuted by the row's number (mod 8). Elements past the end read as zero.
 
     Raises:
-        EnvironmentUnfit: the driver refuses it.
+        EnvironmentUnfit: the driver refuses the description.
     """
     size = view.element_size()
     assert view.dim() == len(tile)
     assert view.stride(-1) == 1
     assert not swizzled or tile[-1] * size == 128
-    return _encoded(view.data_ptr(), size, tuple(view.shape), view.stride()[:-1], tile, _MAP_SWIZZLE_128B if swizzled else 0)
+    return _encoded(
+        view.data_ptr(),
+        size,
+        tuple(view.shape),
+        view.stride()[:-1],
+        tile,
+        _MAP_SWIZZLE_128B if swizzled else 0,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _encoded(
-    address: int, element_size: int, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...], swizzle: int
+    address: int,
+    element_size: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    tile: tuple[int, ...],
+    swizzle: int,
 ) -> bytes:
     buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     at = -(-ctypes.addressof(buffer) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
@@ -138,16 +158,18 @@ def _encoded(
     box = (ctypes.c_uint32 * rank)(*reversed(tile))
     ones = (ctypes.c_uint32 * rank)(*(1 for _ in tile))
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0, swizzle,
-        _MAP_PROMOTE_128B, 0,
+        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0,
+        swizzle, _MAP_PROMOTE_128B, 0,
     )  # fmt: skip
     if status:
-        raise EnvironmentUnfit(f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine (error {status}).")
+        raise EnvironmentUnfit(
+            f"the driver cannot describe tiles {tile} of a tensor {shape} to the copy engine ({status})."
+        )
     return ctypes.string_at(at, _MAP_BYTES)
 
 
 class Function:
-    """A loaded kernel of one device, taking one struct by value."""
+    """A kernel that is loaded on one device and takes one struct by value."""
 
     def __init__(self, source: Source, *, device: torch.device, shared_bytes: int, sm: int) -> None:
         self._driver = _driver()
@@ -159,9 +181,15 @@ class Function:
             torch.cuda.current_stream()
             self._check("cuModuleLoadData", self._driver.cuModuleLoadData(ctypes.byref(self._module), image))
             entry = source.entry.encode()
-            self._check("cuModuleGetFunction", self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, entry))
+            self._check(
+                "cuModuleGetFunction",
+                self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, entry),
+            )
             set_attribute = self._driver.cuFuncSetAttribute
-            self._check("cuFuncSetAttribute", set_attribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes))
+            self._check(
+                "cuFuncSetAttribute",
+                set_attribute(self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            )
 
     def __call__(self, launch: Launch, arguments: ctypes.Structure, *, device: torch.device) -> None:
         """Launch on torch's current stream of `device`.
@@ -180,11 +208,16 @@ class Function:
             attributes[count].value.flag = 1
             count += 1
         stream = torch.cuda.current_stream(device).cuda_stream
-        config = _Config(*launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count)
+        config = _Config(
+            *launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream, attributes, count
+        )
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
         with torch.cuda.device(device):
             self._check(
-                "cuLaunchKernelEx", self._driver.cuLaunchKernelEx(ctypes.byref(config), self._function, ctypes.byref(pointer), None)
+                "cuLaunchKernelEx",
+                self._driver.cuLaunchKernelEx(
+                    ctypes.byref(config), self._function, ctypes.byref(pointer), None
+                ),
             )
 
     def _check(self, call: str, status: int) -> None:
@@ -193,8 +226,8 @@ class Function:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise EnvironmentUnfit(
-                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA version must match, "
-                "and an earlier error of the device makes every later call fail."
+                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA "
+                "version must match, and an earlier error of the device makes every later call fail."
             )
 
 
@@ -210,7 +243,10 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig: grid x y z, block x y z, dynamic shared memory, stream, attributes and their number."""
 
     _fields_ = [
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
+        ),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
@@ -228,7 +264,9 @@ def _open(name: str) -> ctypes.CDLL | None:
 def _driver() -> ctypes.CDLL:
     found = _open("libcuda.so.1")
     if found is None:
-        raise EnvironmentUnfit("own CUDA kernels need the NVIDIA driver (libcuda.so.1), and the loader does not find it.")
+        raise EnvironmentUnfit(
+            "own CUDA kernels need the NVIDIA driver (libcuda.so.1), and the loader does not find it."
+        )
     return found
 
 
@@ -250,20 +288,24 @@ def _read_cached(path: Path) -> bytes | None:
 
 def _compile(nvrtc: ctypes.CDLL, source: Source, options: Sequence[str]) -> bytes:
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.text.encode(), f"{source.entry}.cu".encode(), 0, None, None)
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.text.encode(), f"{source.entry}.cu".encode(), 0, None, None
+    )
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
         if status:
             log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise EnvironmentUnfit(f"NVRTC {_version(nvrtc)} refused the kernel '{source.entry}' with {' '.join(options)}:\n{log}")
+            raise EnvironmentUnfit(
+                f"NVRTC {_version(nvrtc)} refused '{source.entry}' with {' '.join(options)}:\n{log}"
+            )
         return _text(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
-    """The compiler's log or machine code."""
+    """Return the compiler's log or machine code."""
     size = ctypes.c_size_t()
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)

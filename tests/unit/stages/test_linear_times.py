@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.latency import TABLES, known_devices, latency_table
-from compress.models.arch import Arch
+from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
-from compress.runtime.linear_time import linear_time_us
+from compress.stages.budget.tables import TABLES, known_devices, latency_table
+from compress.stages.budget.timing import measure_linear_us
+from scripts import latency_table as latency_table_script
 
 ROOT = Path(__file__).parents[3]
 BF16 = torch.bfloat16
@@ -29,16 +30,12 @@ def arch() -> Arch:
 def test_the_table_that_ships_is_what_the_script_makes_of_the_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    sys.modules.pop("latency_table", None)
-    import latency_table as script
-
     monkeypatch.setattr(
         sys,
         "argv",
         ["latency_table.py", str(ROOT / "benchmarks" / "h200" / "kernels.json"), str(tmp_path / "made.json")],
     )
-    script.main()
+    latency_table_script.main()
     made, shipped = (
         json.loads(path.read_text()) for path in (tmp_path / "made.json", TABLES / "nvidia-h200.json")
     )
@@ -96,7 +93,7 @@ def test_a_device_without_a_table_names_those_with_one() -> None:
 
 @pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
 @pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC", "W4A16_G128"])
-def test_a_projection_is_timed_as_the_loader_places_it(name: str, scheme: str | None) -> None:
+def test_a_linear_group_is_timed_as_the_loader_places_it(name: str, scheme: str | None) -> None:
     config = known_config("llama-3.1-8b")
     assert config is not None
     small = {
@@ -107,6 +104,8 @@ def test_a_projection_is_timed_as_the_loader_places_it(name: str, scheme: str | 
         "num_key_value_heads": 2,
     }
     tiny = family_of(config).read_config({**config, **small, "head_dim": 32})
-    target = Deployment(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
-    us = linear_time_us(tiny, 0, name, SCHEMES[scheme] if scheme else None, rows=2, target=target)
+    deployment = Deployment(torch.device("cpu"), torch.float32, max_batch_size=2, max_step_tokens=128)
+    us = measure_linear_us(
+        tiny, 0, LINEAR_GROUPS[name], SCHEMES[scheme] if scheme else None, rows=2, deployment=deployment
+    )
     assert 0 < us < 1e6

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass, LayerState, Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import CrossMoment, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted, RecipeError
@@ -46,13 +46,10 @@ def run(
     return run_sequential(
         source,
         tokens_NS,
-        passes,
+        Compression(passes, scheme=scheme, kv_scales=True, true_sequential=True),
         out,
         ctx,
-        scheme=scheme,
         compute_dtype=torch.float32,
-        kv_scales=True,
-        in_turn=True,
     )
 
 
@@ -150,13 +147,18 @@ def test_a_layer_ends_nearer_to_that_of_the_source(source: WeightSource, tmp_pat
     errors = {}
     tokens_NS = tiny_tokens(source.arch, 64, SEQ_LEN)
     spec = Quantize.model_validate({"target": {"kind": "gptaq", "strength": 1.0}, "round": {"kind": "gptq"}})
-    for in_turn in (False, True):
-        out = tmp_path / str(in_turn)
+    for true_sequential in (False, True):
+        out = tmp_path / str(true_sequential)
         out.mkdir()
         passes = quantization_passes(spec, COARSE, torch.bfloat16)
         ctx = Context("cpu", 0, out)
         run_sequential(
-            source, tokens_NS, passes, out, ctx, scheme=COARSE, compute_dtype=torch.float32, in_turn=in_turn
+            source,
+            tokens_NS,
+            Compression(passes, scheme=COARSE, true_sequential=true_sequential),
+            out,
+            ctx,
+            compute_dtype=torch.float32,
         )
         mixed = Mixed(source, out, source.arch.num_layers, TAPS[0])
         decoders = [
@@ -164,7 +166,7 @@ def test_a_layer_ends_nearer_to_that_of_the_source(source: WeightSource, tmp_pat
         ]  # type: ignore[list-item]
         with torch.no_grad():
             expected, found = (decoder.hidden(tokens_NS.to(torch.int64)) for decoder in decoders)
-        errors[in_turn] = float((found - expected).norm() / expected.norm())
+        errors[true_sequential] = float((found - expected).norm() / expected.norm())
     assert errors[True] < 0.95 * errors[False], errors
 
 
@@ -190,7 +192,12 @@ def test_linears_without_a_scheme_stay_as_they_are(source: WeightSource, tmp_pat
     passes: list[LayerPass] = [RoundPass(Gptq(), scheme, torch.bfloat16)]
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     rows = run_sequential(
-        source, tokens_NS, passes, tmp_path, ctx, scheme=scheme, compute_dtype=torch.float32, in_turn=True
+        source,
+        tokens_NS,
+        Compression(passes, scheme=scheme, true_sequential=True),
+        tmp_path,
+        ctx,
+        compute_dtype=torch.float32,
     )
     assert {row["linear"] for row in rows} == {"attn.q", "attn.k", "attn.v", "attn.o", "ffn.down"}
     for idx in range(source.arch.num_layers):
