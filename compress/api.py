@@ -158,8 +158,8 @@ def quantize(
             min-max scales.
         format: of the checkpoint: "compressed-tensors", "fp8", "gptq" or "awq".
         out: a new directory that the artifact is copied to; by default it stays in the workspace.
-        validate: also compare the artifact with its source and write a report (`Result.report`); a mapping has
-            keys of the validate stage, such as `{"gates": {"ppl_ratio": 1.05}}`.
+        validate: also compare the artifact with its source and write a report (`Result.report`); a mapping
+            has keys of the validate stage, such as `{"gates": {"ppl_ratio": 1.05}}`.
         seed: of the calibration sample.
         device: as `load`.
         workspace: the cache of stage results.
@@ -191,9 +191,8 @@ def quantize(
     result = run(recipe, device=device, workspace=workspace, run_dir=run_dir, offline=offline)
     if target is None:
         return result
-    assert result.path is not None, "the recipe exports"
     shutil.copytree(result.path, target, dirs_exist_ok=True)
-    return replace(result, path=target)
+    return replace(result, copy=target)
 
 
 def run(

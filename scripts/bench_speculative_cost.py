@@ -1,17 +1,20 @@
-"""What a token costs under speculation when proposals are kept at a given rate, against the model of that cost. A BENCHMARK MODE: the rate
-is forced, so the tokens are nobody's text, and no acceptance of any draft is claimed here.
+"""What a token costs under speculation when proposals are kept at a given rate, against the model of that
+cost. A BENCHMARK MODE: the rate is forced, so the tokens are nobody's text, and no acceptance of any draft
+is claimed here.
 
     python -m scripts.bench_speculative_cost --out benchmarks/h200/speculative_cost.json
     python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
 
-With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k tokens, and a token takes
+With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k
+tokens, and a token takes
 
     t = (k t_draft + t_verify) / (1 + a + ... + a^k)
 
-Each part is measured where the other is not (`validate/watched.py`): `k t_draft` by a clock on the proposer, `t_verify` as the median step
-whose proposals cost nothing. `t` is measured in another engine, end to end: median over requests of (last token - first) / (n - 1). Rows
-hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the named shapes; batch size,
-prompt and output as given.
+Each part is measured where the other is not (`validate/watched.py`): `k t_draft` by a clock on the proposer,
+`t_verify` as the median step whose proposals cost nothing. `t` is measured in another engine, end to end:
+median over requests of (last token - first) / (n - 1). Rows hold both, for the tokens a step that the rate
+promises and for those that came out. Weights are random and of the named shapes; batch size, prompt and
+output as given.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     python -m scripts.bench_waterfall --out benchmarks/h200/waterfall.json
 
-Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so speed alone is measured here;
-what a step costs in accuracy stands in the tables of `bench_quality.py`, `bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT
-and TPOT are medians at each batch size (`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill),
-`tokens/s` what a whole batch puts out, prefill included; `weights` are the model's, without its draft. The last row forces the acceptance
-of proposals (`--rate`): its draft is an EAGLE-3 head or a model of a named shape (`--draft`), with random weights too, and its tokens are
-nobody's text.
+Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so
+speed alone is measured here; what a step costs in accuracy stands in the tables of `bench_quality.py`,
+`bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT and TPOT are medians at each batch size
+(`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill), `tokens/s` what a
+whole batch puts out, prefill included; `weights` are the model's, without its draft. The last row forces the
+acceptance of proposals (`--rate`): its draft is an EAGLE-3 head or a model of a named shape (`--draft`), with
+random weights too, and its tokens are nobody's text.
 """
 
 import argparse

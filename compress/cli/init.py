@@ -1,7 +1,7 @@
 """`compress init`: write a commented recipe to start from, one of the files of `recipes/`.
 
-The first line of a recipe tells what it is for. An installed package has the recipes in `compress/recipes/`, where the
-build puts them; a checkout has them beside the package.
+The first line of a recipe tells what it is for. An installed package has the recipes in `compress/recipes/`,
+where the build puts them; a checkout has them beside the package.
 """
 
 from pathlib import Path
@@ -36,7 +36,8 @@ def init(
         return
     if preset not in presets:
         raise UsageError(
-            f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what each is for."
+            f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what "
+            "each is for."
         )
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; give another path, or --force to replace it.")

@@ -305,6 +305,8 @@ class CompressedTensors:
         assert all(targets for _, targets in coded), "a scheme without linears"
         groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
+        # transformers 5.23 drops zero points unless it decompresses at load; it does that by one scheme only.
+        at_load = len(scheme.all) == 1 and not scheme.layers.symmetric
         return {
             "quant_method": self.quant_method,
             "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
@@ -313,6 +315,7 @@ class CompressedTensors:
             "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
             KV_KEY: None,
             "version": FORMAT_VERSION,
+            **({"dequantize": True} if at_load else {}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
@@ -355,14 +358,35 @@ class CompressedTensors:
         loads = True
         if not all(each.symmetric for each in scheme.all):
             loads = len(scheme.all) == 1
-            transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"
+            transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
+            _vllm_on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
         ]
+
+
+def _vllm_on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
+    """Return what vLLM's CPU build does with a checkpoint; its kernels are fewer than those for GPUs."""
+    name = "vLLM on a CPU"
+    if refused is not None:
+        return Consumer(name, loads=False, note=refused)
+    if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
+        return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
+    if any(each.activation == "tensor" for each in scheme.all):
+        return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
+    if any(each.block_rows > 1 for each in scheme.all):
+        return Consumer(
+            name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
+        )
+    if any(_format(each) == INT_FORMAT for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 on a CPU with AMX, in any dtype without")
+    if any(_format(each) == PACK_FORMAT for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 or float16")
+    return Consumer(name, loads=True, note="weights and inputs in FP8, products in wider numbers")
 
 
 def _vllm_note(scheme: ModelScheme) -> str:
@@ -372,9 +396,7 @@ def _vllm_note(scheme: ModelScheme) -> str:
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
     if any(_format(each) == INT_FORMAT for each in scheme.all):
-        notes.append("multiplies in INT8 from sm_75 to sm_90, and on a CPU in bfloat16 only")
-    if any(each.activation == "tensor" for each in scheme.all):
-        notes.append("its CPU kernel takes no static scale beside channel scales")
+        notes.append("multiplies in INT8 from sm_75 to sm_90")
     return "; ".join(notes)
 
 

@@ -16,7 +16,7 @@ from compress.models.weights import build_layer
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, commonest, with_exceptions
 from compress.recipe import dump_yaml, parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
-from compress.stages.quantize.sizes import linear_bytes
+from compress.stages.quantize.schemes import linear_bytes, model_scheme
 from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source
 
@@ -51,6 +51,16 @@ def test_the_first_pattern_that_matches_decides() -> None:
         ("layers.1.ffn.down",),
         {W8, FP8, INT8},
     )
+
+
+def test_braces_name_several_linears_at_once() -> None:
+    decided = decide({"layers.1.{ffn.{gate,up},attn.[qkv]}": FP8, "*.ffn.{gate,up}": INT8}, ARCH)
+    assert {name for name, scheme in decided.items() if scheme == FP8} == {
+        f"layers.1.{name}" for name in ("ffn.gate", "ffn.up", "attn.q", "attn.k", "attn.v")
+    }
+    assert decided["layers.0.ffn.up"] == decided["layers.2.ffn.gate"] == INT8
+    with pytest.raises(UsageError, match="matches no linear"):
+        decide({"*.ffn.{left,right}": FP8}, ARCH)
 
 
 PATTERNS = st.sampled_from(
@@ -177,4 +187,4 @@ def test_the_plan_counts_dense_linears_in_16_bits() -> None:
     assert dense.disk_bytes - plain.disk_bytes == 2 * size - (size + scales)
     assert plain.disk_bytes - four.disk_bytes == size // 2
     assert any("3 linears dense" in note for note in dense.notes)
-    assert linear_bytes(ARCH, specs[1].model_scheme(ARCH)) < dense.disk_bytes
+    assert linear_bytes(ARCH, model_scheme(specs[1], ARCH)) < dense.disk_bytes
