@@ -113,7 +113,7 @@ def test_a_block_is_freed_by_its_holder_only() -> None:
     for not_held in (blocks[:1], [PADDING_BLOCK]):
         with pytest.raises(AssertionError, match="was not taken"):
             allocator.free(not_held)
-    with pytest.raises(AssertionError, match="4 blocks asked for, 3 free"):
+    with pytest.raises(AssertionError, match="4 blocks wanted, 3 free"):
         allocator.allocate(4)
 
 
