@@ -106,6 +106,11 @@ BATCH = Journey(
             "Embeds this rank's samples, then takes them through the model, one layer at a time.",
         ),
         Stop(
+            "compress/calibrate/layer_run.py",
+            "LayerRun",
+            "Holds what the runner passes along: samples, shards, ranks, memory guard and dtype.",
+        ),
+        Stop(
             "compress/models/decoder.py",
             "DecoderLayer",
             "Computes the layer, and calls a tap with the input of each linear group.",

@@ -67,7 +67,7 @@ KINDS: Mapping[str, str] = {
     "RandomUnits": "units stay at random: the baseline",
     "Taylor": "units stay whose loss costs most KL, as gradients predict it (LLM-Pruner, arXiv 2305.11627)",
     "Wanda": "units with the largest activations times weights stay (Wanda, arXiv 2306.11695)",
-    "BiasCompensation": "adds the mean of what went to a bias, where the family's config has one",
+    "BiasCompensation": "adds the mean of what went to a bias, where the family's config has one (Llama; `attn.o` of Qwen3)",
     "LeastSquares": "gives the columns that stay the weights that lose least without the others",
     "NoCompensation": "leaves the columns that stay as they are",
 }

@@ -13,7 +13,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.validate.report import ranges
+from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
 

@@ -118,6 +118,11 @@ def peer_runs() -> list[Run]:
     return sorted(runs, key=lambda run: not run.where(method="balanced"))
 
 
+def left_out() -> list[Row]:
+    """Return the rows of other tools that a note in the file calls broken."""
+    return [row for run in result_file("quality_peers").runs for row in run.rows if "note" in row]
+
+
 def peers(run: Run) -> str:
     """Return the table of one run with other tools, the most accurate row first."""
     header = ["tool", "method", "mean KL", "p99 KL", "top-1", "perplexity", "CPU s"]

@@ -1,6 +1,7 @@
-"""A proposer that is watched: its own proposals, the same with the clock on them, or the same token over and over at no cost.
+"""A proposer that can be timed, or replaced by one that costs nothing, while its engine runs.
 
-The last makes a step as expensive as verification alone. What a proposer is asked beside `propose` goes to it as it is.
+A step whose proposals cost nothing is as expensive as verification alone: that is how the two parts of a step
+are told apart.
 """
 
 import time
@@ -16,29 +17,36 @@ from compress.runtime.speculative.state import SpeculativeState
 
 
 @dataclass
-class Watch:
-    """What a watched proposer does from now on, and what each of its timed calls took."""
+class ProposerProbe:
+    """The mode of a probed proposer from now on, and the seconds of each call that was timed.
+
+    `own`: it proposes as it is. `timed`: the same, with each call timed. `idle`: it proposes the same token
+    again and again.
+    """
 
     mode: Literal["own", "timed", "idle"] = "own"
     seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Watched:
+class ProbedOptions:
+    """Options of a proposer whose mode is changed through `probe`."""
+
     options: ProposerOptions
-    watch: Watch
+    probe: ProposerProbe
 
     def build(self, setting: ProposerSetting) -> Proposer:
-        watched: Any = WatchedProposer(self.options.build(setting), self.watch, setting)
-        return watched  # type: ignore[no-any-return]
+        """Return the proposer of `options`, probed."""
+        probed: Any = ProbedProposer(self.options.build(setting), self.probe, setting)
+        return probed  # type: ignore[no-any-return]
 
 
-class WatchedProposer:
-    """Whatever its proposer is, but for `propose`."""
+class ProbedProposer:
+    """A proposer whose `propose` obeys a probe; everything else is passed on to the proposer itself."""
 
-    def __init__(self, proposer: Proposer, watch: Watch, setting: ProposerSetting) -> None:
+    def __init__(self, proposer: Proposer, probe: ProposerProbe, setting: ProposerSetting) -> None:
         self._proposer = proposer
-        self._watch = watch
+        self._probe = probe
         self._device = setting.deployment.device
         self._tokens_RK = torch.zeros(0, setting.k, dtype=torch.int64, device=self._device)
         self._last: Drafts | None = None
@@ -47,19 +55,23 @@ class WatchedProposer:
         return getattr(self._proposer, name)
 
     def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
-        """Idle, with the last distributions: graphs that read them find what they were captured with."""
-        if self._watch.mode == "idle":
+        """Return the proposals of the mode.
+
+        Idle proposals come with the last distributions: captured graphs read them at the addresses that they
+        were captured with.
+        """
+        if self._probe.mode == "idle":
             if self._tokens_RK.shape[0] < len(generations):
                 self._tokens_RK = self._tokens_RK.new_zeros(len(generations), state.k)
             drafts = Drafts(self._tokens_RK[: len(generations)])
             return drafts if self._last is None else replace(drafts, probs_SKV=self._last.probs_SKV)
         started = self._now()
         self._last = self._proposer.propose(generations, state)
-        if self._watch.mode == "timed":
-            self._watch.seconds.append(self._now() - started)
+        if self._probe.mode == "timed":
+            self._probe.seconds.append(self._now() - started)
         return self._last
 
     def _now(self) -> float:
-        if self._watch.mode == "timed" and self._device.type == "cuda":
+        if self._probe.mode == "timed" and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
