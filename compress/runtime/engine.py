@@ -24,7 +24,7 @@ from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.quant.kv import DENSE
+from compress.quant.kv import KV_DENSE
 from compress.runtime.decode import PlainDecoding
 from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
@@ -75,7 +75,7 @@ class Engine:
             else speculative.build(source.arch, deployment, block_size=self._block_size)
         )
         kv_format = config.kv_format if config.kv_format is not None else source.kv_format
-        self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, DENSE) else kv_format
+        self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
