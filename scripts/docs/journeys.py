@@ -14,7 +14,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Journey:
-    """What is followed, and where it comes through."""
+    """A thing that is followed, and the files it passes."""
 
     name: str
     title: str
@@ -190,12 +190,12 @@ REQUEST = Journey(
         ),
         Stop(
             "compress/runtime/decode.py",
-            "DecodeSteps",
+            "PlainDecoding",
             "Keeps the rows of a decode step on the device and replays the step as a CUDA graph.",
         ),
         Stop(
             "compress/runtime/speculative/verify.py",
-            "VerifySteps",
+            "Verifier",
             "With a proposer instead: verifies its draft tokens in one step and keeps those the model would choose.",
         ),
         Stop(
