@@ -18,7 +18,6 @@ compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +31,14 @@ from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import (
+    SCHEMES,
+    ModelScheme,
+    QuantizedWeight,
+    Scheme,
+    known_scheme,
+    weight_only_scheme,
+)
 
 FORMAT_VERSION = "0.20.0"
 PACK_FORMAT = "pack-quantized"
@@ -208,10 +214,8 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
         raise UnsupportedFormat(
             "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
         )
-    symmetric = bool(weights.get("symmetric"))
     group_size = weights.get("group_size") if strategy == "group" else None
-    name = f"W{bits}A16" + (f"_G{group_size}" if group_size else "") + ("" if symmetric else "_ASYM")
-    return _known(Scheme(name, bits, symmetric, group_size))
+    return weight_only_scheme(bits, symmetric=bool(weights.get("symmetric")), group_size=group_size)
 
 
 def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
@@ -228,7 +232,7 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
             f"(bits, type, symmetric, strategy, dynamic) = {said}; {PACK_FORMAT} of 4 or 8 bits, per group or channel, is read, and "
             f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per token."
         )
-    return _known(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
+    return known_scheme(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
 
 
 def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -264,11 +268,6 @@ def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
     return SCHEMES[names[said]]
 
 
-def _known(scheme: Scheme) -> Scheme:
-    """The scheme that has a name here and is the same otherwise, else `scheme` itself."""
-    return next((each for each in SCHEMES.values() if replace(each, name=scheme.name) == scheme), scheme)
-
-
 class CompressedTensors:
     quant_method = "compressed-tensors"
     scale_dtype = None
@@ -299,7 +298,7 @@ class CompressedTensors:
             coded.append((scheme.layers, [ALL_LINEARS]))
         else:
             coded += [
-                (each, [linear for linear in linears if scheme.of(linear) == each])
+                (each, [linear for linear in linears if scheme.for_linear(linear) == each])
                 for each in scheme.of_layers
             ]
         assert all(targets for _, targets in coded), "a scheme without linears"
@@ -440,7 +439,7 @@ def _quantized(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Sche
     """Name in its layer, K and scheme of every quantized linear of the layers."""
     for idx, layer in enumerate(arch.layers):
         for name in layer.linears:
-            if (each := scheme.of(f"layers.{idx}.{name}")) is not None:
+            if (each := scheme.for_linear(f"layers.{idx}.{name}")) is not None:
                 yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, Setting
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.scheduler import Generation
+from compress.runtime.speculative.proposer import Drafts, Proposer, ProposerOptions, ProposerSetting
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @dataclass
@@ -34,7 +35,7 @@ class ProbedOptions:
     options: ProposerOptions
     probe: ProposerProbe
 
-    def build(self, setting: Setting) -> Proposer:
+    def build(self, setting: ProposerSetting) -> Proposer:
         """Return the proposer of `options`, probed."""
         probed: Any = ProbedProposer(self.options.build(setting), self.probe, setting)
         return probed  # type: ignore[no-any-return]
@@ -43,7 +44,7 @@ class ProbedOptions:
 class ProbedProposer:
     """A proposer whose `propose` obeys a probe; everything else is passed on to the proposer itself."""
 
-    def __init__(self, proposer: Proposer, probe: ProposerProbe, setting: Setting) -> None:
+    def __init__(self, proposer: Proposer, probe: ProposerProbe, setting: ProposerSetting) -> None:
         self._proposer = proposer
         self._probe = probe
         self._device = setting.deployment.device
@@ -53,19 +54,19 @@ class ProbedProposer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._proposer, name)
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
         """Return the proposals of the mode.
 
         Idle proposals come with the last distributions: captured graphs read them at the addresses that they
         were captured with.
         """
         if self._probe.mode == "idle":
-            if self._tokens_RK.shape[0] < len(rows):
-                self._tokens_RK = self._tokens_RK.new_zeros(len(rows), state.k)
-            drafts = Drafts(self._tokens_RK[: len(rows)])
+            if self._tokens_RK.shape[0] < len(generations):
+                self._tokens_RK = self._tokens_RK.new_zeros(len(generations), state.k)
+            drafts = Drafts(self._tokens_RK[: len(generations)])
             return drafts if self._last is None else replace(drafts, probs_SKV=self._last.probs_SKV)
         started = self._now()
-        self._last = self._proposer.propose(rows, state)
+        self._last = self._proposer.propose(generations, state)
         if self._probe.mode == "timed":
             self._probe.seconds.append(self._now() - started)
         return self._last

@@ -50,7 +50,10 @@ def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any
     rows = quantization(inputs).get("layers", [])
     if scheme is None or not scheme.exceptions:
         return rows
-    return [{**row, "scheme": name_of(scheme.of(f"layers.{row['layer']}.{row['linear']}"))} for row in rows]
+    return [
+        {**row, "scheme": name_of(scheme.for_linear(f"layers.{row['layer']}.{row['linear']}"))}
+        for row in rows
+    ]
 
 
 def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:
