@@ -14,7 +14,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Journey:
-    """What is followed, and where it comes through."""
+    """A thing that is followed, and the files it passes."""
 
     name: str
     title: str

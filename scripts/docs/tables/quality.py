@@ -28,7 +28,7 @@ LADDER = {
     "balanced": "and coupled rows",
     "best": "more passes, and tuned scales",
 }
-"""What a row of the four-bit table is called, in the order of the table."""
+"""Labels of the rows of the four-bit table, in its order."""
 EIGHT_BIT = {
     ("FP8_DYNAMIC", "rtn"): "RTN",
     ("FP8_DYNAMIC", "gptq"): "GPTQ",
