@@ -131,7 +131,8 @@ def _median_seconds(run: Callable[[], object], device: "torch.device", *, repeat
     seconds: list[float] = []
     for _ in range(repeats):
         if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record(torch.cuda.current_stream(device))
             run()
             end.record(torch.cuda.current_stream(device))

@@ -1,14 +1,17 @@
-"""What a quantized KV cache costs in accuracy: every format against the same model with keys and values as they are.
+"""What a quantized KV cache costs in accuracy: every format against the same model with keys and values as
+they are.
 
     python -m scripts.bench_kv                                       the bundled model and text, at its full context
     python -m scripts.bench_kv --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
 
-Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1 agreement, and the mean KL of the first
-and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are. The
-scales of FP8_STATIC are calibrated on text of their own.
+Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1
+agreement, and the mean KL of the first and of the last quarter of the windows' positions: an error that grows
+with the context shows there first. Weights stay as they are. The scales of FP8_STATIC are calibrated on text
+of their own.
 
-Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to the last bit, and one scale
-for a layer must choose whom to keep. `error` is what calibration says of the head that lost most (`calibrate/kv.py`).
+Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to
+the last bit, and one scale for a layer must choose whom to keep. `error` is what calibration says of the head
+that lost most (`calibrate/kv.py`).
 """
 
 import argparse
@@ -34,7 +37,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
 from compress.pipeline import pick_device, resolve_source
-from compress.quant.kv import DENSE, FP8_STATIC
+from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -72,7 +75,8 @@ class Calibrated:
 
 
 class Watched:
-    """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on the way."""
+    """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on
+    the way."""
 
     def __init__(self, dense: Engine, quantized: Engine) -> None:
         self._dense = dense
@@ -129,7 +133,7 @@ def measure(
             config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format),
         )
 
-    dense = engine(weights, DENSE)
+    dense = engine(weights, KV_DENSE)
     rows = []
     for power in (0, *args.outliers):
         model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
@@ -140,7 +144,7 @@ def measure(
         formats = (
             args.formats
             if power == 0
-            else [DENSE, *args.formats]
+            else [KV_DENSE, *args.formats]
             if power == max(args.outliers)
             else [FP8_STATIC]
         )

@@ -114,7 +114,7 @@ class LayerState:
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
         """Return the scheme that linears over one input share, None if they stay dense."""
-        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        found = {schemes.for_linear(f"layers.{self.layer_idx}.{linear}") for linear in linears}
         assert len(found) == 1, f"linears over one input have several schemes: {linears}"
         return found.pop()
 

@@ -1,4 +1,6 @@
-"""`compress plan`: what a run would do, before it does anything: stages, what is cached, memory, disk, time, and who loads the result."""
+"""`compress plan`: what a run would do, before it does anything: stages, what is cached, memory, disk, time,
+and who loads the result.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from compress.stages import Estimate
 
 ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "tiles": 2.4e11, "cuda": 2.5e14}
-"""Sustained rates that the time estimate assumes: two server cores in float32, one core in bf16 by AMX, one data-centre GPU in bf16."""
+"""Sustained rates that the time estimate assumes: two server cores in float32, one core in bf16 by AMX, one
+data-centre GPU in bf16.
+"""
 LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
 """Time of one small operation, launch included."""
 
@@ -71,6 +75,7 @@ def plan(
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
         "disk_bytes": sum(row["disk_bytes"] for row in rows),
+        "on_a_gpu": _on_a_gpu(list(estimates(steps, arch, "cuda"))) if target == "cpu" else None,
     }
     emit(document, _text(document), as_json=as_json)
 
@@ -80,12 +85,20 @@ def seconds_of(estimate: "Estimate", device: str) -> float:
     return estimate.flops / _assumed_rate(estimate, device) + estimate.num_launches * LAUNCH_S[device]
 
 
+def _on_a_gpu(found: "list[Estimate]") -> dict[str, Any]:
+    """Return what one GPU would take for all stages: seconds at the assumed rates, and bytes at the peak."""
+    seconds = sum(seconds_of(each, "cuda") for each in found)
+    return {"seconds": round(seconds, 1), "peak_bytes": max(each.peak_bytes for each in found)}
+
+
 def _assumed_rate(estimate: "Estimate", device: str) -> float:
     return ASSUMED_FLOPS_PER_S["tiles" if estimate.in_tiles else device]
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
-    """The model's shapes: from its directory, from its config.json on the hub, or from those that ship with the package."""
+    """Return the model's shapes: from its directory, from its config.json on the hub, or from those that ship
+    with the package.
+    """
     from compress.models.checkpoint import read_config
     from compress.models.family import family_of
     from compress.models.known import known_config, known_models
@@ -138,7 +151,8 @@ def _machine(device: str, ranks: int) -> str:
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
-        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
+        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, "
+        f"{model['dtype']}; "
         f"planned for {_machine(document['device'], document['ranks'])}",
         "",
     ]
@@ -161,9 +175,17 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"push: {document['push']['name']} to {document['push']['to']}, if every gate holds")
     lines += [
         "",
-        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself;",
+        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the "
+        f"workspace and the model itself;",
         "the interpreter and its libraries take about half a gigabyte more",
     ]
     rates = " and ".join(f"{rate / 1e12:g}" for rate in document["assumed_flops_per_s"])
     lines.append(f"times assume {rates} TFLOP/s sustained")
+    gpu = document["on_a_gpu"]
+    if gpu is not None:
+        took = duration_text(gpu["seconds"]) if gpu["seconds"] >= 1 else "seconds"
+        rate = ASSUMED_FLOPS_PER_S["cuda"] / 1e12
+        lines.append(
+            f"on one data-centre GPU, at {rate:g} TFLOP/s: about {took}, peak {size_text(gpu['peak_bytes'])}"
+        )
     return "\n".join(lines)

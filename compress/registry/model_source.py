@@ -1,12 +1,14 @@
-"""Where a recipe's model comes from, as a directory on this machine: bundled with the package, a path, or the Hugging Face hub.
+"""The source model of a recipe as a directory on this machine: bundled with the package, a path, or from the
+Hugging Face hub.
 
-A hub name is resolved to the commit it stands for before anything is fetched, and only model and tokenizer files come: no pickles, no code.
-The digest covers every file that decides the model's function or its text, and nothing else in the directory.
+A hub name is resolved to a commit before anything is fetched, and only model and tokenizer
+files come: no pickles, no code. The digest covers every file that decides the model's function or its text,
+and nothing else in the directory.
 """
 
-import fnmatch
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,23 @@ TEXT_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
+DOCUMENT_FILES = tuple(
+    f"{name}{suffix}"
+    for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+    for suffix in ("", ".md", ".txt")
+)
+"""Files that travel with a model and decide neither its function nor its text, so that its digest leaves them
+out.
+"""
+README_NAME = "README.md"
+SOURCE_README_NAME = "SOURCE_README.md"
+"""The name of a source's README in a checkpoint, whose README is the model card."""
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
+FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
 
@@ -41,12 +57,31 @@ class ModelSource:
     digest: str
 
     def text_files(self) -> list[Path]:
-        """Tokenizer and generation files, which travel with every checkpoint made from this model."""
+        """Return the tokenizer and generation files, which every checkpoint made from this model gets."""
         return _matching(self.path, TEXT_FILES)
+
+    def copy_text_files(self, directory: Path) -> None:
+        """Copy the tokenizer and generation files to a checkpoint."""
+        for file in self.text_files():
+            copy = directory / file.relative_to(self.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+    def copy_documents(self, directory: Path) -> None:
+        """Copy licences and notices to a checkpoint, and the source's README under a name that leaves room
+        for the card's.
+        """
+        for file in _matching(self.path, DOCUMENT_FILES):
+            shutil.copyfile(file, directory / file.name)
+        for name in (SOURCE_README_NAME, README_NAME):
+            if (self.path / name).is_file():
+                shutil.copyfile(self.path / name, directory / SOURCE_README_NAME)
+                break
 
 
 def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
-    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it once.
+    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it
+    once.
 
     Raises:
         UsageError: no such builtin model or directory.
@@ -78,10 +113,11 @@ def locate_model(
 
 
 def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: list[str]) -> dict[str, Any]:
-    """`config.json` alone of a hub model, for planning.
+    """Return `config.json` alone of a hub model, for planning.
 
     Raises:
-        StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with the package.
+        StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with
+            the package.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -90,7 +126,8 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
         file = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StorageError(
-            f"the shapes of '{name}' are not known here and its config.json could not be had{' offline' if offline else ''}. Shapes that "
+            f"the shapes of '{name}' are not known here and its config.json could not be "
+            f"had{' offline' if offline else ''}. Shapes that "
             f"ship with the package: {', '.join(shipped)}."
         ) from error
     config: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -98,17 +135,21 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
 
 
 def model_digest(path: Path) -> str:
-    return digest_json({file.name: digest_file(file) for file in _matching(path, MODEL_FILES)})
+    files = _matching(path, MODEL_FILES)
+    return digest_json({file.relative_to(path).as_posix(): digest_file(file) for file in files})
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    files = (each for each in sorted(path.iterdir()) if each.is_file())
-    return [each for each in files if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+    """Return the files of a directory and of its folders that match a pattern, in order of their names."""
+    found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of the HTTP client, whichever it is
+
+    # HTTPError is that of the HTTP client, which differs between versions
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         commit = revision
@@ -116,7 +157,10 @@ def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str
             commit = HfApi().model_info(name, revision=revision).sha
         path = Path(
             snapshot_download(
-                name, revision=commit, allow_patterns=list(MODEL_FILES), local_files_only=offline
+                name,
+                revision=commit,
+                allow_patterns=list(FETCHED_FILES),
+                local_files_only=offline,
             )
         )
     except HFValidationError as error:

@@ -5,7 +5,6 @@ A draft goes into a folder of the checkpoint, whatever the format of the model: 
 that stands alone, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from compress.models.family import family_of
 from compress.recipe import Spec, checked_by
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 
@@ -61,7 +60,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
         )
     assert isinstance(quantize, Quantize)
     arch = facts.arch
-    possible = quantize.possible_schemes(facts.arch)
+    possible = possible_schemes(quantize, facts.arch)
     kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
@@ -76,7 +75,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "export",
-    version=1,
+    version=2,
     takes=((Port.QUANTIZED, Port.DENSE),),
     uses=(Port.DRAFT,),
     gives=Port.CHECKPOINT,
@@ -90,8 +89,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
-    for file in inputs.source.text_files():
-        shutil.copyfile(file, out.path / file.name)
+    inputs.source.copy_text_files(out.path)
+    inputs.source.copy_documents(out.path)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
     if Port.DRAFT in inputs.ports:
@@ -127,7 +126,6 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
             )
         directory.mkdir()
         write_format(DRAFT_FORMAT, directory, store, store.scheme)
-        for file in source.text_files():
-            shutil.copyfile(file, directory / file.name)
+        source.copy_text_files(directory)
     shown = {key: value for key, value in facts.items() if key != "curve"}
     return {"draft": {**shown, "scheme": None if scheme is None else scheme["name"]}}

@@ -211,13 +211,8 @@ def test_transformers_loads_the_export_and_computes_the_same(
 ) -> None:
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
-    how: dict[str, Any] = {}
-    if (
-        not scheme.symmetric
-    ):  # this release of transformers keeps zero points only when it decompresses at load
-        how["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True, **how
+        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -323,8 +318,8 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     )
     opened = open_checkpoint(exported)
     whole = stated_scheme(opened)
-    assert {linear: whole.of(linear) for linear in ["head", *linear_names(stored.arch)]} == {
-        linear: stored.scheme.of(linear) for linear in ["head", *linear_names(stored.arch)]
+    assert {linear: whole.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]} == {
+        linear: stored.scheme.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]
     }
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
@@ -411,16 +406,11 @@ def test_the_export_opens_with_the_same_codes_and_scales(
 def test_the_library_decompresses_each_weight_to_our_bits(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:
-    """compressed-tensors' own decompression inside transformers, weight by weight: at load if there are zero points, else before the
-    first step (at load, this release decompresses the whole model by one scheme)."""
-    at_load = not SCHEMES[scheme_name].symmetric
+    """compressed-tensors' own decompression inside transformers, weight by weight: at load if there are zero
+    points, because the checkpoint's config asks for it, else before the first step."""
     stored, exported = quantized(tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        exported,
-        dtype=torch.bfloat16,
-        quantization_config=transformers.CompressedTensorsConfig(dequantize=at_load),
-    )
-    if not at_load:
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    if SCHEMES[scheme_name].symmetric:
         model(tokens(1, 2))
     weights = dict(model.named_parameters())
     family = family_of({"model_type": stored.arch.family})

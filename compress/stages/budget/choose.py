@@ -143,7 +143,8 @@ def _facts(
 
 
 def _picks_of(scheme: str, options: Sequence[Sequence[Option]]) -> list[int]:
-    """Return the index of the scheme among the options of each group, and 0 where a group does not have it."""
+    """Return the index of the scheme among the options of each group, and 0 where a group does not have
+    it."""
     return [
         next((idx for idx, each in enumerate(of_group) if each.scheme == scheme), 0) for of_group in options
     ]

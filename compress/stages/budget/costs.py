@@ -1,5 +1,5 @@
-"""What a model costs by the schemes of its linear groups, in bytes or in time, and how much of it a budget of
-mixed precision allows."""
+"""Costs of a model by the schemes of its linear groups, in bytes or in time, and the part of them that a
+budget of mixed precision allows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

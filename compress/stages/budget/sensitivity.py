@@ -37,7 +37,8 @@ from compress.quant.scheme import Scheme
 
 
 class Sensitivities(GradientVisitor):
-    """Predictions of the loss of every scheme in every linear group, from the gradients of one backward pass."""
+    """Predictions of the loss of every scheme in every linear group, from the gradients of one backward
+    pass."""
 
     def __init__(self, schemes: Sequence[Scheme], stored_dtype: torch.dtype) -> None:
         self._schemes = schemes

@@ -1,4 +1,4 @@
-"""What a recipe states of mixed precision: the schemes to choose from, and one budget of bytes or of time."""
+"""The recipe keys of mixed precision: the schemes to choose from, and one budget of bytes or of time."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self

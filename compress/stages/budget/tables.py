@@ -22,7 +22,7 @@ from compress.quant.scheme import SCHEMES, Scheme
 TABLES = Path(__file__).parent / "latency_tables"
 DEQUANTIZED = "dequantized"
 Origin = Literal["measured", "table", "bytes"]
-"""Where a time comes from: measured on this device, a row of a table, or estimated from bytes."""
+"""Origin of a time: measured on this device, a row of a table, or estimated from bytes."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the product of a linear group takes in a decode step: from a table that ships, or measured on this
+"""Times of the products of linear groups in a decode step, from a table that ships or measured on this
 machine.
 
 A choice that rests on measured times must come out the same when a run is resumed, so measured times are kept

@@ -110,7 +110,7 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
     spec=Distill,
     estimate=estimate,
     depends=_depends,
-    together=distill_together,
+    on_all_ranks=distill_together,
     reshape=reshape,
 )
 def distill(spec: Distill, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:

@@ -1,4 +1,5 @@
-"""What a recipe may say of distillation: teacher and student, beside what every training has (`learning.py`)."""
+"""What a recipe may say of distillation: teacher and student, beside what every training has
+(`learning.py`)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self

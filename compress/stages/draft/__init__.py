@@ -70,7 +70,7 @@ def draft_together(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[Made, Tex
     spec=Draft,
     estimate=estimate,
     depends=_depends,
-    together=draft_together,
+    on_all_ranks=draft_together,
 )
 def draft(spec: Draft, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     made, text = draft_together(spec, inputs, ctx)

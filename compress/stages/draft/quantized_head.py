@@ -19,6 +19,7 @@ from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, param
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 INPUTS = {
@@ -49,7 +50,7 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
             "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and "
             "overrides."
         )
-    found = spec.possible_schemes(facts.arch)[0]
+    found = possible_schemes(spec, facts.arch)[0]
     if found is None or found.layers.activation == "tensor" or found.layers.block_rows > 1:
         raise UsageError(
             f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have "

@@ -78,7 +78,7 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     spec=Prune,
     estimate=estimate,
     depends=_depends,
-    together=prune_rounds,
+    on_all_ranks=prune_rounds,
     reshape=reshape,
 )
 def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:

@@ -9,8 +9,9 @@ from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
-from compress.stages.calibrate import Calibrate
+from compress.stages.calibrate import calibration_of
 from compress.stages.prune.spec import Prune
+from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 LAUNCHES = 20
@@ -35,8 +36,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     arch = spec.seen(facts.arch)
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
-    calib = facts.specs.get("calibrate") or Calibrate()
-    assert isinstance(calib, Calibrate)
+    calib = calibration_of(facts)
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
@@ -77,7 +77,7 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
     if not isinstance(quantize, Quantize) or set(spec.axes) == {"depth"}:
         return
     schemes = [
-        each for model in quantize.possible_schemes(facts.arch) if model is not None for each in model.all
+        each for model in possible_schemes(quantize, facts.arch) if model is not None for each in model.all
     ]
     odd = sorted(
         {each.name for each in schemes if each.group_size is not None and spec.multiple % each.group_size}

@@ -197,7 +197,8 @@ def _predicted(widths: Widths, measured: Mapping[Axis, Mapping[int, float]]) -> 
 
 
 def _interpolated(keep: int, curve: Mapping[int, float]) -> float:
-    """On the line through what was measured; a level that lost less than one that keeps more counts as much."""
+    """On the line through what was measured; a level that lost less than one that keeps more counts as
+    much."""
     points = []
     worst = 0.0
     for each in sorted(curve, reverse=True):

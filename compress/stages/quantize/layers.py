@@ -1,5 +1,5 @@
-"""The layers of a quantized model, compressed one after the other by all ranks together: which scheme each
-linear gets, and the passes."""
+"""The layers of a quantized model: the scheme of each linear, and the passes that compress layer after
+layer."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -17,15 +17,13 @@ from compress.data.tokens import load_token_set
 from compress.export import open_weights
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.methods.quantize.passes import BaselinePass, RoundPass, SmoothPass
-from compress.models.overrides import decide
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.scheme import ModelScheme, Schemes
 from compress.stages import Inputs, Port
 from compress.stages.budget.choose import choose
-from compress.stages.budget.costs import schemes_by_group
 from compress.stages.budget.spec import Mixed
-from compress.stages.quantize.sizes import outer_bytes
+from compress.stages.quantize.schemes import mixed_schemes, model_scheme, outer_bytes
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import tune_scales
 
@@ -33,7 +31,7 @@ from compress.stages.quantize.tune import tune_scales
 def quantization_passes(
     spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype
 ) -> list[LayerPass]:
-    """The passes of a spec, in order; none where all weights stay dense."""
+    """Return the passes of a spec in their order; none where all weights stay dense."""
     if schemes is None:
         return []
     passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
@@ -48,9 +46,15 @@ def quantization_passes(
 def quantize_layers(
     spec: Quantize, inputs: Inputs, ctx: Context
 ) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
-    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were
-    chosen, and the rows of the layer report. Rank 0 chooses. Where nothing depends on activations, a token
-    goes through the layers."""
+    """Compress every layer into the scratch directory, on all ranks.
+
+    Rank 0 chooses the schemes. Where neither weights nor scales depend on activations, a single token goes
+    through the layers.
+
+    Returns:
+        The schemes (None: all dense), facts of how they were chosen and tuned, and the rows of the layer
+            report.
+    """
     source = open_weights(inputs[Port.DENSE].path)
     stored_dtype = getattr(torch, source.arch.dtype)
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
@@ -92,11 +96,11 @@ def _schemes(
     """Return the model's scheme as JSON, None where all linears stay dense, and the facts of how it was chosen."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):
-        scheme = spec.model_scheme(arch)
+        scheme = model_scheme(spec, arch)
         return None if scheme is None else scheme.to_json(), {}
     chosen, facts = choose(
         spec.scheme,
-        schemes_by_group(spec.scheme, decide(spec.patterns, arch), arch),
+        mixed_schemes(spec, spec.scheme, arch),
         source,
         tokens_NS,
         ctx,

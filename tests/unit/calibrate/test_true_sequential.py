@@ -19,6 +19,7 @@ from compress.models.weights import Weights, WeightSource, build_decoder
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.recipe import parse_spec, read_yaml
 from compress.stages.quantize.layers import quantization_passes
+from compress.stages.quantize.schemes import model_scheme
 from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
@@ -186,7 +187,7 @@ def test_linears_without_a_scheme_stay_as_they_are(source: WeightSource, tmp_pat
     spec = Quantize.model_validate(
         {"scheme": "W8A16", "overrides": {"*.ffn.gate": "dense", "*.ffn.up": "dense"}}
     )
-    scheme = spec.model_scheme(source.arch)
+    scheme = model_scheme(spec, source.arch)
     assert scheme is not None
     ctx = Context("cpu", 0, tmp_path)
     passes: list[LayerPass] = [RoundPass(Gptq(), scheme, torch.bfloat16)]

@@ -1,0 +1,105 @@
+"""The proposers that are measured with the candidate: its draft and prompt lookup; and the prompts."""
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+from compress.context import Context
+from compress.data.model_tokens import read_tokens
+from compress.export import DRAFT_FOLDER
+from compress.export.draft import is_draft_head, open_draft
+from compress.models.weights import WeightSource
+from compress.runtime.engine import Engine
+from compress.runtime.speculative.ngram import NGram
+from compress.runtime.speculative.proposer import ProposerOptions
+from compress.runtime.speculative.speculation import Speculative
+from compress.stages import Inputs, Port
+from compress.stages.validate.spec import Speculation, Validate
+from compress.validate.speculation import Conditions, SpeculationEvidence, measure_speculation
+
+LOOKUP = "ngram"
+
+
+def draft_path(inputs: Inputs) -> Path | None:
+    """Return the folder of the candidate's draft: in its checkpoint, or the draft stage's artifact if nothing
+    was exported.
+    """
+    if Port.CHECKPOINT in inputs.ports:
+        path = inputs[Port.CHECKPOINT].path / DRAFT_FOLDER
+        return path if path.is_dir() else None
+    return inputs[Port.DRAFT].path if Port.DRAFT in inputs.ports else None
+
+
+def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
+    """Return how the draft was made, with its training curve where the recipe made it."""
+    port = inputs.ports.get(Port.DRAFT, inputs.ports.get(Port.CHECKPOINT))
+    facts = (
+        open_artifact(port.path).manifest.facts
+        if port is not None and (port.path / MANIFEST_NAME).exists()
+        else {}
+    )
+    return facts.get("draft")
+
+
+def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
+    """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
+    path = draft_path(inputs)
+    if spec is None or (path is None and spec.kind == "draft"):
+        return {}
+    lookup: dict[str, ProposerOptions] = {LOOKUP: NGram()}
+    if path is None:
+        return lookup
+    draft = {"eagle3" if is_draft_head(path) else "draft": open_draft(path)}
+    return draft | lookup if spec.kind == "draft" else lookup | draft
+
+
+def draft_method(inputs: Inputs) -> str | None:
+    """Return vLLM's name for the kind of draft that the candidate has."""
+    path = draft_path(inputs)
+    return None if path is None else "eagle3" if is_draft_head(path) else "draft_model"
+
+
+def speculate(
+    spec: Validate,
+    inputs: Inputs,
+    weights: WeightSource,
+    plain: Engine,
+    proposers: Mapping[str, ProposerOptions],
+    ctx: Context,
+    *,
+    step: tuple[int, int],
+) -> tuple[SpeculationEvidence, dict[str, Any]]:
+    """Return the measurement and its conditions for the report.
+
+    `plain` serves `weights` without proposals; `step` is the number of this step and of all steps of the
+    stage.
+    """
+    own = spec.speculative
+    assert own is not None
+    prompts = {}
+    titles = {}
+    for category, card in spec.prompt_data.items():
+        sizes = {"num_samples": own.num_prompts, "seq_len": own.prompt_tokens}
+        tokens, facts = read_tokens(inputs.source, card, **sizes, seed=ctx.seed, offline=ctx.offline)
+        prompts[category] = [tuple(row) for row in tokens.tokens_NS.tolist()]
+        titles[category] = facts["title"]
+    conditions = Conditions(prompts, own.k, own.rule, own.batch_sizes, own.temperatures, own.output_tokens)
+
+    def engine_for(speculative: Speculative) -> Engine:
+        gc.collect()  # the engine before this one
+        if plain.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is cached is not free for a KV cache
+        return Engine(weights, device=plain.device, config=replace(plain.config, speculative=speculative))
+
+    evidence = measure_speculation(
+        plain, engine_for, proposers, conditions, lambda note: ctx.boundary(*step, note)
+    )
+    shown = {
+        name: getattr(own, name) for name in ("k", "rule", "num_prompts", "prompt_tokens", "output_tokens")
+    }
+    return evidence, {**shown, "data": titles}
