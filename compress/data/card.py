@@ -242,8 +242,8 @@ def documents(card: Card) -> Iterator[Document]:
     if hasher.digest() != card.spec.digest:
         raise UsageError(
             f"the text of data card '{card.ref}' has changed: its digest is {hasher.digest()}, the card "
-            f"expects {card.spec.digest}. "
-            "Restore the text, or take the new digest into the card if the change is meant."
+            f"expects {card.spec.digest}. Restore the text, or take the new digest into the card if the "
+            "change is meant."
         )
 
 
@@ -427,8 +427,8 @@ def _hub_documents(spec: HuggingFaceCard) -> Iterator[Document]:
 def _unreachable(spec: HuggingFaceCard, error: Exception) -> StorageError:
     return StorageError(
         f"dataset '{spec.dataset}' at revision '{spec.revision}' could not be read from the Hugging Face "
-        f"Hub ({_first_line(error)}): "
-        "check the name and the network, or use a local card or `builtin://python`, which need none."
+        f"Hub ({_first_line(error)}): check the name and the network, or use a local card or "
+        "`builtin://python`, which need none."
     )
 
 

@@ -133,8 +133,7 @@ def _library_folder() -> Path:
     if not (folder / "json" / "decoder.py").is_file():
         raise EnvironmentUnfit(
             f"the embedded text is the source of Python's standard library, and '{folder}' holds none (is "
-            "it zipped or stripped?): "
-            "use a regular CPython, or a data card with your own text"
+            "it zipped or stripped?): use a regular CPython, or a data card with your own text"
         )
     return folder
 
@@ -162,8 +161,7 @@ def _topics() -> Iterator[tuple[str, str]]:
     except ImportError as error:
         raise EnvironmentUnfit(
             "the embedded text needs the module `pydoc_data` of Python's standard library, which this "
-            "installation lacks: "
-            "use a regular CPython, or a data card with your own text"
+            "installation lacks: use a regular CPython, or a data card with your own text"
         ) from error
     for name, text in topics.items():
         if name not in _EXCERPT_TOPICS:

@@ -157,9 +157,8 @@ def tokenize(
         hint = "packing `concatenate`, " if packing == "first_tokens" else ""
         raise UsageError(
             f"the data gives {num_windows} windows of {body_len} text tokens ({packing}) and "
-            f"{num_samples or 1} are needed; "
-            f"it has {reading.num_documents:,} documents with {reading.num_chars:,} characters. "
-            f"Take {hint}fewer samples, a smaller seq_len, or more text."
+            f"{num_samples or 1} are needed; it has {reading.num_documents:,} documents with "
+            f"{reading.num_chars:,} characters. Take {hint}fewer samples, a smaller seq_len, or more text."
         )
     body_NS = torch.tensor(ids[: (num_samples or num_windows) * body_len], dtype=torch.int32).view(
         -1, body_len
@@ -366,9 +365,8 @@ def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
             for idx, token in zip(ids, tokens, strict=True)
         ]
     raise UnsupportedFormat(
-        f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) does not say how many bytes a "
-        "token stands for; "
-        "byte-level and SentencePiece tokenizers are supported."
+        "the number of bytes of a token is unknown for this tokenizer's decoder "
+        f"({', '.join(sorted(kinds)) or 'none'}); byte-level and SentencePiece tokenizers are supported."
     )
 
 
