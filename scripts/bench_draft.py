@@ -85,7 +85,7 @@ class Printed:
             self._last_s = time.perf_counter()
             print(f"  {done}/{total} {note}", flush=True)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, flush=True)
 
 

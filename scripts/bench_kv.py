@@ -37,7 +37,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
 from compress.pipeline import pick_device, resolve_source
-from compress.quant.kv import DENSE, FP8_STATIC
+from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -133,7 +133,7 @@ def measure(
             config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format),
         )
 
-    dense = engine(weights, DENSE)
+    dense = engine(weights, KV_DENSE)
     rows = []
     for power in (0, *args.outliers):
         model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
@@ -144,7 +144,7 @@ def measure(
         formats = (
             args.formats
             if power == 0
-            else [DENSE, *args.formats]
+            else [KV_DENSE, *args.formats]
             if power == max(args.outliers)
             else [FP8_STATIC]
         )

@@ -27,7 +27,7 @@ from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
-from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 DENSE = "dense"
@@ -75,17 +75,16 @@ def rows_of(
     turns: dict[str, list[LatencyRow]] = {variant: [] for variant in archs}
     for turn in range(args.repeats + 1):
         for variant, engine in engines.items():
-            (row,) = measure_latency(
-                engine,
-                batch_sizes=[args.batch_size],
+            conditions = LatencyConditions(
                 prompt_tokens=args.prompt_tokens,
                 output_tokens=args.output_tokens,
                 repeats=2,
                 warmups=1 if turn == 0 else 0,
                 vocab_size=arch.vocab_size,
-                seed=turn,
                 bandwidth_bytes_per_s=bandwidth,
+                seed=turn,
             )
+            (row,) = measure_latency(engine, conditions, batch_sizes=[args.batch_size])
             if turn:
                 turns[variant].append(row)
     of_source = turns[SOURCE]

@@ -43,7 +43,7 @@ from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
 from compress.validate.roofline import Work, roofline
 from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
@@ -165,17 +165,16 @@ class Bench:
     def _latency(
         self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int
     ) -> list[LatencyRow]:
-        return measure_latency(
-            engine,
-            batch_sizes=batch_sizes,
+        conditions = LatencyConditions(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             repeats=self.args.repeats,
             warmups=1,
             vocab_size=self.arch.vocab_size,
-            seed=0,
             bandwidth_bytes_per_s=self.bandwidth,
+            seed=0,
         )
+        return measure_latency(engine, conditions, batch_sizes=batch_sizes)
 
     def _row(self, engine: Engine, scheme: str, row: LatencyRow) -> dict[str, Any]:
         measured = row.as_json()

@@ -34,7 +34,8 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.validate.speculation import repeated_4grams, tpot_ms
+from compress.validate.acceptance import repeated_4grams
+from compress.validate.speculation import tpot_ms
 from scripts.bench_setup import markdown, pick_device, write_results
 
 

@@ -33,8 +33,8 @@ def compress_at_once(
     prefetch_next()
     for each in passes:
         each.apply(state)
-    for rank in range(run.ranks.size):
-        state.merge_results(run.ranks.broadcast(state.results_for(list(state.num_rows)), source=rank))
+    for results in run.ranks.all_gather(state.results_for(list(state.num_rows))):
+        state.merge_results(results)
     on_kv_ready()
 
 

@@ -17,8 +17,8 @@ from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
 """One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
-Results = tuple[dict[str, QuantizedWeight], dict[str, Row]]
-"""What compressing linears gave: their quantized weights and their rows, by name."""
+Results = tuple[dict[str, tuple[Any, ...]], dict[str, Row]]
+"""What compressing linears gave, as it is sent between ranks: parts of their quantized weights, and their rows, by name."""
 
 
 class FloatWeights(dict[str, Tensor]):
@@ -80,14 +80,14 @@ class LayerState:
 
     def results_for(self, linears: Sequence[str]) -> Results:
         """Return the results of these linears as far as this rank has them."""
-        quantized = {name: self.quantized[name] for name in linears if name in self.quantized}
+        quantized = {name: _to_parts(self.quantized[name]) for name in linears if name in self.quantized}
         return quantized, {name: self.rows[name] for name in linears if name in self.rows}
 
     def merge_results(self, results: Results) -> None:
-        """Add the results of another rank."""
+        """Add the results of a rank."""
         quantized, rows = results
-        for linear, weight in quantized.items():
-            self.quantize(linear, weight)
+        for linear, parts in quantized.items():
+            self.quantize(linear, _from_parts(parts))
         self.rows |= rows
 
     def all_rows(self) -> list[Row]:
@@ -114,7 +114,7 @@ class LayerState:
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
         """Return the scheme that linears over one input share, None if they stay dense."""
-        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        found = {schemes.for_linear(f"layers.{self.layer_idx}.{linear}") for linear in linears}
         assert len(found) == 1, f"linears over one input have several schemes: {linears}"
         return found.pop()
 
@@ -157,3 +157,14 @@ class LayerPass(Protocol):
 def needed_stats(passes: Sequence[LayerPass]) -> tuple[type[Stat], ...]:
     """Return the types of all statistics that some pass needs, each once."""
     return tuple(dict.fromkeys(kind for each in passes for kind in each.needs()))
+
+
+def _to_parts(weight: QuantizedWeight) -> tuple[Any, ...]:
+    """Return a quantized weight as it is sent between ranks."""
+    return weight.scheme.to_json(), weight.codes_OI, weight.scale_OG, weight.zero_point_OG, weight.input_scale
+
+
+def _from_parts(parts: tuple[Any, ...]) -> QuantizedWeight:
+    """Return the quantized weight of these parts."""
+    scheme, *tensors = parts
+    return QuantizedWeight(Scheme.from_json(scheme), *tensors)

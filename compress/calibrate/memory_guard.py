@@ -66,9 +66,9 @@ class MemoryGuard:
                 torch.cuda.empty_cache()
             moved = [each.move_to_host() for each in self._samples]
             if any(moved):
-                self._progress.say(f"out of memory {task}: the activations go to host memory")
+                self._progress.log(f"out of memory {task}: the activations go to host memory")
             elif smaller is not None:
-                self._progress.say(f"out of memory {task}: one linear at a time")
+                self._progress.log(f"out of memory {task}: one linear at a time")
                 return smaller()
             else:
                 raise EnvironmentUnfit(

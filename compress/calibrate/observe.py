@@ -70,7 +70,7 @@ def observe(
 
 def observe_on_one_rank(layer: Forward, x_NSD: Tensor, factories: Sequence[StatFactory]) -> Stats:
     """Return the statistics of every tap over all samples, computed in this process alone."""
-    return gather_everywhere(observe(layer, LayerRun.on_one_rank(x_NSD), factories), OneRank())
+    return gather_everywhere(observe(layer, LayerRun.on_one_rank(x_NSD), factories), factories, OneRank())
 
 
 def _taps_of(
@@ -107,14 +107,18 @@ def _update(stat: Stat, x_TD: Tensor, source_TD: Tensor | None) -> None:
         stat.update(x_TD)
 
 
-def gather_everywhere(trees: Trees, ranks: Ranks) -> Stats:
-    """Return the finished statistics of every tap on every rank; meant for small ones."""
-    own = [(tap, tree.nodes()) for (tap, _), tree in trees.items()]
+def gather_everywhere(trees: Trees, factories: Sequence[StatFactory], ranks: Ranks) -> Stats:
+    """Return the finished statistics of every tap on every rank; meant for small ones. Empties `trees`."""
+    kinds = [type(factory()) for factory in factories]
+    own = [
+        (tap, kinds.index(kind), [node.to_parts() for node in tree.nodes()])
+        for (tap, kind), tree in trees.items()
+    ]
     merged: Trees = {}
-    for source in range(ranks.size):
-        for tap, nodes in ranks.broadcast(own, source=source):
-            for node in nodes:
-                merged.setdefault((tap, type(node.stat)), MergeTree()).join(node)
+    for of_rank in ranks.all_gather(own):
+        for tap, idx, nodes in of_rank:
+            for parts in nodes:
+                merged.setdefault((tap, kinds[idx]), MergeTree()).join(Node.from_parts(parts, factories[idx]))
     stats: Stats = {}
     for (tap, _), tree in merged.items():
         stats.setdefault(tap, InputStats()).add(tree.root())
@@ -136,9 +140,10 @@ def gather_to_owners(
             tree = trees.pop((group.tap, kind), MergeTree[Stat]())
             merged = MergeTree[Stat]()
             for source in range(ranks.size):
-                nodes: list[Node[Stat]] | None = tree.nodes() if ranks.rank == source else None
-                for node in ranks.move(nodes, source=source, to=owner) or ():
-                    merged.join(node)
+                own = [node.to_parts() for node in tree.nodes()] if ranks.rank == source else []
+                nodes = ranks.send(own, source=source, to=owner) or []
+                while nodes:  # a node must not be kept here while it is merged and halved
+                    merged.join(Node.from_parts(nodes.pop(0), kind))
             if ranks.rank == owner:
                 stats.setdefault(group.tap, InputStats()).add(merged.root())
     return stats

@@ -115,7 +115,7 @@ def run_sequential(
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
     compress = compress_true_sequential if compression.true_sequential else compress_at_once
-    stored = ctx.ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
+    stored = ctx.ranks.from_lead(lambda: [_is_stored(out, idx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
         if stored[idx]:
@@ -132,7 +132,7 @@ def run_sequential(
             else:
                 writer.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-                ctx.ranks.broadcast(idx)  # no rank begins a layer that rank 0 does not begin
+                ctx.ranks.barrier()  # no rank begins a layer that rank 0 does not begin
                 state = _layer_state(arch, idx, weights, compression, run)
                 del weights  # a weight that a pass replaces must not be kept here
                 on_kv_ready = _do_nothing
@@ -196,7 +196,7 @@ def _scale_cache(state: LayerState, arch: Arch) -> None:
     cached = KeysValues.from_weights(arch, state.layer_idx, weights, dtype=run.dtype, device=run.device)
 
     def observe_samples(layer: Forward, factories: Sequence[StatFactory]) -> Stats:
-        return gather_everywhere(observe(layer, run, factories), run.ranks)
+        return gather_everywhere(observe(layer, run, factories), factories, run.ranks)
 
     state.cache, rows = calibrate_cache(cached, observe_samples, stored_dtype=dtype)
     state.rows |= dict(zip(state.cache, rows, strict=True))

@@ -10,7 +10,7 @@ Shapes: T tokens of one piece, D features.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -288,6 +288,18 @@ class Node(Generic[S]):
     begin: int
     num_shards: int
     stat: S
+
+    def to_parts(self) -> tuple[int, int, dict[str, Any]]:
+        """Return the node as it is sent between ranks. A statistic's attributes are numbers, tensors and lists of tensors."""
+        return self.begin, self.num_shards, vars(self.stat)
+
+    @staticmethod
+    def from_parts(parts: tuple[int, int, dict[str, Any]], factory: Callable[[], S]) -> "Node[S]":
+        """Return the node of these parts, whose statistic is of the kind that `factory` makes."""
+        begin, num_shards, attributes = parts
+        stat = factory()
+        vars(stat).update(attributes)
+        return Node(begin, num_shards, stat)
 
 
 class MergeTree(Generic[S]):

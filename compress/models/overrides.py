@@ -56,7 +56,7 @@ def overridden(
         )
     scheme = commonest(schemes, head=head) if layers is None else with_exceptions(layers, decided, head=head)
     for linears in linears_by_input(arch):
-        names = {linear: name_of(scheme.of(linear)) for linear in linears}
+        names = {linear: name_of(scheme.for_linear(linear)) for linear in linears}
         if len(set(names.values())) > 1:
             given = ", ".join(f"{linear} {name}" for linear, name in names.items())
             raise UsageError(

@@ -1,6 +1,8 @@
-"""One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a scheduler run the same function.
+"""One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a
+scheduler run the same function.
 
-check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates -> push
+check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates ->
+push
 """
 
 import time
@@ -13,7 +15,7 @@ from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.pipeline.provenance import provenance
-from compress.pipeline.result import Result, Status, result_of
+from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
 from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
@@ -23,7 +25,9 @@ from compress.stages import Port
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. `if_changed`: do nothing when neither recipe, model, data nor registry changed."""
+    """A recipe to run, and how. `if_changed`: do nothing when neither recipe, model, data nor registry
+    changed.
+    """
 
     recipe_file: Path
     directory: RunDir
@@ -39,10 +43,12 @@ class Job:
 
 
 def execute(job: Job, watch: Watch) -> Result:
-    """Run a job to its end. A failed gate is a result (`gate_failed`: artifact kept, nothing pushed), not an error.
+    """Run a job to its end. A failed gate is a result (`gate_failed`: artifact kept, nothing pushed), not an
+    error.
 
     Raises:
-        RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and before the lock.
+        RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and
+            before the lock.
         LockHeld: another run has the workspace.
         Interrupted: at a boundary; the same job resumes there.
         StorageError: the registry, or a file.
@@ -58,7 +64,7 @@ def execute(job: Job, watch: Watch) -> Result:
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
-            return result_of(status, same, directory, pushed=None, seconds=time.perf_counter() - started_s)
+            return Result(status, same, directory, None, time.perf_counter() - started_s)
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
@@ -78,10 +84,11 @@ def execute(job: Job, watch: Watch) -> Result:
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed = publish(recipe.push, result, evidence)
                 directory.log(
-                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}"
+                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to "
+                    f"{recipe.push.to}"
                 )
     status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
-    return result_of(status, result, directory, pushed=pushed, seconds=time.perf_counter() - started_s)
+    return Result(status, result, directory, pushed, time.perf_counter() - started_s)
 
 
 def _step_done(job: Job, result: StepResult) -> None:
@@ -106,7 +113,7 @@ def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> 
 
 @contextmanager
 def _ends_in_log(directory: RunDir) -> Iterator[None]:
-    """Whatever ends the block early is noted in the run's log."""
+    """Note the error that ends the block early in the run's log."""
     try:
         yield
     except BaseException as error:

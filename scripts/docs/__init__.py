@@ -1,1 +1,1 @@
-"""The pages and pictures of the documentation that a program writes: `python -m scripts.docs`, or `--check` to compare only."""
+"""The generated pages and pictures of the documents: `python -m scripts.docs` writes them."""

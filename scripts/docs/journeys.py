@@ -14,7 +14,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Journey:
-    """What is followed, and where it comes through."""
+    """A thing that is followed, and the files it passes."""
 
     name: str
     title: str
@@ -106,6 +106,11 @@ BATCH = Journey(
             "Embeds this rank's samples, then takes them through the model, one layer at a time.",
         ),
         Stop(
+            "compress/calibrate/layer_run.py",
+            "LayerRun",
+            "Holds what the runner passes along: samples, shards, ranks, memory guard and dtype.",
+        ),
+        Stop(
             "compress/models/decoder.py",
             "DecoderLayer",
             "Computes the layer, and calls a tap with the input of each linear group.",
@@ -185,12 +190,12 @@ REQUEST = Journey(
         ),
         Stop(
             "compress/runtime/decode.py",
-            "DecodeSteps",
+            "PlainDecoding",
             "Keeps the rows of a decode step on the device and replays the step as a CUDA graph.",
         ),
         Stop(
             "compress/runtime/speculative/verify.py",
-            "VerifySteps",
+            "Verifier",
             "With a proposer instead: verifies its draft tokens in one step and keeps those the model would choose.",
         ),
         Stop(

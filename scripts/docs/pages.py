@@ -59,9 +59,17 @@ def environment() -> Environment:
         "schemes": schemes,
         "recipe": RecipeReference(),
         "journeys": JOURNEYS,
+        "warning_error": warning_error,
         "picture": picture,
     }
     return found
+
+
+def warning_error() -> str:
+    """Return the error of a head's keys or values from which on calibration warns of one scale a layer."""
+    from compress.calibrate import kv
+
+    return f"{kv.COARSE:g}"
 
 
 def picture(name: str, title: str) -> str:

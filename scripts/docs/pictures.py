@@ -35,7 +35,7 @@ PACKAGES: Mapping[str, str] = {
     "digest": "sha256",
     "errors": "what a user reads",
 }
-"""What is in each package and root module, in a few words."""
+"""The contents of each package and root module in a few words."""
 STAGES = (("calibrate", "prune", "distill", "quantize"), ("draft", "export", "validate"))
 
 

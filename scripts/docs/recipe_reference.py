@@ -53,7 +53,7 @@ MEANINGS: Mapping[str, str] = {
     "Validate.seq_len": "tokens of a window",
     "Validate.latency": "what is timed; `null` measures no latency",
 }
-"""What a key means, where its Spec does not say it."""
+"""Meanings of keys whose Spec has no description."""
 KINDS: Mapping[str, str] = {
     "Awq": "AWQ (arXiv 2306.00978): the scale of each channel that loses least, searched on a grid",
     "SmoothQuant": "SmoothQuant (arXiv 2211.10438): the scale that splits the range between activations and weights",
@@ -67,11 +67,11 @@ KINDS: Mapping[str, str] = {
     "RandomUnits": "units stay at random: the baseline",
     "Taylor": "units stay whose loss costs most KL, as gradients predict it (LLM-Pruner, arXiv 2305.11627)",
     "Wanda": "units with the largest activations times weights stay (Wanda, arXiv 2306.11695)",
-    "BiasCompensation": "adds the mean of what went to a bias, where the family's config has one",
+    "BiasCompensation": "adds the mean of what went to a bias, where the family's config has one (Llama; `attn.o` of Qwen3)",
     "LeastSquares": "gives the columns that stay the weights that lose least without the others",
     "NoCompensation": "leaves the columns that stay as they are",
 }
-"""What a `kind` does, where its Spec does not say it."""
+"""Meanings of kinds whose Spec has no description."""
 
 
 def recipe_schema_document() -> Schema:

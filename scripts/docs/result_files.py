@@ -1,4 +1,5 @@
-"""Result files under `benchmarks/`: their rows, grouped by the run that measured them, and the sentences that say how.
+"""Result files under `benchmarks/`: their rows, grouped by the run that measured them,
+and a line that states how they were measured.
 
 A table on a page holds rows of one run only: one command at one commit. Files whose rows come from several runs name
 commit and command in the rows; `ResultFile.runs` separates them.
@@ -63,7 +64,7 @@ class Run:
 
     @property
     def measured(self) -> str:
-        """The line under a table that says where its numbers come from."""
+        """The line under a table with the origin of its numbers."""
         return (
             f"<small>Measured {self.facts['date']} on {self.hardware}; {self.versions}; commit `{self.commit}`; "
             f"file `{self.path}`; command `{self.facts['command']}`.</small>"

@@ -29,14 +29,15 @@ TINY = {
     "version": 1,
     "model": "builtin://reference",
     "stages": [
-        {"kind": "calibrate", "num_samples": 2, "seq_len": 32},
-        {"kind": "quantize", "round": {"kind": "rtn"}},
+        {"kind": "calibrate", "num_samples": 4, "seq_len": 64},
+        {"kind": "quantize", "scheme": "W4A16_G128", "preset": "fast"},
         {"kind": "export"},
         {"kind": "validate", "num_samples": 2, "seq_len": 32, "latency": None, "speculative": None},
     ],
     "push": {"to": "layout://registry", "name": "reference-w4", "aliases": ["candidate"]},
 }
-"""What `recipes/quickstart.yaml` is in these tests: the same stages and names, in seconds."""
+"""What `recipes/quickstart.yaml` is in these tests: the same stages and names, in seconds. It quantizes with the settings
+of the Python examples, which then find the result in the workspace."""
 
 
 def named(blocks: list[Block]) -> pytest.MarkDecorator:

@@ -46,7 +46,7 @@ def test_every_example_passes_its_contract(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     plugins = ["-p", "examples_of_the_page", "-p", "no:cacheprovider"]
     words = " or ".join(SELECTED.values())
-    command = [sys.executable, "-m", "pytest", "-v", *plugins, *SELECTED, "-k", words]
+    command = [sys.executable, "-m", "pytest", "-vv", *plugins, *SELECTED, "-k", words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-2000:]}"
     without = [test for test in SELECTED if f"{test}::" not in done.stdout]

@@ -318,8 +318,8 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     )
     opened = open_checkpoint(exported)
     whole = stated_scheme(opened)
-    assert {linear: whole.of(linear) for linear in ["head", *linear_names(stored.arch)]} == {
-        linear: stored.scheme.of(linear) for linear in ["head", *linear_names(stored.arch)]
+    assert {linear: whole.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]} == {
+        linear: stored.scheme.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]
     }
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True

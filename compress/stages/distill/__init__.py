@@ -31,7 +31,7 @@ from compress.stages.distill.estimate import estimate, reshape
 from compress.stages.distill.learning import learning_facts, training_batches
 from compress.stages.distill.models import NamedTeacher, build_student, check_pair, identity_of, teacher_of
 from compress.stages.distill.spec import SOURCE, Distill
-from compress.stages.distill.text import TrainingText, prepared_text
+from compress.stages.distill.text import TrainingText, shared_text
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,8 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
         spec, inputs, teacher_source, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
     )
     check_pair(teacher_source, student.arch, inputs)
-    lead = ctx.ranks.rank == 0
     teacher_device = torch.device(spec.teacher_device or device)
-    text = ctx.ranks.broadcast(
-        prepared_text(spec, inputs.source, teacher_source.weights, ctx, device=teacher_device)
-        if lead
-        else None
-    )
-    assert text is not None
+    text = shared_text(spec, inputs.source, teacher_source.weights, ctx, device=teacher_device)
     teacher = Teacher(
         build_decoder(teacher_source.weights, dtype=dtype, device=teacher_device),
         device=device,

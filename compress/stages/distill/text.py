@@ -37,6 +37,18 @@ class TrainingText:
         card = self.training.source
         return {"title": card["title"], "license": card["license"], "digest": self.training.digest()}
 
+    def to_parts(self) -> tuple[Any, ...]:
+        """Return the values that make up the text, as they are sent between ranks."""
+        tokens = self.training
+        training = (tokens.tokens_NS, tokens.num_bytes, tokens.num_scored_bytes, dict(tokens.source))
+        return training, self.held_out_NS, self.num_bytes
+
+    @staticmethod
+    def from_parts(parts: tuple[Any, ...]) -> "TrainingText":
+        """Return the text that these parts make up."""
+        training, held_out_NS, num_bytes = parts
+        return TrainingText(TokenSet(*training), held_out_NS, num_bytes)
+
     def with_training(self, tokens_NS: Tensor) -> "TrainingText":
         """Return this text with other windows to train on, which keep the facts of the text that they were
         made from."""
@@ -78,6 +90,15 @@ def prepared_text(
         else text.with_training(
             sample_text(spec.sample, text.training.tokens_NS, teacher, ctx, device=device)
         )
+    )
+
+
+def shared_text(
+    spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device
+) -> TrainingText:
+    """Return the prepared text on every rank; rank 0 reads it and sends it to the others."""
+    return TrainingText.from_parts(
+        ctx.ranks.from_lead(lambda: prepared_text(spec, source, teacher, ctx, device=device).to_parts())
     )
 
 

@@ -22,7 +22,7 @@ from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.distill.estimate import check_text
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import TrainingText, prepared_text
+from compress.stages.distill.text import TrainingText, shared_text
 from compress.stages.draft.inits import DraftTask, TrainedDraft
 from compress.stages.draft.spec import Draft
 
@@ -59,12 +59,7 @@ def train_draft(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[TrainedDraft
     target = NamedTeacher(
         "the compressed model", target_input.digest, target_input.path, open_weights(target_input.path)
     )
-    text = ctx.ranks.broadcast(
-        prepared_text(spec, inputs.source, target.weights, ctx, device=device)
-        if ctx.ranks.rank == 0
-        else None
-    )
-    assert text is not None
+    text = shared_text(spec, inputs.source, target.weights, ctx, device=device)
     decoder = build_decoder(target.weights, dtype=dtype, device=device)
     return spec.kind.make(DraftTask(spec, inputs.source, target, decoder, text, dtype, device), ctx), text
 

@@ -37,13 +37,13 @@ def quantized(
     inputs = Inputs(
         source, {Port.DENSE: Input(dense.path, dense.digest), Port.CALIB: Input(Path(calibration), "")}
     )
-    exists = ctx.ranks.broadcast(parts.get(KEY) is not None)
+    exists = ctx.ranks.from_lead(lambda: parts.get(KEY) is not None)
     if leads:
         parents = {Port.DENSE.value: dense.digest}
         parts.commit(KEY, "quantize", parents, lambda out: quantize(spec, inputs, out, inside))
     elif not exists:
         quantize_layers(spec, inputs, inside)
-    ctx.ranks.broadcast(None)  # the artifact is written before any rank reads it
+    ctx.ranks.barrier()  # rank 0 writes the artifact before any rank reads it
     found = parts.get(KEY)
     assert found is not None, "rank 0 has just made it"
     return found

@@ -69,8 +69,8 @@ def prune_round(
     done = directory / DONE_NAME
     if leads:
         directory.mkdir(parents=True, exist_ok=True)
-    kept, influence = ctx.ranks.broadcast(
-        _kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx) if leads else ([], [])
+    kept, influence = ctx.ranks.from_lead(
+        lambda: _kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx)
     )
     subset = LayerSubset(source, kept)
     cuts = how.cuts(source.arch, widths)
@@ -78,17 +78,15 @@ def prune_round(
     if how.compensation.needs_bias:
         pruned = with_biases(pruned, [cut.linear for cut in cuts])
     stored = StoredLayers(directory, pruned)
-    facts: dict[str, Any] | None = ctx.ranks.broadcast(
-        json.loads(done.read_bytes()) if leads and done.exists() else None
+    facts: dict[str, Any] | None = ctx.ranks.from_lead(
+        lambda: json.loads(done.read_bytes()) if done.exists() else None
     )
     if facts is not None:
         return stored, facts
     rows: list[dict[str, Any]] = []
     dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
     if cuts:
-        losses = ctx.ranks.broadcast(
-            _losses(how, subset, cuts, tokens_NS, directory, ctx, dtype) if leads else {}
-        )
+        losses = ctx.ranks.from_lead(lambda: _losses(how, subset, cuts, tokens_NS, directory, ctx, dtype))
         step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
         rows = run_sequential(
             subset, tokens_NS, Compression([step], pruned=pruned), directory, ctx, compute_dtype=dtype

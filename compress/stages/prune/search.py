@@ -66,7 +66,7 @@ def search(
     if ctx.ranks.rank == 0:
         (ctx.scratch / SEARCH_NAME).mkdir(parents=True, exist_ok=True)
     combined = _combined(arch, choices, target.unit)
-    costs = ctx.ranks.broadcast(costs_of(combined, target, arch, ctx) if ctx.ranks.rank == 0 else [])
+    costs = ctx.ranks.from_lead(lambda: costs_of(combined, target, arch, ctx))
     cost = dict(zip(combined, costs, strict=True))
     whole = cost[Widths.of(arch)]
     if min(costs) > target.limit * whole:
@@ -153,8 +153,8 @@ def _measured(
     directory = ctx.scratch / SEARCH_NAME
     dtype = compute_dtype(ctx.device, getattr(torch, arch.dtype))
     file = directory / LOSSES_NAME
-    known: dict[str, float] = ctx.ranks.broadcast(
-        json.loads(file.read_bytes()) if leads and file.exists() else {}
+    known: dict[str, float] = ctx.ranks.from_lead(
+        lambda: json.loads(file.read_bytes()) if file.exists() else {}
     )
     of_source: list[Tensor] = []
     curves: dict[Axis, dict[int, float]] = {}
@@ -168,7 +168,7 @@ def _measured(
         for keep in sorted(levels, reverse=True):
             key = f"{axis},{keep}"
             if key not in known:
-                ctx.progress.say(f"target: the model with {axis} cut from {legal[-1]} to {keep}")
+                ctx.progress.log(f"target: the model with {axis} cut from {legal[-1]} to {keep}")
                 pruned, _ = prune_round(
                     how, source, _alone(arch, axis, keep, target.unit), fitted_NS, directory / key, ctx
                 )

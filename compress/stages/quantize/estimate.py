@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.quantize.awq import Awq
-from compress.methods.quantize.descent import PHASES, Descent
+from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
@@ -125,8 +125,8 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     searches = getattr(spec.round, "scale", "min_max") != "min_max"
     sweeps, coupled = _visits(spec)
     if device == "cpu":
-        return int((3 * (rounds + sweeps) + 0.6 * coupled * PHASES) * num_columns)
-    visits = sweeps + coupled * PHASES
+        return int((3 * (rounds + sweeps) + 0.6 * coupled * NUM_ROW_SETS) * num_columns)
+    visits = sweeps + coupled * NUM_ROW_SETS
     return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_PER_LAUNCH
 
 

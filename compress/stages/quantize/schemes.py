@@ -78,7 +78,7 @@ def linear_bytes(arch: Arch, scheme: ModelScheme | None) -> int:
     for idx, layer in enumerate(arch.layers):
         for name in layer.linears:
             n, k = layer.linear_shape(name, arch.hidden_size)
-            of_linear = None if scheme is None else scheme.of(f"layers.{idx}.{name}")
+            of_linear = None if scheme is None else scheme.for_linear(f"layers.{idx}.{name}")
             sizes.append(2 * n * k if of_linear is None else of_linear.weight_bytes(n, k))
     return sum(sizes)
 

@@ -207,7 +207,7 @@ class Quantize(Spec):
         names = self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)
         schemes = [scheme_or_dense(name) for name in (*names, *self.overrides.values())]
         quantized = [scheme for scheme in schemes if scheme is not None]
-        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in quantized]
+        reasons = [cast(Smoother, self.smooth).no_effect_on(scheme) for scheme in quantized]
         if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
             every = " and ".join(dict.fromkeys(scheme.name for scheme in quantized))

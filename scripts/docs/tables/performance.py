@@ -113,7 +113,7 @@ def kernels_run() -> Run:
 
 
 def linears() -> str:
-    """Return the table of decode linears: microseconds and terabytes a second, beside torch's own."""
+    """Return the table of decode linears: microseconds and terabytes a second, and torch's own."""
     run = kernels_run()
     header = ["linear", "N x K", "weights"]
     for count in ROWS:

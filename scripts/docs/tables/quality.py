@@ -28,7 +28,7 @@ LADDER = {
     "balanced": "and coupled rows",
     "best": "more passes, and tuned scales",
 }
-"""What a row of the four-bit table is called, in the order of the table."""
+"""Labels of the rows of the four-bit table, in its order."""
 EIGHT_BIT = {
     ("FP8_DYNAMIC", "rtn"): "RTN",
     ("FP8_DYNAMIC", "gptq"): "GPTQ",
@@ -116,6 +116,11 @@ def peer_runs() -> list[Run]:
         if any(is_ours(row) for row in run.rows) and not all(is_ours(row) for row in run.rows)
     ]
     return sorted(runs, key=lambda run: not run.where(method="balanced"))
+
+
+def left_out() -> list[Row]:
+    """Return the rows of other tools that a note in the file calls broken."""
+    return [row for run in result_file("quality_peers").runs for row in run.rows if "note" in row]
 
 
 def peers(run: Run) -> str:

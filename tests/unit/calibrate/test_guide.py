@@ -16,7 +16,7 @@ from compress.calibrate.observe import gather_everywhere, observe
 from compress.calibrate.stats import AbsMax, CrossMoment, InputStats, SecondMoment
 from compress.context import Context, OneRank
 from compress.errors import RecipeError
-from compress.methods.quantize.descent import PHASES, Descent, coupled_loss, newton_pulls, newton_step
+from compress.methods.quantize.descent import NUM_ROW_SETS, Descent, coupled_loss, newton_factors, newton_step
 from compress.methods.quantize.rtn import Rtn
 from compress.models.weights import build_decoder, build_layer
 from compress.quant.scheme import Scheme
@@ -124,7 +124,7 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     factories = [SecondMoment, CrossMoment, AbsMax]
     run = LayerRun.on_one_rank(x_NSD, source_NSD)
     trees = observe(layer, run, factories, source_layer=layer, token_weights=weights)
-    stats = gather_everywhere(trees, OneRank())["attn_in"]
+    stats = gather_everywhere(trees, factories, OneRank())["attn_in"]
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)
     tokens = NUM_SAMPLES * SEQ_LEN
@@ -181,17 +181,17 @@ def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
     w_OI, stat, outputs = _coupled_problem()
     segments = list(outputs.segments)
     error_IO = 0.1 * w_OI.t()
-    for phase in range(PHASES):
-        rows = slice(phase, None, PHASES)
+    for row_set in range(NUM_ROW_SETS):
+        rows = slice(row_set, None, NUM_ROW_SETS)
         moved = error_IO.clone()
-        moved[:, rows] -= newton_step(error_IO, newton_pulls(segments)[phase])
+        moved[:, rows] -= newton_step(error_IO, newton_factors(segments)[row_set])
         pulled_OI = torch.block_diag(*segments) @ moved.t()
         assert float(pulled_OI[rows].abs().max()) < 1e-5 * float(error_IO.abs().max())
         assert coupled_loss(moved, stat.mean(), segments) < coupled_loss(error_IO, stat.mean(), segments)
 
 
 @EACH_SCHEME
-@pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than phases"])
+@pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than row sets"])
 def test_coupled_rounds_lower_the_coupled_loss(scheme: Scheme, rows: int) -> None:
     w_OI, stat, outputs = _coupled_problem(rows)
     stats = InputStats(stat)

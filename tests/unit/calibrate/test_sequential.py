@@ -287,7 +287,7 @@ class Arbitrary(Smoother):
     def needs(self) -> tuple[type[Stat], ...]:
         return (SecondMoment,)
 
-    def idle(self, scheme: Scheme) -> str | None:
+    def no_effect_on(self, scheme: Scheme) -> str | None:
         return None
 
     def scale(

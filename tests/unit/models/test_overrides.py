@@ -41,12 +41,12 @@ def test_names_are_those_of_the_decoder() -> None:
 
 def test_the_first_pattern_that_matches_decides() -> None:
     scheme = overridden(W8, {"layers.1.ffn.down": None, "*.down": FP8, "layers.2.*": INT8}, ARCH)
-    assert scheme.of("layers.0.ffn.down") == FP8
-    assert scheme.of("layers.1.ffn.down") is None
-    assert scheme.of("layers.2.ffn.down") == FP8
-    assert scheme.of("layers.2.attn.q") == INT8
-    assert scheme.of("layers.0.attn.q") == W8
-    assert (scheme.of("head"), scheme.dense, set(scheme.of_layers)) == (
+    assert scheme.for_linear("layers.0.ffn.down") == FP8
+    assert scheme.for_linear("layers.1.ffn.down") is None
+    assert scheme.for_linear("layers.2.ffn.down") == FP8
+    assert scheme.for_linear("layers.2.attn.q") == INT8
+    assert scheme.for_linear("layers.0.attn.q") == W8
+    assert (scheme.for_linear("head"), scheme.dense, set(scheme.of_layers)) == (
         None,
         ("layers.1.ffn.down",),
         {W8, FP8, INT8},
@@ -154,13 +154,15 @@ def test_schemes_of_single_linears_survive_json_and_naming(
 ) -> None:
     whole = with_exceptions(W8, schemes, head=head)
     assert ModelScheme.from_json(whole.to_json()) == whole
-    assert {name: whole.of(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
+    assert {name: whole.for_linear(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
     assert ("exceptions" in whole.to_json()) == any(scheme != W8 for scheme in schemes.values())
     again = whole.renamed(lambda name: f"x.{name}").renamed(lambda name: name[2:])
     assert again == whole
-    everywhere = {name: whole.of(name) for name in NAMES}
+    everywhere = {name: whole.for_linear(name) for name in NAMES}
     if any(everywhere.values()):
-        assert all(commonest(everywhere, head=head).of(name) == scheme for name, scheme in everywhere.items())
+        assert all(
+            commonest(everywhere, head=head).for_linear(name) == scheme for name, scheme in everywhere.items()
+        )
 
 
 def test_a_manifest_says_of_each_layer_what_differs_there() -> None:

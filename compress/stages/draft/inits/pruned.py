@@ -218,7 +218,7 @@ class Pruned(Spec):
         start, facts = prune_round(
             how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx
         )
-        ctx.ranks.broadcast(None)  # rank 0 writes the last layer before any rank reads it
+        ctx.ranks.barrier()  # rank 0 writes the last layer before any rank reads it
         return start, facts["layers"]
 
     def _stored(self, student: Decoder, calibration: TokenSet, task: DraftTask, ctx: Context) -> Artifact:
@@ -226,7 +226,7 @@ class Pruned(Spec):
         parts = Workspace(ctx.scratch / PARTS)
         if ctx.ranks.rank == 0:
             parts.commit(DENSE, "draft", {}, partial(_write_dense, student))
-        ctx.ranks.broadcast(None)  # the artifact is written before any rank reads it
+        ctx.ranks.barrier()  # rank 0 writes the artifact before any rank reads it
         dense = parts.get(DENSE)
         assert dense is not None, "rank 0 has just made it"
         if task.spec.quantize is None:
