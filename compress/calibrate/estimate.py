@@ -10,7 +10,8 @@ The peak is the activations of one rank's samples plus the largest of these, ove
               rounding one stack of linears needs
     replay    the compressed layer as it runs, its codes, the next layer
 
-On a GPU the next layer waits in host memory.
+On a GPU the next layer waits in host memory. On a CPU the process keeps some of the memory that small layers
+freed (`streaming.py`).
 """
 
 from collections.abc import Callable
@@ -22,14 +23,21 @@ from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.at_once import assign_groups
 from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.memory_guard import rounds_as_one
+from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch, LayerShape
 
-STACK_COPIES = 6
+STACK_COPIES = 4
 """float32 matrices of the size of the stack that GPTQ and its search of scales hold at once, with the stack
 itself."""
 MOMENT_COPIES = 7
 """float32 matrices of the size of the second moment that exist while it is factorised, with its mean."""
+TARGET_STACK_COPIES = 9
+"""Memory of a rounding target in float32 matrices of the size of the stack: it is computed in float64 from a
+float32 stack."""
+TARGET_MOMENT_COPIES = 7
+"""Memory of a rounding target in float32 matrices of the size of the moment: two moments and a factor, in
+float64, and a copy."""
 LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 """Bytes that the mathematical libraries load when they first compute."""
 
@@ -38,9 +46,9 @@ LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 class Workload:
     """A task of the runner: a model, the text, the device and the number of ranks.
 
-    `compares`: the source's activations are kept and observed, too. `factorises`: second moments are
-    factorised, as GPTQ does. `true_sequential`: the linear groups of a layer are compressed one after the
-    other.
+    `compares`: the source's activations are kept and observed, too, for a rounding target. `factorises`:
+    second moments are factorised, as GPTQ does. `true_sequential`: the linear groups of a layer are
+    compressed one after the other. `guided`: a guide gives output moments.
     """
 
     arch: Arch
@@ -51,6 +59,7 @@ class Workload:
     compares: bool = False
     factorises: bool = True
     true_sequential: bool = False
+    guided: bool = False
 
     @property
     def num_streams(self) -> int:
@@ -77,17 +86,17 @@ def peak_bytes(work: Workload) -> int:
     """Return the peak of the rank that needs most, beyond the interpreter and its libraries."""
     arch = work.arch
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
-    rank_samples = -(-work.num_samples // work.num_ranks)
-    widest = (
-        max(max(_input_sizes(arch, layer)) for layer in arch.layers) if work.true_sequential else 0
-    )  # what is kept at a second tap
-    activations = (
-        (work.num_streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.value_bytes
-    )
+    width = work.num_streams * arch.hidden_size
+    if work.true_sequential:  # the values at a second tap are kept
+        width += max(max(_input_sizes(arch, layer)) for layer in arch.layers)
+    num_tokens = -(-work.num_samples // work.num_ranks) * work.seq_len
+    layer_bytes = max(_layer_bytes(work, layer) for layer in set(arch.layers))
+    kept = min(KEPT_BYTES, layer_bytes) if work.device == "cpu" and keeps_freed_blocks(arch) else 0
     return (
         LIBRARY_BYTES[work.device]
-        + activations
-        + max(2 * num_outer, *(_layer_bytes(work, layer) for layer in set(arch.layers)))
+        + width * num_tokens * work.value_bytes
+        + max(2 * num_outer, layer_bytes)
+        + kept
     )
 
 
@@ -153,23 +162,35 @@ def _busiest(work: Workload, cost: Callable[[list[tuple[int, int]]], float]) -> 
 
 
 def _layer_bytes(work: Workload, layer: LayerShape) -> int:
+    """Return the bytes that one layer needs in whichever step needs most, without the activations of all
+    samples."""
     params = _num_params(work.arch, layer)
     on_cpu = work.device == "cpu"
-    sizes = _input_sizes(work.arch, layer)
-    moments = 4 * sum(size**2 for size in sizes)
-    waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
+    squares = [size**2 for size in _input_sizes(work.arch, layer)]
+    moments = 4 * (max(squares) if work.true_sequential else sum(squares))
     cross = moments if work.compares else 0
-    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(sizes) ** 2
+    waiting = max(idx.bit_count() for idx in range(-(-min(NUM_SHARDS, work.num_samples) // work.num_ranks)))
     ahead = 2 * params if on_cpu else 0
-    unchanged = 2 * params if work.true_sequential else 0
-    compress = 2 * params + ahead + params + moments // 2 + cross + unchanged + _rounding_bytes(work, layer)
+    source_layer = 2 * params if work.compares and work.true_sequential else 0
+    guide = _output_moment_bytes(layer, work.arch.hidden_size) if work.guided and on_cpu else 0
+    observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(squares)
+    compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
-    return max(observe, compress, replay)
+    return max(observe + source_layer + guide, compress + source_layer + guide, replay)
+
+
+def _output_moment_bytes(layer: LayerShape, hidden_size: int) -> int:
+    """Return the bytes of a layer's output moments, in bfloat16."""
+    total = 0
+    for group in layer.groups:
+        num_whole, rest = divmod(layer.group_shape(group, hidden_size)[0], SEGMENT_ROWS)
+        total += 2 * (num_whole * SEGMENT_ROWS**2 + rest**2)
+    return total
 
 
 def _rounding_bytes(work: Workload, layer: LayerShape) -> int:
     """Return the bytes of one stack of linears: its copies with the moment and its factor, or those of the
-    factorisation with the stack."""
+    factorisation or of the rounding target with the stack."""
     most = 0
     on_cpu = work.device == "cpu"
     for group in layer.groups:
@@ -177,8 +198,10 @@ def _rounding_bytes(work: Workload, layer: LayerShape) -> int:
         sizes = [rows * columns for rows, columns in shapes]
         stack = sum(sizes) if rounds_as_one(sum(sizes), on_cpu=on_cpu) else max(sizes)
         moment = shapes[0][1] ** 2
-        factorised = 4 * (2 * stack + MOMENT_COPIES * moment) if work.factorises else 0
-        most = max(most, 4 * (STACK_COPIES * stack + 2 * moment), factorised)
+        copies = STACK_COPIES * stack + 2 * moment
+        factorised = 2 * stack + MOMENT_COPIES * moment if work.factorises else 0
+        target = TARGET_STACK_COPIES * stack + TARGET_MOMENT_COPIES * moment if work.compares else 0
+        most = max(most, 4 * max(copies, factorised, target))
     return most
 
 

@@ -20,6 +20,8 @@ from compress.quant.scheme import QuantizedWeight
 
 SMALL_LAYER = 1 << 24
 """Largest number of parameters of a layer whose memory the process may keep when it is freed."""
+KEPT_BYTES = 1 << 26
+"""Largest amount of freed memory that the process keeps when layers are small."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
@@ -89,17 +91,22 @@ class LayerWriter(_Thread):
             last.result()
 
 
+def keeps_freed_blocks(arch: Arch) -> bool:
+    """Return whether `return_freed_blocks` lets the process keep up to `KEPT_BYTES` of freed memory."""
+    return arch.num_linear_params <= SMALL_LAYER * arch.num_layers
+
+
 def return_freed_blocks(arch: Arch) -> None:
     """Make the allocator return the memory of large tensors to the system when they are freed. By default
     glibc keeps blocks of up to 32 MB, in pieces that the next matrices do not fit, which adds half of the
     memory in use. It returns larger blocks in any case. With small layers the blocks are activations, whose
     pages cost time to obtain again, so these are kept."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    small = arch.num_linear_params <= SMALL_LAYER * arch.num_layers
+    keeps = keeps_freed_blocks(arch)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << (24 if small else 20))
+        mallopt(_M_MMAP_THRESHOLD, 1 << (24 if keeps else 20))
         # Setting the first threshold alone would lower this one to 128 KB.
-        mallopt(_M_TRIM_THRESHOLD, 1 << (26 if small else 22))
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES if keeps else 1 << 22)
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:

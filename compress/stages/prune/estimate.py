@@ -5,6 +5,7 @@ from typing import cast
 from compress.calibrate.estimate import Workload, flops, peak_bytes
 from compress.errors import UsageError
 from compress.methods.prune import Scorer
+from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
@@ -37,9 +38,15 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
     calib = calibration_of(facts)
-    work = Workload(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
+    work = Workload(
+        arch,
+        calib.num_samples,
+        calib.seq_len,
+        facts.device,
+        facts.num_ranks,
+        factorises=isinstance(spec.score, Obs) or isinstance(spec.compensate, LeastSquares),
+    )
     walk = sum(flops(work, products=SOLVES[facts.device]))
-    width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
     backward = (
         3
         * 2.0
@@ -57,7 +64,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         )
     num_walks = spec.rounds + (0 if spec.target is None else 9)
     return Estimate(
-        peak_bytes(work) + 8 * 4 * width**2,
+        peak_bytes(work),
         2 * after.num_params,
         num_walks * (walk + backward),
         num_launches=LAUNCHES

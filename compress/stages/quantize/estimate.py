@@ -52,6 +52,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         compares=spec.target is not None,
         factorises=isinstance(spec.round, Gptq) or spec.target is not None,
         true_sequential=spec.true_sequential,
+        guided=spec.guide is not None,
     )
     notes = [_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}"]
     if (kv_format := spec.kv_format()) is not None:

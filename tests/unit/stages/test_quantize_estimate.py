@@ -79,7 +79,7 @@ def test_a_plan_is_within_thirty_percent_of_what_was_measured(
     planned = stage.estimate(stage.spec.model_validate(methods[row["method"]]), facts)
     assert facts.arch.num_layers == row["num_layers"]
     assert seconds_of(planned, "cuda") == pytest.approx(row["seconds"], rel=0.3)
-    assert planned.peak_bytes == pytest.approx(row["peak_device_bytes"], rel=0.3)
+    assert planned.peak_bytes == pytest.approx(row["peak_device_bytes"], rel=0.25)
     assert planned.disk_bytes == pytest.approx(row["artifact_bytes"], rel=0.02)
     del sys.modules["bench_quantize"]
 
