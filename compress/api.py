@@ -32,7 +32,7 @@ from compress.export.draft import draft_within, open_draft
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
 from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device
-from compress.quant.kv import DENSE, FP8_STATIC
+from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.recipe import dump_yaml, parse_model_ref
 from compress.registry.local_copy import local_copy
 from compress.registry.model_source import locate_model
@@ -60,7 +60,7 @@ __all__ = [
 T = TypeVar("T")
 DEFAULT_WORKSPACE = Path(".compress")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_FORMATS = (DENSE, FP8_STATIC, *TOKEN_HEAD_FORMATS)
+_KV_FORMATS = (KV_DENSE, FP8_STATIC, *TOKEN_HEAD_FORMATS)
 _LOG = logging.getLogger("compress")
 
 
@@ -158,8 +158,8 @@ def quantize(
             min-max scales.
         format: of the checkpoint: "compressed-tensors", "fp8", "gptq" or "awq".
         out: a new directory that the artifact is copied to; by default it stays in the workspace.
-        validate: also compare the artifact with its source and write a report (`Result.report`); a mapping has
-            keys of the validate stage, such as `{"gates": {"ppl_ratio": 1.05}}`.
+        validate: also compare the artifact with its source and write a report (`Result.report`); a mapping
+            has keys of the validate stage, such as `{"gates": {"ppl_ratio": 1.05}}`.
         seed: of the calibration sample.
         device: as `load`.
         workspace: the cache of stage results.
@@ -191,9 +191,8 @@ def quantize(
     result = run(recipe, device=device, workspace=workspace, run_dir=run_dir, offline=offline)
     if target is None:
         return result
-    assert result.path is not None, "the recipe exports"
     shutil.copytree(result.path, target, dirs_exist_ok=True)
-    return replace(result, path=target)
+    return replace(result, copy=target)
 
 
 def run(

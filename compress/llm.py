@@ -116,8 +116,8 @@ class Score:
 class Stream(Iterator[str]):
     """The text of one generation, piece by piece as it is generated; every piece is whole characters.
 
-    `output` is the finished generation once the last piece was read, None before. A stream that is closed or
-    dropped early ends its generation.
+    `output` is the whole output, once the last piece was read. A stream that is closed or dropped early ends
+    its generation.
     """
 
     def __init__(self, llm: "LLM", generation: "_Generation") -> None:
@@ -126,8 +126,14 @@ class Stream(Iterator[str]):
         self._open = True
 
     @property
-    def output(self) -> Output | None:
-        """The whole output, None until the last piece was read."""
+    def output(self) -> Output:
+        """The whole output: text, tokens, reason and times.
+
+        Raises:
+            UsageError: the stream was not read to its end.
+        """
+        if self._generation.output is None:
+            raise UsageError("this stream has not ended yet: read all its pieces, then take its output.")
         return self._generation.output
 
     def close(self) -> None:
@@ -137,7 +143,7 @@ class Stream(Iterator[str]):
             self._llm._drop([self._generation])
 
     def __next__(self) -> str:
-        while self._open and self.output is None:
+        while self._open and self._generation.output is None:
             if piece := self._llm._advance(self._generation):
                 return piece
         raise StopIteration
@@ -166,7 +172,7 @@ class LLM:
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """How many proposed tokens were kept since the model was loaded; None without speculative decoding."""
+        """How many proposed tokens were kept since the model was loaded; None without speculation."""
         return self.engine.acceptance
 
     def generate(
@@ -275,7 +281,9 @@ class LLM:
         self._finished |= {each.id: each for each in self.engine.step()}
 
     def _read(self, generation: "_Generation") -> str:
-        """Return the text of the tokens that have come since the last call; sets the output where they end it."""
+        """Return the text of the tokens that have come since the last call; sets the output where they end
+        it.
+        """
         request = generation.request
         finished = self._finished.pop(request.id, None)
         if finished is None:

@@ -1,7 +1,8 @@
-"""Facts of the machine that numbers are measured on: the device's name, versions and clocks, and two rates measured on it.
+"""Facts of the machine that numbers are measured on: the device's name, versions and clocks, and two rates
+measured on it.
 
-The rates are measured, never taken from a data sheet: a plain read of a buffer much larger than any cache, and a large square matrix
-product.
+The rates are measured, never taken from a data sheet: a plain read of a buffer much larger than any cache,
+and a large square matrix product.
 """
 
 import platform
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
-"""Bytes that `measure_bandwidth` reads: an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3."""
+"""Bytes that `measure_bandwidth` reads: an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3.
+"""
 READ_COLUMNS = 1024
-"""Columns of the matrix that is read by a matrix-vector product. Of the plain reads that torch offers (sum, amax, dot, mv) `mv` is the
-fastest on an H200: 4.45 TB/s over 4 GiB, 4.02 over 1 GiB."""
+"""Columns of the matrix that is read by a matrix-vector product. Of the plain reads that torch offers (sum,
+amax, dot, mv) `mv` is the fastest on an H200: 4.45 TB/s over 4 GiB, 4.02 over 1 GiB."""
 
 
 def device_key(device: "torch.device") -> str:
@@ -33,7 +35,8 @@ def device_key(device: "torch.device") -> str:
 
 
 def environment_facts(device: "torch.device") -> dict[str, Any]:
-    """Return what a measured number depends on besides the code: names of device and system, versions, threads and clocks."""
+    """Return what a measured number depends on besides the code: names of device and system, versions,
+    threads and clocks."""
     import torch
 
     facts: dict[str, Any] = {
@@ -58,7 +61,8 @@ def environment_facts(device: "torch.device") -> dict[str, Any]:
 
 
 def measure_bandwidth(device: "torch.device", *, size_bytes: int | None = None, repeats: int = 9) -> float:
-    """Return bytes per second of a plain read: the median of `repeats` matrix-vector products in float32 over `size_bytes`.
+    """Return bytes per second of a plain read: the median of `repeats` matrix-vector products in float32 over
+    `size_bytes`.
 
     The default size is far above every cache and, on CUDA, at most a quarter of the free memory.
     """
@@ -76,7 +80,8 @@ def measure_bandwidth(device: "torch.device", *, size_bytes: int | None = None, 
 def measure_matmul_rate(
     device: "torch.device", dtype: "torch.dtype", *, size: int | None = None, repeats: int = 9
 ) -> float:
-    """Return FLOPs per second of a square matrix product of `size` (default: 8192 on CUDA, 1024 elsewhere), median of `repeats`."""
+    """Return FLOPs per second of a square matrix product of `size` (default: 8192 on CUDA, 1024 elsewhere),
+    median of `repeats`."""
     import torch
 
     side = size or (8192 if device.type == "cuda" else 1024)
@@ -94,7 +99,8 @@ def _cpu_name() -> str:
 
 
 def _driver_facts(uuid: str) -> dict[str, Any]:
-    """Return driver version and clocks of a GPU, which torch does not report; nothing in a container without `nvidia-smi`."""
+    """Return driver version and clocks of a GPU, which torch does not report; nothing in a container without
+    `nvidia-smi`."""
     fields = {
         "driver": "driver_version",
         "clock_sm_mhz": "clocks.sm",
@@ -125,7 +131,8 @@ def _median_seconds(run: Callable[[], object], device: "torch.device", *, repeat
     seconds: list[float] = []
     for _ in range(repeats):
         if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record(torch.cuda.current_stream(device))
             run()
             end.record(torch.cuda.current_stream(device))

@@ -1,13 +1,15 @@
-"""Whether greedy speculation gives the very tokens of plain greedy decoding: every scheme, proposer, KV cache and batch size, on text.
+"""Whether greedy speculation gives the very tokens of plain greedy decoding: every scheme, proposer, KV cache
+and batch size, on text.
 
     python -m scripts.bench_bitwise --num-prompts 200 --output-tokens 128 --out benchmarks/bitwise.json
     python -m scripts.bench_bitwise --draft ./draft-artifact --draft ./eagle3-artifact --processes 6        drafts that the stage made
 
-Prompts are beginnings of windows of the evaluation text. Targets are the model as it is and, quantized by the stage, in each scheme. A
-draft is made for one target; for the others it only proposes worse, which is nothing to what comes out. Without `--draft` it is every
-fourth layer of the model itself. A row is a target, KV cache, proposer and batch size: `equal_frac` of all requests, and the acceptance
-length, which says that proposals were kept and rejected. A request that differs ends in exit code 1. Several processes share the device:
-nothing is timed.
+Prompts are beginnings of windows of the evaluation text. Targets are the model as it is and, quantized by the
+stage, in each scheme. A draft is made for one target; for the others it only proposes worse, which is nothing
+to what comes out. Without `--draft` it is every fourth layer of the model itself. A row is a target, KV
+cache, proposer and batch size: `equal_frac` of all requests, and the acceptance length, which says that
+proposals were kept and rejected. A request that differs ends in exit code 1. Several processes share the
+device: nothing is timed.
 """
 
 import argparse

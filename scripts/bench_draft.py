@@ -1,21 +1,23 @@
-"""What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text, by kind of text, beside the
-same draft as it begins and beside n-gram lookup.
+"""What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text,
+by kind of text, beside the same draft as it begins and beside n-gram lookup.
 
     python -m scripts.bench_draft --data TEXT_DIR --more-python 4 --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
     python -m scripts.bench_draft --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
     python -m scripts.bench_draft --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
 
-The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft NAME=JSON` is what a recipe
-says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the stage on the text of `--data` and served by the engine.
-TEXT_DIR is a directory as `train_reference.py` reads it, whose documents held out there are the categories `prose` and, of Python, `code`;
-a data card is split by the same rule; `--eval NAME=CARD` adds a category.
+The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft
+NAME=JSON` is what a recipe says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the
+stage on the text of `--data` and served by the engine. TEXT_DIR is a directory as `train_reference.py` reads
+it, whose documents held out there are the categories `prose` and, of Python, `code`; a data card is split by
+the same rule; `--eval NAME=CARD` adds a category.
 
-A prompt is the beginning of a window; rows are a category, a proposer, a temperature (with the rule "rejection") and a batch size:
-acceptance length (tokens that come out of a request's step, at most k + 1), acceptance rate (of proposals that were looked at), and by
-position the share of steps that kept a token there; time a token beside plain decoding; `repeated_4grams`, the share of generated 4-grams
-that the same continuation had before: a model that repeats itself is easy to guess. Greedy rows say how many requests have the very tokens
-of plain decoding; a request that has not ends in exit code 1. `expected_length` is what the draft stage measures on text, without an
-engine.
+A prompt is the beginning of a window; rows are a category, a proposer, a temperature (with the rule
+"rejection") and a batch size: acceptance length (tokens that come out of a request's step, at most k + 1),
+acceptance rate (of proposals that were looked at), and by position the share of steps that kept a token
+there; time a token beside plain decoding; `repeated_4grams`, the share of generated 4-grams that the same
+continuation had before: a model that repeats itself is easy to guess. Greedy rows say how many requests have
+the very tokens of plain decoding; a request that has not ends in exit code 1. `expected_length` is what the
+draft stage measures on text, without an engine.
 """
 
 import argparse
@@ -235,9 +237,12 @@ def _line(facts: dict[str, Any]) -> str:
     before = facts["before"]
     after = facts["after"]
     return (
-        f"{facts['params'] / 1e6:.1f} M parameters, {facts['tokens'] / 1e6:.1f} M tokens in {facts['seconds']:.0f} s: acceptance "
-        f"{before['acceptance']:.3f} -> {after['acceptance']:.3f}, length {before['acceptance_length']:.2f} -> "
-        f"{after['acceptance_length']:.2f}, KL {before['kl']:.3f} -> {after['kl']:.3f}, top-1 {before['top1']:.3f} -> {after['top1']:.3f}"
+        f"{facts['params'] / 1e6:.1f} M parameters, {facts['tokens'] / 1e6:.1f} M tokens in "
+        f"{facts['seconds']:.0f} s: acceptance "
+        f"{before['acceptance']:.3f} -> {after['acceptance']:.3f}, length {before['acceptance_length']:.2f} "
+        "-> "
+        f"{after['acceptance_length']:.2f}, KL {before['kl']:.3f} -> {after['kl']:.3f}, top-1 "
+        f"{before['top1']:.3f} -> {after['top1']:.3f}"
     )
 
 
@@ -423,7 +428,8 @@ def main() -> int:
         digest_bytes(stream.tobytes()),
     )
     print(
-        f"{stream.size / 1e6:.1f} M training tokens; windows held out { ({key: len(each) for key, each in bench.held_out.items()}) }",
+        f"{stream.size / 1e6:.1f} M training tokens; windows held out "
+        f"{ ({key: len(each) for key, each in bench.held_out.items()}) }",
         flush=True,
     )
     rows = measure(bench, target_of(bench))

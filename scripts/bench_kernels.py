@@ -1,11 +1,13 @@
-"""How fast every kernel of a step is, at the sizes of one model, beside what the memory allows and beside torch's own.
+"""How fast every kernel of a step is, at the sizes of one model, beside what the memory allows and beside
+torch's own.
 
     python -m scripts.bench_kernels --out benchmarks/h200/kernels.json
     python -m scripts.bench_kernels --model qwen3-8b --ops linear --schemes W4A16_G128 --m 1 16
 
-Kernels are chosen and weights repacked as the runtime does it. Each case is first checked against a reference, with fresh memory poisoned,
-and the last launch of the timed graph is checked again; rows of one kernel must have the same bits at every M up to 128. A case that fails
-is printed and ends the program with exit code 1. Times are medians over CUDA-graph replays, per launch, over distinct memory
+Kernels are chosen and weights repacked as the runtime does it. Each case is first checked against a
+reference, with fresh memory poisoned, and the last launch of the timed graph is checked again; rows of one
+kernel must have the same bits at every M up to 128. A case that fails is printed and ends the program with
+exit code 1. Times are medians over CUDA-graph replays, per launch, over distinct memory
 (`kernel_bench/timer.py`), with the 10th and 90th percentile.
 
     tb_per_s         bytes that the scheme stores, or keys and values, over time
@@ -65,7 +67,8 @@ class Rates:
 
 
 class BitsOfRows:
-    """Whether rows keep their bits as others join them: each result is compared with the one of fewer rows before it."""
+    """Whether rows keep their bits as others join them: each result is compared with the one of fewer rows
+    before it."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, ...], tuple[Tensor, ...]] = {}

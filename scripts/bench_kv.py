@@ -1,14 +1,17 @@
-"""What a quantized KV cache costs in accuracy: every format against the same model with keys and values as they are.
+"""What a quantized KV cache costs in accuracy: every format against the same model with keys and values as
+they are.
 
     python -m scripts.bench_kv                                       the bundled model and text, at its full context
     python -m scripts.bench_kv --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
 
-Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1 agreement, and the mean KL of the first
-and of the last quarter of the windows' positions: an error that grows with the context shows there first. Weights stay as they are. The
-scales of FP8_STATIC are calibrated on text of their own.
+Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1
+agreement, and the mean KL of the first and of the last quarter of the windows' positions: an error that grows
+with the context shows there first. Weights stay as they are. The scales of FP8_STATIC are calibrated on text
+of their own.
 
-Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to the last bit, and one scale
-for a layer must choose whom to keep. `error` is what calibration says of the head that lost most (`calibrate/kv.py`).
+Then the same model again with the keys of one head scaled by 2^p (`kv_outliers.py`): it computes the same to
+the last bit, and one scale for a layer must choose whom to keep. `error` is what calibration says of the head
+that lost most (`calibrate/kv.py`).
 """
 
 import argparse
@@ -24,7 +27,7 @@ from torch import Tensor
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
@@ -34,7 +37,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
 from compress.models.weights import WeightSource
 from compress.pipeline import pick_device, resolve_source
-from compress.quant.kv import DENSE, FP8_STATIC
+from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
@@ -72,7 +75,8 @@ class Calibrated:
 
 
 class Watched:
-    """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on the way."""
+    """Two engines as `measure_accuracy` wants them, window by window, which keeps the KL of every position on
+    the way."""
 
     def __init__(self, dense: Engine, quantized: Engine) -> None:
         self._dense = dense
@@ -129,7 +133,7 @@ def measure(
             config=EngineConfig(max_batch_size=1, max_model_len=length, kv_format=kv_format),
         )
 
-    dense = engine(weights, DENSE)
+    dense = engine(weights, KV_DENSE)
     rows = []
     for power in (0, *args.outliers):
         model = f"keys of layer {OUTLIER_LAYER}, head {OUTLIER_HEAD} x 2^{power}" if power else "as it is"
@@ -140,7 +144,7 @@ def measure(
         formats = (
             args.formats
             if power == 0
-            else [DENSE, *args.formats]
+            else [KV_DENSE, *args.formats]
             if power == max(args.outliers)
             else [FP8_STATIC]
         )
@@ -170,7 +174,7 @@ def calibrate(source: WeightSource, tokens_NS: Tensor, device: torch.device, out
     return Calibrated(
         source,
         out,
-        run_sequential(source, tokens_NS, [], out, ctx, scheme=None, compute_dtype=dtype, kv_scales=True),
+        run_sequential(source, tokens_NS, Compression([], kv_scales=True), out, ctx, compute_dtype=dtype),
     )
 
 

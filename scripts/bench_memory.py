@@ -1,10 +1,12 @@
-"""How much memory quantizing takes when the model is larger than that: weights of random numbers on disk, the quantize stage in a process
-of its own, its peak resident size beside the bound and beside what `compress plan` says.
+"""How much memory quantizing takes when the model is larger than that: weights of random numbers on disk, the
+quantize stage in a process of its own, its peak resident size beside the bound and beside what `compress
+plan` says.
 
     python -m scripts.bench_memory --out benchmarks/memory.json
 
-The bound is B = memory after import + 6 x one layer in bf16 + the activations of the calibration set. The model's layers hold at least four
-times what B grants to layers, so a stage that kept them could not stay below. Needs less than 3 GB of disk, and no download.
+The bound is B = memory after import + 6 x one layer in bf16 + the activations of the calibration set. The
+model's layers hold at least four times what B grants to layers, so a stage that kept them could not stay
+below. Needs less than 3 GB of disk, and no download.
 """
 
 import argparse

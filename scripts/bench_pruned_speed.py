@@ -1,13 +1,15 @@
-"""How much faster a decode step gets when heads and FFN channels go: a shape beside the shapes that pruning leaves, in one run.
+"""How much faster a decode step gets when heads and FFN channels go: a shape beside the shapes that pruning
+leaves, in one run.
 
     python -m scripts.bench_pruned_speed --out benchmarks/h200/pruned_speed.json              30 % of heads, 20 % of the FFN, llama-2-13b
     python -m scripts.bench_pruned_speed --model llama-3.1-8b --heads 0.75 --ffn 0.75 --schemes dense W4A16_G128
 
-Weights are random: time depends on shapes, not values. The numbers of heads and channels are the nearest legal ones, as the prune stage
-takes them (`as_mistral` allows those whose heads do not divide the hidden size). All engines are alive at once and take turns of two
-requests, so that a ratio is of neighbours in time. A row: shape, scheme, variant, heads, ffn, params, step_bytes, tpot_ms (median of the
-turns) with least and most, bytes_speedup (what the bytes of a step allow), speedup (median over turns of the source's TPOT / this one's)
-with least and most.
+Weights are random: time depends on shapes, not values. The numbers of heads and channels are the nearest
+legal ones, as the prune stage takes them (`as_mistral` allows those whose heads do not divide the hidden
+size). All engines are alive at once and take turns of two requests, so that a ratio is of neighbours in time.
+A row: shape, scheme, variant, heads, ffn, params, step_bytes, tpot_ms (median of the turns) with least and
+most, bytes_speedup (what the bytes of a step allow), speedup (median over turns of the source's TPOT / this
+one's) with least and most.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
-from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
 DENSE = "dense"
@@ -73,17 +75,16 @@ def rows_of(
     turns: dict[str, list[LatencyRow]] = {variant: [] for variant in archs}
     for turn in range(args.repeats + 1):
         for variant, engine in engines.items():
-            (row,) = measure_latency(
-                engine,
-                batch_sizes=[args.batch_size],
+            conditions = LatencyConditions(
                 prompt_tokens=args.prompt_tokens,
                 output_tokens=args.output_tokens,
                 repeats=2,
                 warmups=1 if turn == 0 else 0,
                 vocab_size=arch.vocab_size,
-                seed=turn,
                 bandwidth_bytes_per_s=bandwidth,
+                seed=turn,
             )
+            (row,) = measure_latency(engine, conditions, batch_sizes=[args.batch_size])
             if turn:
                 turns[variant].append(row)
     of_source = turns[SOURCE]

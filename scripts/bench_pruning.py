@@ -1,14 +1,16 @@
-"""What each way to choose FFN channels keeps of a model, at one budget: one table over scores, compensations and seeds.
+"""What each way to choose FFN channels keeps of a model, at one budget: one table over scores, compensations
+and seeds.
 
     python -m scripts.bench_pruning                                       a quarter of the FFN, the bundled model and text
     python -m scripts.bench_pruning --heads 0.75 --ffn 0.75 --methods obs+least_squares taylor
     python -m scripts.bench_pruning --model ./my-model --data my-eval.yaml --calibration my-text.yaml --device cuda --out pruning.json
 
-A method is a score and, behind a plus, a compensation. Prints the table and writes rows: experiment (`scores`), tool, model, method,
-heads_keep, ffn_keep, params_frac, rounds, kl_mean, kl_interval, kl_p99, top1, ppl_ratio, bpb_source, bpb_pruned, seconds, device, seed. The
-calibration text is drawn anew for every seed, and is the same for all methods; the evaluation text is the same for all. `seconds` is the
-pruning alone, with writing its result. With `--out` (`benchmarks/pruning.json`) every row is written as soon as it is measured, beside the
-rows of other experiments, and `--resume` keeps those that the file has.
+A method is a score and, behind a plus, a compensation. Prints the table and writes rows: experiment
+(`scores`), tool, model, method, heads_keep, ffn_keep, params_frac, rounds, kl_mean, kl_interval, kl_p99,
+top1, ppl_ratio, bpb_source, bpb_pruned, seconds, device, seed. The calibration text is drawn anew for every
+seed, and is the same for all methods; the evaluation text is the same for all. `seconds` is the pruning
+alone, with writing its result. With `--out` (`benchmarks/pruning.json`) every row is written as soon as it is
+measured, beside the rows of other experiments, and `--resume` keeps those that the file has.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""How much accuracy each quantization method keeps: one table over methods, schemes and seeds, through the pipeline that a recipe runs.
+"""How much accuracy each quantization method keeps: one table over methods, schemes and seeds, through the
+pipeline that a recipe runs.
 
     python -m scripts.bench_quality                                       W4A16_G128, the bundled model and text
     python -m scripts.bench_quality --schemes all                         every scheme
     python -m scripts.bench_quality --model ./my-model --data my-eval.yaml --calibration my-text.yaml
     python -m scripts.bench_quality --methods balanced --peers .venv-peers --device cpu      beside other tools, see install_peers.py
 
-Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme, kl_mean, kl_interval, kl_p99,
-top1, ppl_ratio, seconds, cpu_seconds, threads, seed. The calibration text is drawn anew for every seed, and is the same for all tools; the
-evaluation text is the same for all. `seconds` is the quantizing alone. With `--out` every row is written as soon as it is measured, and
-`--resume` keeps those that the file has.
+Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme,
+kl_mean, kl_interval, kl_p99, top1, ppl_ratio, seconds, cpu_seconds, threads, seed. The calibration text is
+drawn anew for every seed, and is the same for all tools; the evaluation text is the same for all. `seconds`
+is the quantizing alone. With `--out` every row is written as soon as it is measured, and `--resume` keeps
+those that the file has.
 """
 
 import argparse

@@ -1,17 +1,20 @@
-"""How long quantizing takes on this device, from a checkpoint on disk to an artifact on disk, and how much of the device's memory.
+"""How long quantizing takes on this device, from a checkpoint on disk to an artifact on disk, and how much of
+the device's memory.
 
     python -m scripts.bench_quantize --out benchmarks/h200/quantize.json
     python -m scripts.bench_quantize --layers 2 --methods gptq awq          # a quick look
     python -m scripts.bench_quantize --methods gptq --tools llmcompressor-gptq --peer-layers 4      # and another tool on the same GPU
 
-The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on shapes, not values. Timed is the
-quantize stage, with reading the checkpoint and writing the artifact, and then the digests that become its manifest. `--layers` cuts the
-model; a layer's share is in the rows. Disk: twice the model, about 22 GB for an 8B shape.
+The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on
+shapes, not values. Timed is the quantize stage, with reading the checkpoint and writing the artifact, and
+then the digests that become its manifest. `--layers` cuts the model; a layer's share is in the rows. Disk:
+twice the model, about 22 GB for an 8B shape.
 
-`--tools` are measured behind it, in a process of their own, on the same checkpoint and tokens: the quantizing call alone, without reading
-and writing (`peer_speed.py`). They must be installed beside torch where `--peers` says, here by default. With `--peer-layers N` they
-quantize one layer, one again and N, and their row is the first run plus, for each further layer of the model, what a layer more took in the
-last two; `measured` has the runs, and the table marks the row.
+`--tools` are measured behind it, in a process of their own, on the same checkpoint and tokens: the quantizing
+call alone, without reading and writing (`peer_speed.py`). They must be installed beside torch where `--peers`
+says, here by default. With `--peer-layers N` they quantize one layer, one again and N, and their row is the
+first run plus, for each further layer of the model, what a layer more took in the last two; `measured` has
+the runs, and the table marks the row.
 """
 
 import argparse
@@ -146,7 +149,8 @@ def quantize_elsewhere(
 
 
 def whole_seconds(runs: list[tuple[int, float]], num_layers: int) -> float:
-    """Of all layers, from runs of so many layers each that took so long: of the one, or of the first and the slope between the last two."""
+    """Of all layers, from runs of so many layers each that took so long: of the one, or of the first and the
+    slope between the last two."""
     first_layers, first_s = runs[0]
     if len(runs) == 1:
         return first_s

@@ -1,20 +1,23 @@
-"""How much of a pruned model comes back, and how it compares with the same shape trained from scratch on the same tokens.
+"""How much of a pruned model comes back, and how it compares with the same shape trained from scratch on the
+same tokens.
 
     python -m scripts.bench_recovery --data TEXT_DIR --out benchmarks/h200/recovery.json                both experiments, one GPU
     python -m scripts.bench_recovery --data my-text.yaml --experiments prune25+recover --tokens 20e6
 
-Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN), `heads30+ffn20` (30 % of the heads, 20
-% of the FFN, nearest legal numbers with widths a multiple of 64). For each: prune (the prune stage; `--score`, `--compensate`), measure,
-recover by distillation from the source, and train the pruned shape from fresh weights on the text itself, with the same windows in the
-same order.
+Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN),
+`heads30+ffn20` (30 % of the heads, 20 % of the FFN, nearest legal numbers with widths a multiple of 64). For
+each: prune (the prune stage; `--score`, `--compensate`), measure, recover by distillation from the source,
+and train the pruned shape from fresh weights on the text itself, with the same windows in the same order.
 
-TEXT_DIR is a directory as `train_reference.py` reads it (`*.jsonl.xz`; the running Python's standard library is added, and the documents
-that the reference model was never trained on are held out); a data card is split by the same rule. Bits per byte are those of
-`train_reference.py`: stored bfloat16 weights, float32 activations, windows of 1,024 without overlap, every source of text, total bits over
-total bytes. The curve is measured on the weights in training.
+TEXT_DIR is a directory as `train_reference.py` reads it (`*.jsonl.xz`; the running Python's standard library
+is added, and the documents that the reference model was never trained on are held out); a data card is split
+by the same rule. Bits per byte are those of `train_reference.py`: stored bfloat16 weights, float32
+activations, windows of 1,024 without overlap, every source of text, total bits over total bytes. The curve is
+measured on the weights in training.
 
-A row: experiment, model, params and widths before and after, bpb_source, bpb_pruned, bpb_recovered, bpb_scratch (and each by source of
-text), ratio (recovered over source), tokens, seconds, curve [{tokens, bpb_recovered, bpb_scratch}], settings.
+A row: experiment, model, params and widths before and after, bpb_source, bpb_pruned, bpb_recovered,
+bpb_scratch (and each by source of text), ratio (recovered over source), tokens, seconds, curve [{tokens,
+bpb_recovered, bpb_scratch}], settings.
 """
 
 import argparse
@@ -151,13 +154,15 @@ def trained(
     text: HeldOutText,
     args: argparse.Namespace,
 ) -> Iterator[tuple[int, float]]:
-    """Train in place; (tokens, bits per byte over a part of the held-out text) before the first step and at every row."""
+    """Train in place; (tokens, bits per byte over a part of the held-out text) before the first step and at
+    every row."""
     device = pick_device()
     yield 0, text.bits_per_byte(model, dtype=config.compute_dtype, at_most=args.curve_windows)["all"]
     for row in Training(model, loss, windows.batch, config, device=device).rows():
         measured = text.bits_per_byte(model, dtype=config.compute_dtype, at_most=args.curve_windows)["all"]
         print(
-            f"  {row.num_tokens / 1e6:.1f} M tokens, loss {row.loss:.4f}, {measured:.4f} bits per byte, {row.tokens_per_s:,.0f} tokens/s",
+            f"  {row.num_tokens / 1e6:.1f} M tokens, loss {row.loss:.4f}, {measured:.4f} bits per byte, "
+            f"{row.tokens_per_s:,.0f} tokens/s",
             flush=True,
         )
         yield row.num_tokens, measured

@@ -1,14 +1,17 @@
-"""How fast the bundled runtime serves a model's shape, scheme by scheme, against the floor that its bytes set.
+"""How fast the bundled runtime serves a model's shape, scheme by scheme, against the floor that its bytes
+set.
 
     python -m scripts.bench_runtime --out benchmarks/h200/runtime.json
     python -m scripts.bench_runtime --schemes W4A16_G128 --batch-sizes 1 --baseline
 
-Weights are random and made on the device: speed depends on shapes and formats, not on values. `A+B` is scheme A with a head in scheme B.
-Every batch size, context and the time to first token of one long prompt use the same engine, as a server would. Latency is
-`validate/latency.py`'s: token-true times, prompts fresh for every request, warm-up not counted. A step of the engine takes as many tokens
-as the prompts of the largest batch have together (`max_step_tokens`, at least 2048; the option sets it): requests that arrive together are
-prefilled together, so TPOT holds nobody else's prefill, and TTFT of a batch is the prefill of all of it. Prompts of `--contexts` that are
-more than one step holds are prefilled in several, and the TPOT of those done first then holds the rest. In the rows:
+Weights are random and made on the device: speed depends on shapes and formats, not on values. `A+B` is scheme
+A with a head in scheme B. Every batch size, context and the time to first token of one long prompt use the
+same engine, as a server would. Latency is `validate/latency.py`'s: token-true times, prompts fresh for every
+request, warm-up not counted. A step of the engine takes as many tokens as the prompts of the largest batch
+have together (`max_step_tokens`, at least 2048; the option sets it): requests that arrive together are
+prefilled together, so TPOT holds nobody else's prefill, and TTFT of a batch is the prefill of all of it.
+Prompts of `--contexts` that are more than one step holds are prefilled in several, and the TPOT of those done
+first then holds the rest. In the rows:
 
     floor_ms       bytes of a decode step / read bandwidth measured in this run; floor_frac = floor / median TPOT
     curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear, then 4.16 TB/s
@@ -16,9 +19,10 @@ more than one step holds are prefilled in several, and the TPOT of those done fi
     step_ms_p50    a steady decode step, all prompts done; with _p10 and _p90 over the steps of all repeats
     host_us_p50    the host's own time in a steady decode step: the step without its waiting for the device; with _p10 and _p90
 
-A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the device was idle. Profiles come
-last, by engines of their own, because the profiler slows every launch that follows in its process. `--baseline` runs `transformers` on the
-same shape, eager and with a static cache, which it compiles on CUDA.
+A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the
+device was idle. Profiles come last, by engines of their own, because the profiler slows every launch that
+follows in its process. `--baseline` runs `transformers` on the same shape, eager and with a static cache,
+which it compiles on CUDA.
 """
 
 import argparse
@@ -39,7 +43,7 @@ from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES, scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
 from compress.validate.roofline import Work, roofline
 from scripts.bench_setup import (
     H200_LAUNCH_BYTES_PER_S,
@@ -161,17 +165,16 @@ class Bench:
     def _latency(
         self, engine: Engine, batch_sizes: Sequence[int], prompt_tokens: int, output_tokens: int
     ) -> list[LatencyRow]:
-        return measure_latency(
-            engine,
-            batch_sizes=batch_sizes,
+        conditions = LatencyConditions(
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             repeats=self.args.repeats,
             warmups=1,
             vocab_size=self.arch.vocab_size,
-            seed=0,
             bandwidth_bytes_per_s=self.bandwidth,
+            seed=0,
         )
+        return measure_latency(engine, conditions, batch_sizes=batch_sizes)
 
     def _row(self, engine: Engine, scheme: str, row: LatencyRow) -> dict[str, Any]:
         measured = row.as_json()
@@ -234,7 +237,8 @@ def transformers_rows(
     repeats: int,
     kinds: Sequence[str] = tuple(BASELINES),
 ) -> Iterator[dict[str, Any]]:
-    """`generate` as it comes, and with a static cache: TTFT is a call for one token, TPOT its difference to a call for all, a token."""
+    """`generate` as it comes, and with a static cache: TTFT is a call for one token, TPOT its difference to a
+    call for all, a token."""
     import transformers
 
     config = dict(arch.config)

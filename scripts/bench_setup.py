@@ -1,7 +1,8 @@
-"""What the speed benchmarks share: options, the shape a name stands for, and the file that results are kept in.
+"""What the speed benchmarks share: options, the shape a name stands for, and the file that results are kept
+in.
 
-A result file says what its numbers depend on: device, driver, clocks, host, versions, commit, date, command, and the rates measured in the
-same run. Rows are flat.
+A result file says what its numbers depend on: device, driver, clocks, host, versions, commit, date, command,
+and the rates measured in the same run. Rows are flat.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from compress.models.known import known_config, known_models
 SCHEMA = 1
 H200_LAUNCH_S = 2.8e-6
 H200_LAUNCH_BYTES_PER_S = 4.16e12
-"""What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512 MB a launch."""
+"""What a single launch reaches on an H200: t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of 8 to 512
+MB a launch."""
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -53,7 +55,8 @@ def read_arch(name: str) -> tuple[str, Arch]:
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else known_config(name)
     if config is None:
         raise UsageError(
-            f"no shape named '{name}'; known are {', '.join(known_models())}, or give the path of a config.json."
+            f"no shape named '{name}'; known are {', '.join(known_models())}, or give the path of a "
+            "config.json."
         )
     return (path.parent.name if path.is_file() else name), family_of(config).read_config(config)
 

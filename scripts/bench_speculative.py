@@ -1,13 +1,15 @@
-"""What speculation gives on text: tokens a step, time a token, and whether every token is the one that plain decoding gives.
+"""What speculation gives on text: tokens a step, time a token, and whether every token is the one that plain
+decoding gives.
 
     python -m scripts.bench_speculative                                        the bundled model and text, n-gram proposals
     python -m scripts.bench_speculative --model ./my-model --draft ./my-draft --batch-sizes 1 4 16 --out speculative.json
 
-A prompt is the beginning of a window of the evaluation text. Rows are a proposer, a temperature and a batch size: acceptance length (tokens
-that come out of a request's step), for each position how many of its proposals were kept (those behind a rejected one were not), TPOT with
-and without (medians over requests), and `identical`: requests whose tokens are those of plain decoding. `repeated 4-grams` is the share of
-generated 4-grams that the same continuation had before: a model that repeats itself is easy to guess. A request that differs ends in exit
-code 1.
+A prompt is the beginning of a window of the evaluation text. Rows are a proposer, a temperature and a batch
+size: acceptance length (tokens that come out of a request's step), for each position how many of its
+proposals were kept (those behind a rejected one were not), TPOT with and without (medians over requests), and
+`identical`: requests whose tokens are those of plain decoding. `repeated 4-grams` is the share of generated
+4-grams that the same continuation had before: a model that repeats itself is easy to guess. A request that
+differs ends in exit code 1.
 """
 
 import argparse
@@ -32,7 +34,8 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.validate.speculation import repeated_4grams, tpot_ms
+from compress.validate.acceptance import repeated_4grams
+from compress.validate.speculation import tpot_ms
 from scripts.bench_setup import markdown, pick_device, write_results
 
 

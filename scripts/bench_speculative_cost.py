@@ -1,17 +1,20 @@
-"""What a token costs under speculation when proposals are kept at a given rate, against the model of that cost. A BENCHMARK MODE: the rate
-is forced, so the tokens are nobody's text, and no acceptance of any draft is claimed here.
+"""What a token costs under speculation when proposals are kept at a given rate, against the model of that
+cost. A BENCHMARK MODE: the rate is forced, so the tokens are nobody's text, and no acceptance of any draft
+is claimed here.
 
     python -m scripts.bench_speculative_cost --out benchmarks/h200/speculative_cost.json
     python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
 
-With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k tokens, and a token takes
+With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k
+tokens, and a token takes
 
     t = (k t_draft + t_verify) / (1 + a + ... + a^k)
 
-Each part is measured where the other is not (`validate/watched.py`): `k t_draft` by a clock on the proposer, `t_verify` as the median step
-whose proposals cost nothing. `t` is measured in another engine, end to end: median over requests of (last token - first) / (n - 1). Rows
-hold both, for the tokens a step that the rate promises and for those that came out. Weights are random and of the named shapes; batch size,
-prompt and output as given.
+Each part is measured without the other (`validate/probed_proposer.py`): `k t_draft` with the proposer timed,
+`t_verify` as the median step whose proposals cost nothing. `t` is measured in another engine, end to end:
+median over requests of (last token - first) / (n - 1). Rows hold both, for the tokens a step that the rate
+predicts and for those that came out. Weights are random and of the named shapes; batch size, prompt and
+output as given.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.validate.watched import Watch, Watched
+from compress.validate.probed_proposer import ProbedOptions, ProposerProbe
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 from scripts.step_profile import drain, fill, queue
 
@@ -115,12 +118,12 @@ class Bench:
 
     def parts_ms(self, options: ProposerOptions) -> tuple[float, float]:
         """Of k drafts and of their verification, none of which is kept."""
-        watch = Watch()
-        engine = self.engine(Watched(options, watch), 0.0)
-        watch.mode = "timed"
+        probe = ProposerProbe()
+        engine = self.engine(ProbedOptions(options, probe), 0.0)
+        probe.mode = "timed"
         self.step_ms(engine)
-        draft_ms = statistics.median(watch.seconds[len(watch.seconds) // 2 :]) * 1e3
-        watch.mode = "idle"
+        draft_ms = statistics.median(probe.seconds[len(probe.seconds) // 2 :]) * 1e3
+        probe.mode = "idle"
         return draft_ms, self.step_ms(engine)
 
     def step_ms(self, engine: Engine) -> float:

@@ -1,12 +1,15 @@
-"""TPOT of two checkouts beside each other: alternating processes on one GPU, and whether both give the same tokens.
+"""TPOT of two checkouts beside each other: alternating processes on one GPU, and whether both give the same
+tokens.
 
     python scripts/bench_two_trees.py BEFORE AFTER --out benchmarks/h200/two_trees.json
 
-BEFORE and AFTER are directories that hold a package `compress`. Each process serves every scheme with random weights of one shape and
-prints its medians; processes alternate as before, after, after, before, so that a drift of the machine falls on both. Only names that
-external programs import are used, so that one script can serve checkouts of different ages. Tokens are greedy and compared by digest.
+BEFORE and AFTER are directories that hold a package `compress`. Each process serves every scheme with random
+weights of one shape and prints its medians; processes alternate as before, after, after, before, so that a
+drift of the machine falls on both. Only names that external programs import are used, so that one script can
+serve checkouts of different ages. Tokens are greedy and compared by digest.
 
-A speculative row drafts with a small model and keeps a forced share of its tokens, so that its time depends on steps alone.
+A speculative row drafts with a small model and keeps a forced share of its tokens, so that its time depends
+on steps alone.
 """
 
 import argparse
@@ -194,7 +197,8 @@ def main() -> None:
         )
     for row in table:
         print(
-            f"{row['scheme']:45} x{row['batch_size']:<3} {row['before_tpot_ms']:.4f} -> {row['after_tpot_ms']:.4f} ms "
+            f"{row['scheme']:45} x{row['batch_size']:<3} {row['before_tpot_ms']:.4f} -> "
+            f"{row['after_tpot_ms']:.4f} ms "
             f"({row['ratio']:.4f}), TTFT {row['before_ttft_ms']:.2f} -> {row['after_ttft_ms']:.2f}, "
             f"tokens {'equal' if row['same_tokens'] else 'DIFFER'}"
         )

@@ -2,12 +2,13 @@
 
     python -m scripts.bench_waterfall --out benchmarks/h200/waterfall.json
 
-Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so speed alone is measured here;
-what a step costs in accuracy stands in the tables of `bench_quality.py`, `bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT
-and TPOT are medians at each batch size (`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill),
-`tokens/s` what a whole batch puts out, prefill included; `weights` are the model's, without its draft. The last row forces the acceptance
-of proposals (`--rate`): its draft is an EAGLE-3 head or a model of a named shape (`--draft`), with random weights too, and its tokens are
-nobody's text.
+Each row keeps what the rows above it have and adds one thing. Weights are random and of the named shape, so
+speed alone is measured here; what a step costs in accuracy stands in the tables of `bench_quality.py`,
+`bench_pruning.py`, `bench_recovery.py` and `bench_kv.py`. TTFT and TPOT are medians at each batch size
+(`validate/latency.py`; a batch arrives together, its TTFT is the whole batch's prefill), `tokens/s` what a
+whole batch puts out, prefill included; `weights` are the model's, without its draft. The last row forces the
+acceptance of proposals (`--rate`): its draft is an EAGLE-3 head or a model of a named shape (`--draft`), with
+random weights too, and its tokens are nobody's text.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
-from compress.validate.latency import measure_latency
+from compress.validate.latency import LatencyConditions, measure_latency
 from scripts.bench_pruned_speed import freest, pruned
 from scripts.bench_runtime import BASELINES, release_memory, transformers_rows
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
@@ -101,17 +102,16 @@ def measured(
         speculative=speculative,
     )
     engine = Engine(source, device=device, config=config)
-    rows = measure_latency(
-        engine,
-        batch_sizes=args.batch_sizes,
+    conditions = LatencyConditions(
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
         repeats=args.repeats,
         warmups=1,
         vocab_size=setup.arch.vocab_size,
-        seed=0,
         bandwidth_bytes_per_s=bandwidth,
+        seed=0,
     )
+    rows = measure_latency(engine, conditions, batch_sizes=args.batch_sizes)
     kept = ("batch_size", "ttft_ms_p50", "tpot_ms_p50", "output_tokens_per_s", "floor_ms")
     found = [
         {name: row.as_json()[name] for name in kept} | {"weight_bytes": engine.weight_bytes} for row in rows

@@ -1,15 +1,16 @@
-"""The other program's half of `check_interop.py` and `interop_matrix.py`: runs in that program's environment and imports nothing of this
-project.
+"""The other program's half of `check_interop.py` and `interop_matrix.py`: runs in that program's environment
+and imports nothing of this project.
 
     consumer_logprobs.py vllm QUESTIONS.json ANSWERS.json
     consumer_logprobs.py transformers QUESTIONS.json ANSWERS.json
 
-A question: {model, dtype, max_tokens, prompts: [[token]], decompress, without_amx, speculative}; `decompress`, for `transformers` alone,
-says whether weights are decompressed at load. The rest is for vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is
-its speculative config or null. An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
-of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second best token, and with speculation
-`accepted`: [proposed, accepted, steps] of all prompts. Each question has a process of its own, forked when the imports are done, so
-that one which fails, or dies, spoils no other: its answer is then {error}.
+A question: {model, dtype, max_tokens, prompts: [[token]], without_amx, speculative}. The last two are for
+vLLM: `without_amx` takes kernels of a CPU that has no AMX, `speculative` is its speculative config or null.
+An answer: {version, prompts}, and per prompt the log probability of every token after the first, the tokens
+of a greedy continuation, their log probabilities, the margin (in log probability) of each over the second
+best token, and with speculation `accepted`: [proposed, accepted, steps] of all prompts. Each question has a
+process of its own, forked when the imports are done, so that one which fails, or dies, spoils no other: its
+answer is then {error}.
 """
 
 import json
@@ -39,7 +40,8 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
         question["model"],
         dtype=question["dtype"],
         skip_tokenizer_init=True,
-        enforce_eager=True,  # without compilation the start takes seconds, and the arithmetic is the model file's
+        # without compilation the start takes seconds, and the arithmetic is the model file's
+        enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=max(map(len, question["prompts"])) + question["max_tokens"],
         max_num_seqs=len(question["prompts"]),
@@ -84,17 +86,16 @@ def ask_vllm(question: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ask_transformers(question: dict[str, Any]) -> list[dict[str, Any]]:
-    """Raises ValueError: a parameter is left without a value, or a tensor without a parameter; the library only warns of it."""
+    """Raises ValueError: a parameter is left without a value, or a tensor without a parameter; the library
+    only warns of it."""
     import torch
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+    from transformers import AutoModelForCausalLM
 
-    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if question["decompress"] else {}
     model, info = AutoModelForCausalLM.from_pretrained(
         question["model"],
         dtype=getattr(torch, question["dtype"]),
         attn_implementation="eager",
         output_loading_info=True,
-        **how,
     )
     if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise ValueError(f"not every tensor found its place: {wrong}")

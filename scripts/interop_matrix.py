@@ -1,18 +1,22 @@
-"""Which programs read which of our formats, and compute what the files say: tiny models of every family in every format.
+"""Which programs read which of our formats, and compute what the files say: tiny models of every family in
+every format.
 
     python -m scripts.interop_matrix --python .venv-interop/bin/python
 
-Models are random, of two layers, with every width a multiple of 128 (vLLM's CPU kernels want 32, groups of the formats 128). Each program,
-this project's runtime among them, scores the same prompts and continues them greedily, and all its log probabilities are compared with
-those of its own arithmetic done plainly over the codes as they are decoded here (`plain_twin.py`): what is left is the reading of the file
-and the rounding of a dtype. The limits are those of 16 bits, whatever the scheme: 0.02 on average, 0.15 at one token. Texts that have
-nothing in common differ by 1.2. Each family is also there as pruning leaves it: half the KV groups, three quarters of the FFN, in 4 bits;
-a Qwen2 keeps its heads, because vLLM takes their dimension from the hidden size.
+Models are random, of two layers, with every width a multiple of 128 (vLLM's CPU kernels want 32, groups of
+the formats 128). Each program, this project's runtime among them, scores the same prompts and continues them
+greedily, and all its log probabilities are compared with those of its own arithmetic done plainly over the
+codes as they are decoded here (`plain_twin.py`): what is left is the reading of the file and the rounding of
+a dtype. The limits are those of 16 bits, whatever the scheme: 0.02 on average, 0.15 at one token. Texts that
+have nothing in common differ by 1.2. Each family is also there as pruning leaves it: half the KV groups,
+three quarters of the FFN, in 4 bits; a Qwen2 keeps its heads, because vLLM takes their dimension from the
+hidden size.
 
-A program computes in float32 where it can: in 16 bits the last bit of every input of an 8-bit linear is uncertain, it decides the code, and
-two exact programs end up 0.05 apart. Beside it stands how far a program is from this runtime (`from us`), which rounds inputs in a way of
-its own; it is held to nothing. vLLM reads everything, `transformers` the compressed-tensors and fp8 files (the others need a package beside
-it), with zero points only when it decompresses at load. Exit code 1: a program does not load a file, or computes something else.
+A program computes in float32 where it can: in 16 bits the last bit of every input of an 8-bit linear is
+uncertain, it decides the code, and two exact programs end up 0.05 apart. Beside it stands how far a program
+is from this runtime (`from us`), which rounds inputs in a way of its own; it is held to nothing. vLLM reads
+everything that its kernels for this CPU can compute, `transformers` the compressed-tensors and fp8 files (the
+others need another package). Exit code 1: a program does not load a file, or computes something else.
 """
 
 import argparse
@@ -71,11 +75,22 @@ DTYPES = {
     "vllm": {"W4A16_G128": "float16", "W4A16_G128_ASYM": "float16", "FP8_BLOCK": "bfloat16"},
     "transformers": {"FP8_BLOCK": "bfloat16"},
 }
-"""float32 elsewhere. vLLM's four-bit kernels take 16 bits only (float16 rounds less), and its kernel for blocks bfloat16; to that
-`transformers` decompresses blocks, whatever is asked for."""
+"""float32 elsewhere. vLLM's four-bit kernels take 16 bits only (float16 rounds less), and its kernel for
+blocks bfloat16; to that `transformers` decompresses blocks, whatever is asked for."""
 WITHOUT_AMX = ("INT8_DYNAMIC",)
 """vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
 NOT_ASKED = {("vllm", "qwen2", "FP8_BLOCK"): "its CPU kernel takes no 16-bit bias"}
+"""What no CPU can be asked."""
+
+
+def not_asked() -> dict[tuple[str, str, str], str]:
+    """Return what programs cannot be asked on this CPU, as (program, family, scheme), and why."""
+    if torch.cpu._is_amx_tile_supported():
+        return NOT_ASKED
+    blocks = {("vllm", family, "FP8_BLOCK"): "its CPU kernel for FP8 blocks needs AMX" for family in FAMILIES}
+    return {**blocks, **NOT_ASKED}
+
+
 NUM_PROMPTS = 4
 PROMPT_TOKENS = 48
 MAX_TOKENS = 16
@@ -94,14 +109,12 @@ class Case:
         return DTYPES[program].get(self.scheme, "float32")
 
     def question(self, program: str, prompts: list[tuple[int, ...]]) -> Question:
-        decompress = not SCHEMES[self.scheme].symmetric
         without_amx = self.scheme in WITHOUT_AMX
         return Question(
             str(self.path),
             self.dtype(program),
             MAX_TOKENS,
             prompts,
-            decompress=decompress,
             without_amx=without_amx,
         )
 
@@ -173,7 +186,8 @@ def row(
     agrees = mean <= MAX_MEAN and worst <= MAX_SINGLE
     beside = "" if program == "compress" else f"{from_us(ours, reply.prompts):.4f}"
     return (
-        f"{name}| {mean:.6f} | {worst:.4f} | {beside} | {'agrees' if agrees else 'computes something else'} |",
+        f"{name}| {mean:.6f} | {worst:.4f} | {beside} | {'agrees' if agrees else 'computes something else'} "
+        "|",
         agrees,
     )
 
@@ -205,6 +219,7 @@ def main() -> None:
         "|" + "---|" * 9,
     ]
     well = True
+    refused = not_asked()
     with tempfile.TemporaryDirectory() as directory:
         cases = list(write_all(Path(directory), args.families))
         ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
@@ -212,7 +227,7 @@ def main() -> None:
             asked = [
                 case
                 for case in cases
-                if read_by(program, case) and (program, case.family, case.scheme) not in NOT_ASKED
+                if read_by(program, case) and (program, case.family, case.scheme) not in refused
             ]
             if program == "compress":
                 replies = [Reply(ours[case]) for case in asked]
@@ -223,7 +238,7 @@ def main() -> None:
                 line, agrees = row(case, program, prompts, reply, ours[case])
                 lines.append(line)
                 well = well and agrees
-    left_out = [f"not asked: {' '.join(what)}, {why}" for what, why in NOT_ASKED.items()]
+    left_out = [f"not asked: {' '.join(what)}, {why}" for what, why in refused.items()]
     print(
         *lines,
         *left_out,

@@ -1,11 +1,13 @@
-"""A model that computes what another does, with one head of its keys or values so large that one scale for a whole layer cannot hold both.
+"""A model that computes what another does, with one head of its keys or values so large that one scale for a
+whole layer cannot hold both.
 
     values: rows of v in the head times 2^p, the columns of o that read it times 2^-p        attention is linear in v
     keys:   rows of k in the head times 2^p, the rows of q that meet it times 2^-p           a score is a product of the two
 
-Powers of two change no bit of a product, so in 16 or 32 bits the model is the same to the last bit. Under a scheme with a scale a row the
-codes of k and q stay the same too, as long as the scales can be stored: those of FP8 can, those of integers, which are numbers of float16
-as well (`quant/numerics.py`), are zero below 2^-24.
+Powers of two change no bit of a product, so in 16 or 32 bits the model is the same to the last bit. Under a
+scheme with a scale a row the codes of k and q stay the same too, as long as the scales can be stored: those
+of FP8 can, those of integers, which are numbers of float16 as well (`quant/numerics.py`), are zero below
+2^-24.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ from compress.quant.scheme import QuantizedWeight
 
 @dataclass(frozen=True)
 class Outliers:
-    """`base`, dense, with one KV head of one layer scaled. Without norms of q and k: those undo a scale of their input."""
+    """`base`, dense, with one KV head of one layer scaled. Without norms of q and k: those undo a scale of
+    their input."""
 
     base: WeightSource
     layer_idx: int

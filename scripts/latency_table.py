@@ -1,9 +1,9 @@
 """The table of kernel times that ships with the package, from a result of `bench_kernels.py`.
 
-    python -m scripts.latency_table benchmarks/h200/kernels.json compress/kernels/latency_tables/nvidia-h200.json
+    python -m scripts.latency_table benchmarks/h200/kernels.json compress/stages/budget/latency_tables/nvidia-h200.json
 
-Keeps this project's decode linears of layers; launch and rate for what the table does not hold are fitted to its rows of one token, by the
-least relative error.
+Keeps this project's decode linears of layers; launch and rate for what the table does not hold are fitted to
+its rows of one token, by the least relative error.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from compress.kernels.latency import stored_bytes
 from compress.quant.scheme import SCHEMES
+from compress.stages.budget.tables import stored_bytes
 
 SM = {"NVIDIA H200": 90}
 

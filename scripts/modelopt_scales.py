@@ -1,10 +1,12 @@
-"""FP8 scales by nvidia-modelopt, to be compared with ours: runs in the environment of `install_peers.py`, imports nothing of this project.
+"""FP8 scales by nvidia-modelopt, to be compared with ours: runs in the environment of `install_peers.py`,
+imports nothing of this project.
 
     modelopt_scales.py MODEL TOKENS.safetensors OUT.safetensors
 
-MODEL is a Hugging Face directory, TOKENS hold [N, S] under `tokens`. OUT has, for each linear that modelopt quantizes, `<module>.weight`
-(largest magnitude of each output channel / 448) and `<module>.input` (largest magnitude of all inputs / 448, a scalar), in float32: the
-amax of its quantizers after calibration by their maximum, the model in float32.
+MODEL is a Hugging Face directory, TOKENS hold [N, S] under `tokens`. OUT has, for each linear that modelopt
+quantizes, `<module>.weight` (largest magnitude of each output channel / 448) and `<module>.input` (largest
+magnitude of all inputs / 448, a scalar), in float32: the amax of its quantizers after calibration by their
+maximum, the model in float32.
 """
 
 import sys

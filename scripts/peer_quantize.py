@@ -1,11 +1,13 @@
-"""The other tools' half of `bench_quality.py --peers`: runs in their environment and imports nothing of this project.
+"""The other tools' half of `bench_quality.py --peers`: runs in their environment and imports nothing of this
+project.
 
     peer_quantize.py QUESTION.json ANSWER.json
 
-Question: {tool, model, tokens, out}: a method of `TOOLS`, a Hugging Face directory, a safetensors file with the calibration tokens [N, S]
-under `tokens`, and a new directory for the checkpoint. Every tool gets the same rows of tokens and is left at its defaults where they are
-not the scheme itself, the model's own dtype included. Answer: {seconds, cpu_seconds, threads, versions}: the tool's quantizing call alone;
-loading the model and saving the result do not count.
+Question: {tool, model, tokens, out}: a method of `TOOLS`, a Hugging Face directory, a safetensors file with
+the calibration tokens [N, S] under `tokens`, and a new directory for the checkpoint. Every tool gets the same
+rows of tokens and is left at its defaults where they are not the scheme itself, the model's own dtype
+included. Answer: {seconds, cpu_seconds, threads, versions}: the tool's quantizing call alone; loading the
+model and saving the result do not count.
 """
 
 import json
@@ -106,8 +108,8 @@ def gptqmodel(model_path: str, tokens_NS: Tensor) -> Steps:
 
 @dataclass(frozen=True)
 class Tool:
-    """`method` and `scheme` in this project's words; `slow` ones take many minutes where the others take one, and are measured with one
-    seed."""
+    """`method` and `scheme` in this project's words; `slow` ones take many minutes where the others take one,
+    and are measured with one seed."""
 
     package: str
     method: str

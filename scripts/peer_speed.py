@@ -1,11 +1,13 @@
-"""The other tool's half of `bench_quantize.py --tools`: runs in its environment and imports nothing of this project.
+"""The other tool's half of `bench_quantize.py --tools`: runs in its environment and imports nothing of this
+project.
 
     peer_speed.py QUESTION.json ANSWER.json
 
-Question: {tool, model, tokens, device, layers}: a method of `TOOLS`, a Hugging Face directory, a safetensors file with the calibration
-tokens [N, S] under `tokens`, and how many of the model's layers to quantize, run by run. Answer: {runs: [{seconds, peak_device_bytes}],
-package, method, versions}. Timed is the quantizing call alone, on a model that is on the device, with the activations kept there too, which
-is faster than the tool's default; reading the model and saving the result do not count.
+Question: {tool, model, tokens, device, layers}: a method of `TOOLS`, a Hugging Face directory, a safetensors
+file with the calibration tokens [N, S] under `tokens`, and how many of the model's layers to quantize, run by
+run. Answer: {runs: [{seconds, peak_device_bytes}], package, method, versions}. Timed is the quantizing call
+alone, on a model that is on the device, with the activations kept there too, which is faster than the tool's
+default; reading the model and saving the result do not count.
 """
 
 import gc

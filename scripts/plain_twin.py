@@ -1,11 +1,12 @@
-"""What a program makes of one of our checkpoints, done plainly: this project's decoder in float32 over the codes as they are decoded, with
-the inputs of its linears rounded as that program rounds them.
+"""What a program makes of one of our checkpoints, done plainly: this project's decoder in float32 over the
+codes as they are decoded, with the inputs of its linears rounded as that program rounds them.
 
     scale = max |x| / largest      of a token, or of a group of its columns
     x ~ round(x / scale) * scale   to the nearest code; or round(x * (1 / scale)), which is another code now and then
 
-Programs do not agree in it, and where an input falls between two codes the last bit decides, so two of them answer as far apart as either
-is from inputs that are not rounded. Beside its own arithmetic done plainly a program has no such excuse.
+Programs do not agree in it, and where an input falls between two codes the last bit decides, so two of them
+answer as far apart as either is from inputs that are not rounded. Beside its own arithmetic done plainly a
+program has no such excuse.
 """
 
 from collections.abc import Sequence
@@ -58,8 +59,8 @@ INPUTS = {
     ("transformers", "FP8_DYNAMIC"): Inputs(FP8, 448.0),
     ("transformers", "INT8_DYNAMIC"): Inputs(INT8, 127.5),
 }
-"""(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they are. vLLM and transformers take
-FP8 in blocks as weights only there."""
+"""(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they
+are. vLLM and transformers take FP8 in blocks as weights only there."""
 
 
 def twin(path: Path, program: str) -> Decoder:

@@ -37,14 +37,16 @@ def drain(engine: Engine) -> None:
 
 
 def time_steps(engine: Engine, *, steps: int) -> dict[str, float]:
-    """Milliseconds of a step, and its microseconds that are not spent waiting for the device: median, 10th and 90th percentile."""
+    """Milliseconds of a step, and its microseconds that are not spent waiting for the device: median, 10th
+    and 90th percentile."""
     return _percentiles(_timed(engine, steps))
 
 
 def time_rounds(
     engine: Engine, batch_size: int, prompt_tokens: int, output_tokens: int, *, rounds: int
 ) -> dict[str, float]:
-    """The same over rounds of fresh requests, half of their tokens: a shared machine may be slow for longer than a round takes."""
+    """The same over rounds of fresh requests, half of their tokens: a shared machine may be slow for longer
+    than a round takes."""
     times = []
     for _ in range(rounds):
         fill(engine, batch_size, prompt_tokens, output_tokens)
@@ -81,11 +83,13 @@ def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
-    """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds and share. On a CPU: torch's ops.
+    """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds and share. On a
+    CPU: torch's ops.
 
-    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks behind: from then on the launch of a graph costs
-    the host of this process 0.25 us a kernel, so what times the host comes before the first profile. Under programmatic dependent launch a
-    kernel starts before its predecessor ends, and its time includes that wait: kernels then add up to more than the step.
+    The profiler slows the host, so the idle time is an upper bound. It also leaves hooks behind: from then on
+    the launch of a graph costs the host of this process 0.25 us a kernel, so what times the host comes before
+    the first profile. Under programmatic dependent launch a kernel starts before its predecessor ends, and
+    its time includes that wait: kernels then add up to more than the step.
     """
     on_gpu = engine.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
@@ -131,7 +135,8 @@ def covered_us(spans: list[tuple[float, float]]) -> float:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without its template and call arguments, which fill lines; what stands before them tells kernels apart."""
+    """A kernel's name without its template and call arguments, which fill lines; what stands before them
+    tells kernels apart."""
     plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     cut = min((plain.find(each) for each in "<(" if plain.find(each) > 0), default=len(plain))
     return plain[:cut].split("::")[-1] or kernel

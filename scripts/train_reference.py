@@ -2,10 +2,11 @@
 
     python -m scripts.train_reference --data TEXT_DIR --out compress/reference
 
-TEXT_DIR holds `*.jsonl.xz` files with lines {"source", "id", "text"}; the standard library of the running Python is added to them. One
-document in a hundred (by sha256 of its id; for Python one in sixteen, `compress.data.corpus.is_evaluation`) is never trained on and
-measures bits per byte. Everything is decided by the seed, the text and the rounding of the hardware; both of the first are recorded with
-the result. Needs only torch, numpy, tokenizers and safetensors, so that it runs on a bare GPU machine.
+TEXT_DIR holds `*.jsonl.xz` files with lines {"source", "id", "text"}; the standard library of the running
+Python is added to them. One document in a hundred (by sha256 of its id; for Python one in sixteen,
+`compress.data.corpus.is_evaluation`) is never trained on and measures bits per byte. Everything is decided by
+the seed, the text and the rounding of the hardware; both of the first are recorded with the result. Needs
+only torch, numpy, tokenizers and safetensors, so that it runs on a bare GPU machine.
 """
 
 import argparse
@@ -91,7 +92,8 @@ def collect(data: Path) -> tuple[list[Document], dict[str, list[Document]]]:
 
 
 def train_tokenizer(training: list[Document]) -> Tokenizer:
-    """Byte-level BPE; digits in threes, words and white space split as GPT-2 does. Learnt from an even sample of the training text."""
+    """Byte-level BPE; digits in threes, words and white space split as GPT-2 does. Learnt from an even sample
+    of the training text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -128,7 +130,8 @@ def encode(tokenizer: Tokenizer, documents: list[Document], *, seed: int) -> np.
 def bits_per_byte(
     model: Decoder, tokenizer: Tokenizer, documents: list[Document], device: torch.device
 ) -> dict[str, float]:
-    """Convention A: documents joined by blank lines, windows of SEQ_LEN without overlap, mean over predicted tokens, tail dropped."""
+    """Convention A: documents joined by blank lines, windows of SEQ_LEN without overlap, mean over predicted
+    tokens, tail dropped."""
     text = "\n\n".join(document.text for document in documents)
     tokens = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
     windows = tokens[: tokens.numel() // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from compress.calibrate.arithmetic import compute_dtype
+from compress.calibrate.at_once import assign_groups
 from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK, Guide
-from compress.calibrate.room import rounds_as_one
-from compress.calibrate.sequential import deal
+from compress.calibrate.memory_guard import rounds_as_one
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch, LayerShape
 
@@ -33,7 +33,7 @@ LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
 @dataclass(frozen=True)
 class Work:
     """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along;
-    `factorises`: moments are, as GPTQ does; `in_turn`: the linears of a layer wait for one another."""
+    `factorises`: moments are, as GPTQ does; `true_sequential`: the linears of a layer wait for one another."""
 
     arch: Arch
     num_samples: int
@@ -42,7 +42,7 @@ class Work:
     num_ranks: int = OneRank.size
     compares: bool = False
     factorises: bool = True
-    in_turn: bool = False
+    true_sequential: bool = False
 
     @property
     def streams(self) -> int:
@@ -70,7 +70,7 @@ def peak_bytes(work: Work) -> int:
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
     widest = (
-        max(max(_input_sizes(arch, layer)) for layer in arch.layers) if work.in_turn else 0
+        max(max(_input_sizes(arch, layer)) for layer in arch.layers) if work.true_sequential else 0
     )  # what is kept at a second tap
     activations = (work.streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.width
     return (
@@ -97,7 +97,7 @@ def flops(work: Work, *, products: float) -> tuple[float, float]:
     grams = work.streams * sum(
         2.0 * tokens * size**2 for layer in arch.layers for size in _input_sizes(arch, layer)
     )
-    replays = 0 if work.in_turn else 1
+    replays = 0 if work.true_sequential else 1
     forward = (replays + work.streams) * 2.0 * arch.num_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(
         work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes)
@@ -128,9 +128,9 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
     another."""
     arch = work.arch
     total = 0.0
-    num_ranks = 1 if work.in_turn else work.num_ranks
+    num_ranks = 1 if work.true_sequential else work.num_ranks
     for idx, layer in enumerate(arch.layers):
-        owners = deal(arch, idx, layer.groups, num_ranks)
+        owners = assign_groups(arch, idx, layer.groups, num_ranks)
         load = [0.0] * num_ranks
         for group in layer.groups:
             load[owners[group.tap]] += cost(
@@ -149,7 +149,7 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     cross = moments if work.compares else 0
     observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(sizes) ** 2
     ahead = 2 * params if on_cpu else 0
-    unchanged = 2 * params if work.in_turn else 0
+    unchanged = 2 * params if work.true_sequential else 0
     compress = 2 * params + ahead + params + moments // 2 + cross + unchanged + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
     return max(observe, compress, replay)

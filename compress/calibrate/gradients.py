@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.calibrate.observe import observe
+from compress.calibrate.observe import observe_on_one_rank
 from compress.calibrate.stats import InputStats, Stat
-from compress.calibrate.streaming import Ahead, return_freed_blocks
+from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
 from compress.errors import UsageError
 from compress.models.arch import LinearGroup
@@ -48,7 +48,7 @@ class GradientVisitor(Protocol):
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbedAndHead:
     """What lies before the first layer and behind the last, on the device: read once for all walks."""
 
     embed_VD: Tensor
@@ -56,7 +56,7 @@ class Ends:
     head_VD: Tensor
 
     @staticmethod
-    def of(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "Ends":
+    def load(source: WeightSource, *, compute_dtype: torch.dtype, device: torch.device) -> "EmbedAndHead":
         arch = source.arch
         outer = source.outer()
         dtype = gradient_dtype(compute_dtype)
@@ -64,7 +64,7 @@ class Ends:
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
         norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
-        return Ends(embed_VD, norm.requires_grad_(False), head_VD.to(dtype))
+        return EmbedAndHead(embed_VD, norm.requires_grad_(False), head_VD.to(dtype))
 
 
 def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -80,7 +80,7 @@ def visit_gradients(
     *,
     compute_dtype: torch.dtype,
     draws_NS: Tensor,
-    ends: Ends | None = None,
+    ends: EmbedAndHead | None = None,
 ) -> None:
     """Walk the model forward and back over the samples.
 
@@ -97,12 +97,12 @@ def visit_gradients(
     dtype = gradient_dtype(compute_dtype)
     if device.type == "cpu":
         return_freed_blocks(arch)
-    ends = ends or Ends.of(source, compute_dtype=compute_dtype, device=device)
+    ends = ends or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
     x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
     inputs = list[Tensor]()
     last = arch.num_layers - 1
     total = 2 * arch.num_layers
-    with Ahead(source.layer, device) as layers:
+    with LayerPrefetcher(source.layer, device) as layers:
         for idx in range(arch.num_layers):
             ctx.boundary(idx, total, f"sensitivities: forward, layer {idx} of {arch.num_layers}")
             layer = build_layer(arch, idx, layers.take(idx), dtype=dtype, device=device)
@@ -120,7 +120,7 @@ def visit_gradients(
                 layers.start(idx - 1)
             x_NSD = inputs.pop().to(device, non_blocking=True)
             needs = visitor.needs()
-            visitor.enter(layer, observe(layer, x_NSD, needs) if needs else {})
+            visitor.enter(layer, observe_on_one_rank(layer, x_NSD, needs) if needs else {})
             for sample in range(len(x_NSD)):
                 one = slice(sample, sample + 1)
                 gradient_NSD[one] = _backward(layer, x_NSD[one], gradient_NSD[one], visitor)
@@ -140,7 +140,7 @@ def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
         x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
 
 
-def _at_the_end_(x_NSD: Tensor, ends: Ends, draws_NS: Tensor) -> None:
+def _at_the_end_(x_NSD: Tensor, ends: EmbedAndHead, draws_NS: Tensor) -> None:
     """Outputs of the last layer become gradients there, of labels that lie at `draws_NS` of the cumulative predictions."""
     for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
         x_SD = kept_SD.clone().requires_grad_(True)

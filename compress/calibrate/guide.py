@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.gradients import Ends, GradientVisitor, visit_gradients
+from compress.calibrate.gradients import EmbedAndHead, GradientVisitor, visit_gradients
 from compress.calibrate.stats import InputStats
 from compress.context import Context
 from compress.models.arch import LinearGroup
@@ -75,7 +75,7 @@ class OutputMoment:
 
     segments: tuple[Tensor, ...]
 
-    def of(self, begin: int, end: int) -> "OutputMoment":
+    def rows(self, begin: int, end: int) -> "OutputMoment":
         """That of some rows."""
         found = []
         first = 0
@@ -98,8 +98,8 @@ class OutputMoment:
 class LayerGuide:
     """By tap: float32 weights [N, S], 1 on average, and the output moment of the linears behind it."""
 
-    weights: Mapping[str, Tensor]
-    outputs: Mapping[str, OutputMoment]
+    token_weights: Mapping[str, Tensor]
+    output_moments: Mapping[str, OutputMoment]
 
 
 def make_guide(
@@ -116,7 +116,7 @@ def make_guide(
     walked = torch.tensor(spec.walked(len(tokens_NS)))
     draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
     squares: dict[str, list[Tensor]] = {}
-    ends = Ends.of(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
+    ends = EmbedAndHead.load(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
     for begin, walk in enumerate(walked.split(max(1, TOKENS_OF_A_WALK // tokens_NS.shape[1]))):
         visitor = _Visitor(squares, outputs_to=ctx.scratch if begin == 0 else None)
         visit_gradients(
@@ -143,11 +143,11 @@ class GuideFiles:
         self._scratch = scratch
         self._weights = load_tensors(scratch / WEIGHTS_NAME)
 
-    def layer(self, layer_idx: int) -> LayerGuide:
+    def layer(self, layer_idx: int, samples: slice = slice(None)) -> LayerGuide:
         segments: dict[str, list[Tensor]] = {}
         for name, segment in sorted(load_tensors(_outputs_file(self._scratch, layer_idx)).items()):
             segments.setdefault(name.partition("/")[0], []).append(segment)
-        weights = {tap: self._weights[f"{layer_idx}/{tap}"] for tap in segments}
+        weights = {tap: self._weights[f"{layer_idx}/{tap}"][samples] for tap in segments}
         return LayerGuide(weights, {tap: OutputMoment(tuple(each)) for tap, each in segments.items()})
 
 

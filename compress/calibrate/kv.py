@@ -61,7 +61,7 @@ class KeysValues:
     scales: Mapping[str, Tensor]
 
     @staticmethod
-    def of(
+    def from_weights(
         arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> "KeysValues":
         """Only what is read leaves the meta device."""
@@ -89,7 +89,7 @@ class KeysValues:
 class CacheError:
     """What e4m3 makes of numbers given in units of their scale: squares by channel, and counts of what is cut or becomes zero."""
 
-    of_squares = False
+    is_quadratic = False
 
     def __init__(self, head_dim: int) -> None:
         self._head_dim = head_dim

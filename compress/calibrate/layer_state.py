@@ -1,17 +1,15 @@
-"""What a pass is given of a layer, and what it leaves there: the contract between the sequential runner and the methods."""
+"""What a pass receives of a layer and what it leaves there: the contract between the sequential runner and the methods."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from compress.calibrate.guide import LayerGuide, OutputMoment
-from compress.calibrate.observe import Flow, TokenWeights
-from compress.calibrate.room import Room
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
-from compress.context import OneRank, Ranks
 from compress.models.arch import Arch, LinearGroup
 from compress.models.decoder import DecoderLayer, SmoothingPair
 from compress.models.weights import Weights
@@ -19,10 +17,12 @@ from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
 """One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
+Results = tuple[dict[str, QuantizedWeight], dict[str, Row]]
+"""What compressing linears gave: their quantized weights and their rows, by name."""
 
 
 class FloatWeights(dict[str, Tensor]):
-    """Weights kept in the dtype they came in and read as float32, so that a layer does not stand there twice as large meanwhile."""
+    """Weights stored in the dtype they were loaded in and read as float32: a float32 layer in memory would be twice as large."""
 
     def __getitem__(self, name: str) -> Tensor:
         return super().__getitem__(name).to(torch.float32)
@@ -30,13 +30,12 @@ class FloatWeights(dict[str, Tensor]):
 
 @dataclass
 class LayerState:
-    """One layer while the passes work on it.
+    """One layer while the passes work on it. Names are relative to the layer.
 
-    `weights` are read as float32, on the device, under names relative to the layer; a pass sets those it changes. A linear that a pass has
-    quantized stands in `quantized` instead, and that is what is stored. `stats` is tap -> statistics of the inputs the
-    layer sees when everything before it is already compressed. `groups` and `stats` are those that fell to this rank; `pairs` and `weights`
-    are all. What a pass does to one group goes through `room`, in case there is none. Where a guide says so, `outputs` is tap -> which rows
-    behind it err together, and `counts` tap -> how much each token counts. `cache` are scales of the layer's KV cache, with their rows.
+    `groups` are the linear groups that this rank compresses and `stats` the statistics of their inputs by tap, as the
+    layer sees them when all layers before it are compressed. `pairs` and `weights` are complete on every rank; weights lie on the device,
+    are read as float32, and a pass sets those that it changes. A linear that a pass has quantized is in `quantized` and no longer in
+    `weights`. `num_rows` is linear -> output features. `cache` holds the scales of the layer's KV cache.
     """
 
     layer_idx: int
@@ -44,103 +43,106 @@ class LayerState:
     pairs: list[SmoothingPair]
     weights: dict[str, Tensor]
     stats: dict[str, InputStats]
-    ranks: Ranks = field(default_factory=OneRank)
-    room: Room = field(default_factory=Room)
-    outputs: Mapping[str, OutputMoment] = field(default_factory=dict)
+    run: LayerRun
+    guide: LayerGuide = field(default_factory=lambda: LayerGuide({}, {}))
     num_rows: Mapping[str, int] = field(default_factory=dict)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
-    counts: TokenWeights | None = None
     cache: dict[str, Tensor] = field(default_factory=dict)
-    cache_rows: list[Row] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, arch: Arch, layer_idx: int, placed: dict[str, Tensor], told: LayerGuide | None, flow: Flow
+    def start(
+        cls,
+        arch: Arch,
+        layer_idx: int,
+        weights: dict[str, Tensor],
+        run: LayerRun,
+        guide: LayerGuide | None = None,
     ) -> Self:
-        """A layer of the source, before anything is known of its inputs."""
+        """Return the state of a layer of the source before its inputs are observed."""
         with torch.device("meta"):
             pairs = DecoderLayer(arch, layer_idx).smoothing_pairs()
-        rows = {
-            name: arch.layers[layer_idx].linear_shape(name, arch.hidden_size)[0]
-            for name in arch.layers[layer_idx].linears
-        }
-        state = cls(layer_idx, [], pairs, FloatWeights(placed), {}, flow.ranks, flow.room, num_rows=rows)
-        if told is not None:
-            state.outputs = told.outputs
-            state.counts = told.weights
+        shape = arch.layers[layer_idx]
+        rows = {name: shape.linear_shape(name, arch.hidden_size)[0] for name in shape.linears}
+        state = cls(layer_idx, [], pairs, FloatWeights(weights), {}, run, num_rows=rows)
+        if guide is not None:
+            state.guide = guide
         return state
 
     def quantize(self, linear: str, weight: QuantizedWeight) -> None:
-        """What a linear is from here on; its dense weight is not kept."""
+        """Set the quantized weight of a linear and drop its dense one."""
         self.quantized[linear] = weight
         self.weights.pop(f"{linear}.weight", None)
 
-    def as_given(self) -> Weights:
-        """Its parameters in the dtype they came in."""
-        return dict(self.weights.items())  # which passes `FloatWeights` by
+    def loaded_weights(self) -> Weights:
+        """Return the dense weights in the dtype they were loaded in."""
+        return dict(self.weights.items())  # `items` does not convert to float32, as reading by name does
 
-    def found(self, linears: Sequence[str]) -> tuple[dict[str, QuantizedWeight], dict[str, Row]]:
-        """What this rank has made of some linears."""
+    def results_for(self, linears: Sequence[str]) -> Results:
+        """Return the results of these linears as far as this rank has them."""
         quantized = {name: self.quantized[name] for name in linears if name in self.quantized}
         return quantized, {name: self.rows[name] for name in linears if name in self.rows}
 
-    def adopt(self, found: tuple[dict[str, QuantizedWeight], dict[str, Row]]) -> None:
-        """What a rank has made of linears."""
-        quantized, rows = found
+    def merge_results(self, results: Results) -> None:
+        """Add the results of another rank."""
+        quantized, rows = results
         for linear, weight in quantized.items():
             self.quantize(linear, weight)
         self.rows |= rows
 
     def all_rows(self) -> list[Row]:
-        """In execution order."""
-        return [self.rows[name] for name in self.num_rows if name in self.rows] + self.cache_rows
+        """Return the rows of the linears in execution order, then those of the KV cache."""
+        return [self.rows[name] for name in (*self.num_rows, *self.cache) if name in self.rows]
 
-    def stored(self, dtype: torch.dtype, *prefixes: str) -> Weights:
-        """Parameters as the layer's file will hold them, those whose names begin so."""
-        whole = {name: self.weights[name].to(dtype) for name in self.weights if name.startswith(prefixes)}
-        return whole | {
+    def stored_weights(self, dtype: torch.dtype, *prefixes: str) -> Weights:
+        """Return the parameters whose names begin with a prefix, as the layer's file will hold them."""
+        dense = {name: self.weights[name].to(dtype) for name in self.weights if name.startswith(prefixes)}
+        return dense | {
             f"{linear}.weight": weight
             for linear, weight in self.quantized.items()
             if f"{linear}.weight".startswith(prefixes)
         }
 
-    def taken(self, dtype: torch.dtype) -> Weights:
-        """All that the layer's file will hold; no weight is left here."""
-        dense_weights = {name: self.weights.pop(name).to(dtype) for name in list(self.weights)}
+    def release_weights(self, dtype: torch.dtype) -> Weights:
+        """Return everything that the layer's file will hold; the state keeps no dense weight."""
+        dense = {name: self.weights.pop(name).to(dtype) for name in list(self.weights)}
         return {
-            **dense_weights,
+            **dense,
             **{f"{linear}.weight": weight for linear, weight in self.quantized.items()},
             **self.cache,
         }
 
     def scheme(self, schemes: Schemes, linears: Sequence[str]) -> Scheme | None:
-        """What linears over one input have, None if they stay dense."""
-        found = {schemes.of(f"layers.{self.layer_idx}.{linear}") for linear in linears}
+        """Return the scheme that linears over one input share, None if they stay dense."""
+        found = {schemes.for_linear(f"layers.{self.layer_idx}.{linear}") for linear in linears}
         assert len(found) == 1, f"linears over one input have several schemes: {linears}"
         return found.pop()
 
     def output_moment(self, linears: Sequence[str]) -> OutputMoment | None:
-        """Which rows of linears that stand side by side in a group err together, if a guide says so."""
+        """Return the output moment of consecutive linears of a group stacked row by row, None without a guide."""
         for group in self.groups:
-            if linears[0] in group.linears and group.tap in self.outputs:
+            if linears[0] in group.linears and group.tap in self.guide.output_moments:
                 begin = sum(self.num_rows[name] for name in group.linears[: group.linears.index(linears[0])])
-                return self.outputs[group.tap].of(begin, begin + sum(self.num_rows[name] for name in linears))
+                end = begin + sum(self.num_rows[name] for name in linears)
+                return self.guide.output_moments[group.tap].rows(begin, end)
         return None
 
     def rescale_outputs(self, linear: str, scale_O: Tensor) -> None:
-        """The outputs of a linear were divided by a scale, so its gradients are multiplied."""
+        """Update the output moments after the outputs of a linear were divided by a scale: its gradients are multiplied by it."""
+        moments = self.guide.output_moments
         for group in self.groups:
-            if linear in group.linears and group.tap in self.outputs:
+            if linear in group.linears and group.tap in moments:
                 all_O = torch.cat(
                     [
                         scale_O if name == linear else scale_O.new_ones(self.num_rows[name])
                         for name in group.linears
                     ]
                 )
-                self.outputs = {**self.outputs, group.tap: self.outputs[group.tap].rescaled(all_O)}
+                rescaled = {**moments, group.tap: moments[group.tap].rescaled(all_O)}
+                self.guide = replace(self.guide, output_moments=rescaled)
 
     def row(self, linear: str) -> Row:
+        """Return the report row of a linear, to be filled; a new one if it has none."""
         return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
 
 

@@ -2,28 +2,28 @@
 
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
-                     cache     if asked: scales for what the layer, as it is now, puts into a KV cache (`kv.py`)
+                     cache     if requested: scales of the layer's KV cache, from the compressed linears (`kv.py`)
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := compressed layer (x)
 
-or, where the linears of a layer are compressed in turn, each knowing what those before it have become, as `in_turn.py` does it.
+With `true_sequential` the linear groups of a layer are observed and compressed one after the other instead (`true_sequential.py`).
 
-A statistic that compares x with the source model's own activations (`SourceStat`) has the runner keep those too, for the same samples, and
-take them through the layers of the source: a second store of activations, and one more pass over each layer.
+A statistic that compares x with the source model's own activations (`SourceStat`) makes the runner keep these, too, for the same samples,
+and take them through the layers of the source: a second store of activations, and one more pass over each layer.
 
-The next layer is read while this one is compressed, and this one's file is written while it is replayed, so what is in memory does not
-grow with the number of layers. A layer is replayed as its file holds it, so a run that was cut and resumed replays the same numbers as one
-that was not, and gives the same bits. How many samples go together is fixed: the result does not depend on how many would fit at once.
+The next layer is read while this one is compressed, and this one's file is written while it is replayed, so memory does not grow with the
+number of layers. A layer is replayed from what its file holds, so an interrupted and resumed run replays the same numbers as one that was
+not interrupted and gives the same bits. How many samples go through a layer at once is fixed, so the result does not depend on memory.
 
-With several ranks each has its own samples, all have every layer. The groups of linears are dealt out by what they cost; the statistics of
-a group meet where it is compressed, the codes come back to all. Sums are made in one order wherever they are made (`stats.py`), so the
-number of ranks changes no bit either.
+With several ranks each has its own samples, and all have every layer. The linear groups of a layer are assigned to ranks by cost; the
+statistics of a group are gathered where it is compressed, and its codes are sent to all. Sums are made in one order whichever rank makes
+them (`stats.py`), so the number of ranks changes no bit either.
 
 Shapes: N samples, S sequence.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,40 +33,63 @@ from torch import Tensor
 
 from compress.artifact.atomic import write_atomic
 from compress.artifact.tensors import save_tensors
+from compress.calibrate.at_once import compress_at_once
 from compress.calibrate.guide import GuideFiles
-from compress.calibrate.in_turn import compress_in_turn
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
+from compress.calibrate.layer_run import LayerRun, sample_range, shards_of_rank
 from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_stats
-from compress.calibrate.observe import Flow, Shards, Stats, Stream, meet, observe_shards, replay_, together
-from compress.calibrate.room import Room, Samples
+from compress.calibrate.memory_guard import MemoryGuard
+from compress.calibrate.observe import Stats, gather_everywhere, observe, replay_
+from compress.calibrate.samples import Samples
 from compress.calibrate.stats import SourceStat, StatFactory
-from compress.calibrate.streaming import Ahead, Behind, return_freed_blocks
+from compress.calibrate.streaming import LayerPrefetcher, LayerWriter, return_freed_blocks
+from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
 from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
-from compress.models.arch import Arch, LinearGroup
+from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
-from compress.models.decoder import DecoderLayer
-from compress.models.weights import Weights, WeightSource, build_layer, dense
+from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import Schemes
 
 FINITE_CHUNK = 1 << 24
-"""Numbers that are looked at at once for NaN and infinity: the look must not cost a copy of a large matrix."""
+"""Numbers that are checked for NaN and infinity at once: the check must not cost a copy of a large matrix."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What the runner does to every layer.
+
+    Args:
+        passes: applied in order; with `true_sequential` none may change linears outside of its group.
+        scheme: of each linear, to read stored layers back; None where all stay dense.
+        true_sequential: compress the linear groups of a layer one after the other.
+        kv_scales: also find and store the static scales of every layer's KV cache.
+        guide: token weights and output moments from gradients; without, all tokens count the same.
+        pruned: shapes that the passes leave, where they change them; it has as many layers.
+    """
+
+    passes: Sequence[LayerPass]
+    scheme: Schemes | None = None
+    true_sequential: bool = False
+    kv_scales: bool = False
+    guide: GuideFiles | None = None
+    pruned: Arch | None = None
+
+    @property
+    def compares_with_source(self) -> bool:
+        """Whether a pass needs the source's activations."""
+        return any(isinstance(kind(), SourceStat) for kind in needed_stats(self.passes))
 
 
 def run_sequential(
     source: WeightSource,
     tokens_NS: Tensor,
-    passes: Sequence[LayerPass],
+    compression: Compression,
     out: Path,
     ctx: Context,
     *,
-    scheme: Schemes | None,
     compute_dtype: torch.dtype,
-    kv_scales: bool = False,
-    guide: GuideFiles | None = None,
-    pruned: Arch | None = None,
-    in_turn: bool = False,
 ) -> list[Row]:
     """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
 
@@ -74,175 +97,124 @@ def run_sequential(
 
     Args:
         tokens_NS: calibration token ids [N, S].
-        scheme: of each linear, to read a layer back.
-        compute_dtype: of the activations; statistics are float32 whatever it is.
-        kv_scales: also find and store the static scales of every layer's KV cache.
-        guide: what the end of the model says; without, all tokens count the same.
-        pruned: the shapes that the passes leave, where they change them; as many layers.
-        in_turn: the linears of a layer are compressed one group after the other, by passes that change none outside the group.
+        compute_dtype: of the activations; statistics are float32 in any case.
 
     Returns:
-        One row per linear, in execution order, and behind those of a layer one for its keys and one for its values, with `kv_scales`.
-        Nothing on ranks other than 0.
+        On rank 0 one row per linear in execution order and, with `kv_scales`, one for the keys and one for the values after the linears of
+        each layer. On other ranks nothing.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
-        Interrupted: at a layer boundary, when the context says so.
+        Interrupted: at a layer boundary, when a signal asked for it.
         RankStopped, EnvironmentUnfit: another rank failed.
-        EnvironmentUnfit: the device's memory is too small, whatever gives way.
+        EnvironmentUnfit: the device has too little memory, even with all samples on the host.
     """
     arch = source.arch
-    device = torch.device(ctx.device)
-    ranks = ctx.ranks
-    leads = ranks.rank == 0
+    arch_after = compression.pruned or arch
+    leads = ctx.ranks.rank == 0
     last = arch.num_layers - 1
-    if device.type == "cpu":
-        return_freed_blocks(arch)
-    shards = Shards.of(tokens_NS.shape[0], rank=ranks.rank, size=ranks.size)
-    samples = _embedded(source, tokens_NS[shards.samples], out if leads else None, device, compute_dtype)
-    of_source = samples.copy() if _compares(passes) else None
-    room = Room(ctx.progress, *(each for each in (samples, of_source) if each is not None))
-    flow = Flow(samples, of_source, shards, room, ranks)
-    work = _Work(
-        arch, arch if pruned is None else pruned, passes, flow, device, compute_dtype, guide, kv_scales
-    )
-    stored = ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
+    run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
+    compress = compress_true_sequential if compression.true_sequential else compress_at_once
+    stored = ctx.ranks.broadcast([_is_stored(out, idx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
-        return (
-            load_weights(out / layer_name(idx), scheme, prefix=f"layers.{idx}.")
-            if stored[idx]
-            else source.layer(idx)
-        )
+        if stored[idx]:
+            return load_weights(out / layer_name(idx), compression.scheme, prefix=f"layers.{idx}.")
+        return source.layer(idx)
 
-    with Ahead(read, device) as layers, Behind() as disk:
+    with LayerPrefetcher(read, run.device) as layers, LayerWriter() as writer:
         for idx in range(arch.num_layers):
             weights: Weights = layers.take(idx)
-            read_next = partial(layers.start, idx + 1) if idx < last else _nothing
+            prefetch_next = partial(layers.start, idx + 1) if idx < last else _do_nothing
             if stored[idx]:
-                if of_source is not None:
-                    replay_(work.built(arch, idx, source.layer(idx)), of_source, flow)
+                if run.source_samples is not None:
+                    replay_(run.build_layer(arch, idx, source.layer(idx)), run.source_samples, run)
             else:
-                disk.wait()
+                writer.wait()
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
-                ranks.broadcast(idx)  # nobody begins a layer that rank 0 does not begin
-                state = work.state(idx, weights)
-                del weights  # what a pass replaces or quantizes is kept nowhere
-                compress = work.in_turn if in_turn else work.at_once
-                weights, rows = compress(state, read_next)
-                del state
+                ctx.ranks.broadcast(idx)  # no rank begins a layer that rank 0 does not begin
+                state = _layer_state(arch, idx, weights, compression, run)
+                del weights  # a weight that a pass replaces must not be kept here
+                on_kv_ready = _do_nothing
+                if compression.kv_scales:
+                    on_kv_ready = partial(_scale_cache, state, arch_after)
+                compress(
+                    state, arch, compression.passes, prefetch_next=prefetch_next, on_kv_ready=on_kv_ready
+                )
+                weights = state.release_weights(_stored_dtype(arch))
+                rows = state.all_rows()
+                del state, on_kv_ready
                 if leads:
-                    disk.write(partial(_store, out, idx, _on_host(weights), rows))
-            if idx < last and (stored[idx] or not in_turn):
-                read_next()
-                replay_(work.built(work.after, idx, weights), samples, flow)
-            del weights  # before the next layer comes
-        disk.wait()
+                    writer.write(partial(_store, out, idx, _on_host(weights), rows))
+            if idx < last and (stored[idx] or not compression.true_sequential):
+                prefetch_next()
+                replay_(run.build_layer(arch_after, idx, weights), run.samples, run)
+            del weights  # before the next layer is taken
+        writer.wait()
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
-    return (
-        [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())]
-        if leads
-        else []
-    )
+    if not leads:
+        return []
+    return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())]
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What is done to each layer; `after` has the shapes that are left."""
-
-    arch: Arch
-    after: Arch
-    passes: Sequence[LayerPass]
-    flow: Flow
-    device: torch.device
-    compute_dtype: torch.dtype
-    guide: GuideFiles | None
-    kv_scales: bool
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.arch.dtype)
-        return dtype
-
-    def built(self, arch: Arch, idx: int, weights: Weights) -> DecoderLayer:
-        build = partial(
-            build_layer, arch, idx, weights, dtype=self.compute_dtype, device=self.device, narrow=True
-        )
-        return self.flow.room.attempt(build, "building a layer")
-
-    def state(self, idx: int, weights: Weights) -> LayerState:
-        """A layer as the passes find it, before anything is known of its inputs."""
-        placed = self.flow.room.attempt(partial(_placed, weights, idx, self.device), "placing a layer")
-        return LayerState.of(
-            self.arch, idx, placed, None if self.guide is None else self.guide.layer(idx), self.flow
-        )
-
-    def at_once(self, state: LayerState, read_next: Callable[[], None]) -> tuple[Weights, list[Row]]:
-        """What the passes of all ranks make of a layer, all from one look at it. Empties the state."""
-        layer = self._layer(state)
-        flow = self.flow
-        kinds = needed_stats(self.passes)
-        of_source = None if flow.of_source is None else Stream(layer.forward, flow.of_source, flow.of_source)
-        trees = observe_shards(Stream(layer.forward, flow.samples), kinds, flow, of_source, state.counts)
-        owners = deal(self.arch, state.layer_idx, layer.groups(), flow.ranks.size)
-        state.stats = meet(trees, layer.groups(), kinds, owners, flow.ranks)
-        state.groups = [group for group in layer.groups() if owners[group.tap] == flow.ranks.rank]
-        del layer, trees, of_source
-        read_next()
-        for each in self.passes:
-            each.apply(state)
-        for rank in range(flow.ranks.size):
-            state.adopt(flow.ranks.broadcast(state.found(list(state.num_rows)), source=rank))
-        self._scale_cache(state)
-        return state.taken(self.stored_dtype), state.all_rows()
-
-    def in_turn(self, state: LayerState, read_next: Callable[[], None]) -> tuple[Weights, list[Row]]:
-        """The same, each group of linears from a look behind those before it; the samples end behind the layer. Empties the state."""
-        layer = self._layer(state)
-        unchanged = self._layer(state)
-        read_next()
-        compress_in_turn(
-            state,
-            layer,
-            unchanged,
-            self.passes,
-            self.flow,
-            keys_values_stand=partial(self._scale_cache, state),
-        )
-        return state.taken(self.stored_dtype), state.all_rows()
-
-    def _layer(self, state: LayerState) -> DecoderLayer:
-        return self.built(self.arch, state.layer_idx, state.as_given())
-
-    def _scale_cache(self, state: LayerState) -> None:
-        """Of keys and values as they are now, while the samples are what goes into the layer."""
-        if not self.kv_scales:
-            return
-        flow = self.flow
-        weights = state.stored(self.stored_dtype, *READ)
-        cached = KeysValues.of(
-            self.after, state.layer_idx, weights, dtype=self.compute_dtype, device=self.device
-        )
-
-        def over_samples(layer: Forward, factories: Sequence[StatFactory]) -> Stats:
-            return together(observe_shards(Stream(layer, flow.samples), factories, flow), flow.ranks)
-
-        state.cache, state.cache_rows = calibrate_cache(cached, over_samples, stored_dtype=self.stored_dtype)
+def _start(
+    source: WeightSource,
+    tokens_NS: Tensor,
+    compression: Compression,
+    out: Path,
+    ctx: Context,
+    compute_dtype: torch.dtype,
+) -> LayerRun:
+    """Return the run before the first layer; rank 0 writes the weights outside of the layers to `out`."""
+    device = torch.device(ctx.device)
+    ranks = ctx.ranks
+    if device.type == "cpu":
+        return_freed_blocks(source.arch)
+    shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
+    own_NS = tokens_NS[sample_range(shards)]
+    samples = _embedded(source, own_NS, out if ranks.rank == 0 else None, device, compute_dtype)
+    if not compression.compares_with_source:
+        return LayerRun(samples, None, shards, ranks, MemoryGuard(ctx.progress, samples), compute_dtype)
+    source_samples = samples.clone()
+    memory = MemoryGuard(ctx.progress, samples, source_samples)
+    return LayerRun(samples, source_samples, shards, ranks, memory, compute_dtype)
 
 
-def _nothing() -> None:
-    """There is no next layer."""
+def _layer_state(
+    arch: Arch, idx: int, weights: Weights, compression: Compression, run: LayerRun
+) -> LayerState:
+    placed = run.memory.retry_on_oom(partial(_placed, weights, idx, run.device), "placing a layer")
+    guide = None if compression.guide is None else compression.guide.layer(idx, run.sample_range)
+    return LayerState.start(arch, idx, placed, run, guide)
 
 
-def _compares(passes: Sequence[LayerPass]) -> bool:
-    """Whether a pass asks for the source's activations."""
-    return any(isinstance(kind(), SourceStat) for kind in needed_stats(passes))
+def _scale_cache(state: LayerState, arch: Arch) -> None:
+    """Find the scales of the keys and values that the layer computes now; the samples must be its inputs."""
+    run = state.run
+    dtype = _stored_dtype(arch)
+    weights = state.stored_weights(dtype, *READ)
+    cached = KeysValues.from_weights(arch, state.layer_idx, weights, dtype=run.dtype, device=run.device)
+
+    def observe_samples(layer: Forward, factories: Sequence[StatFactory]) -> Stats:
+        return gather_everywhere(observe(layer, run, factories), run.ranks)
+
+    state.cache, rows = calibrate_cache(cached, observe_samples, stored_dtype=dtype)
+    state.rows |= dict(zip(state.cache, rows, strict=True))
+
+
+def _do_nothing() -> None:
+    """Take the place of a callback where there is nothing to do."""
+
+
+def _stored_dtype(arch: Arch) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, arch.dtype)
+    return dtype
 
 
 def _embedded(
     source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype
 ) -> Samples:
-    """The samples before the first layer; the weights outside the layers go to `out` and are not kept."""
+    """Return the inputs of the first layer; the weights outside of the layers are written to `out` and not kept."""
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
@@ -255,31 +227,14 @@ def _embedded(
 
 
 def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tensor]:
-    """The layer's weights on the device."""
+    """Return the layer's dense weights on the device, after a check that they are finite."""
     placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
     _check_finite(placed, f"layers.{idx}")
     return placed
 
 
-def deal(arch: Arch, idx: int, groups: Sequence[LinearGroup], num_ranks: int) -> dict[str, int]:
-    """Tap -> the rank that compresses the linears behind it: the costliest group first, each to the rank with the least to do."""
-    shapes = {
-        group.tap: [arch.layers[idx].linear_shape(name, arch.hidden_size) for name in group.linears]
-        for group in groups
-    }
-    costs = {
-        tap: sum(rows for rows, _ in each) * each[0][1] ** 2 + each[0][1] ** 3 for tap, each in shapes.items()
-    }
-    load = [0] * num_ranks
-    owners = dict[str, int]()
-    for tap in sorted(costs, key=lambda tap: -costs[tap]):
-        owners[tap] = load.index(min(load))
-        load[owners[tap]] += costs[tap]
-    return owners
-
-
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raises UnsupportedFormat: rounding would turn NaN and infinity into codes that look like any other."""
+    """Raise UnsupportedFormat for NaN or infinity: rounding would turn them into codes that look like any other."""
     for name, value in weights.items():
         if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
             raise UnsupportedFormat(
@@ -288,12 +243,12 @@ def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
 
 
 def _on_host(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a layer's file; packed on the device, before the copy."""
+    """Return the tensors of a layer's file; codes are packed on the device, before the copy."""
     return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
 
 
 def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> None:
-    """Rows first, weights second: a layer counts as stored when its weights are there."""
+    """Write a layer's rows first and its weights second: it counts as stored when both are there."""
     write_atomic(_rows_file(out, idx), canonical_json(list(rows)))
     save_tensors(out / layer_name(idx), tensors)
 

@@ -1,8 +1,8 @@
 """Statistics of the inputs of linears: small, mergeable, and independent of how the samples were split over work.
 
-Floating-point addition is not associative, so the order of summation is part of the definition: one product for each piece of a few samples
-(`observe.py`), pieces of a virtual shard in order, shards by a fixed binary tree (`MergeTree`). One rank, four ranks, or a resumed run give
-the same bits.
+Floating-point addition is not associative, so the order of summation is part of the definition: one product for each
+piece of a few samples (`layer_run.py`), pieces of a virtual shard in order, shards by a fixed binary tree (`MergeTree`).
+One rank, four ranks and a resumed run give the same bits.
 
 Shapes: T tokens of one piece, D features.
 """
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.arithmetic import add_gram, add_lower_gram
-from compress.context import NUM_SHARDS
 
 NOT_FINITE = (
     "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or infinity. "
@@ -29,11 +28,11 @@ PARKED_ROWS = 256
 
 class Stat(Protocol):
     """A sum over samples. `update` sees all tokens of one piece at once; `merge` adds a later one, which is used up, into this one; `park`
-    says that only `merge` and reading are to come. A statistic `of_squares` can weigh tokens: it is given rows times the root of their
+    says that only `merge` and reading are to come. A statistic `is_quadratic` can weigh tokens: it is given rows times the root of their
     weights."""
 
     @property
-    def of_squares(self) -> bool: ...
+    def is_quadratic(self) -> bool: ...
 
     def update(self, x_TD: Tensor) -> None: ...
 
@@ -83,7 +82,7 @@ class SecondMoment:
     A bf16 input keeps its dtype into the product: products of two bf16 numbers are exact in float32, and the tensor cores add them there.
     """
 
-    of_squares = True
+    is_quadratic = True
 
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
@@ -165,7 +164,7 @@ class SecondMoment:
 class SourceStat(Stat, Protocol):
     """A statistic of an input beside what the source model has in its place; by `update` alone, the two are the same."""
 
-    def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None: ...
+    def update_with_source(self, x_TD: Tensor, source_TD: Tensor) -> None: ...
 
 
 class CrossMoment:
@@ -174,16 +173,16 @@ class CrossMoment:
     Differences of bf16 inputs are rounded to bf16 for the tensor cores; those of numbers within a factor of two are exact.
     """
 
-    of_squares = True
+    is_quadratic = True
 
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
         self.num_tokens = 0
 
     def update(self, x_TD: Tensor) -> None:
-        self.update_beside(x_TD, x_TD)
+        self.update_with_source(x_TD, x_TD)
 
-    def update_beside(self, x_TD: Tensor, source_TD: Tensor) -> None:
+    def update_with_source(self, x_TD: Tensor, source_TD: Tensor) -> None:
         self._sum_DD = add_gram(self._sum_DD, source_TD - x_TD, x_TD)
         self.num_tokens += x_TD.shape[0]
 
@@ -209,7 +208,7 @@ class CrossMoment:
 class Mean:
     """E[x] per feature: what a bias can stand for when a feature goes."""
 
-    of_squares = False
+    is_quadratic = False
 
     def __init__(self) -> None:
         self._sum_D: Tensor | None = None
@@ -252,7 +251,7 @@ class AbsMean(Mean):
 class AbsMax:
     """max |x| per feature: the range of a static activation scale."""
 
-    of_squares = False
+    is_quadratic = False
 
     def __init__(self) -> None:
         self._max_D: Tensor | None = None
@@ -294,21 +293,19 @@ class Node(Generic[S]):
 class MergeTree(Generic[S]):
     """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive.
 
-    A tree over the shards from `first` on merges only what the tree over all shards merges too, so whoever computed the shards of a part,
-    their nodes, joined in order, make the same sums.
+    A tree over some consecutive shards merges only what the tree over all shards merges too, so the nodes of several ranks, joined in
+    order, make the same sums as one rank does.
     """
 
-    def __init__(self, first: int = 0) -> None:
-        self._next = first
+    def __init__(self) -> None:
         self._pending: list[Node[S]] = []
 
-    def push(self, shard: S) -> None:
-        """Add the next shard."""
-        self.join(Node(self._next, 1, shard))
+    def push(self, shard_idx: int, stat: S) -> None:
+        """Add the sum of one shard, the one after those that were added."""
+        self.join(Node(shard_idx, 1, stat))
 
     def join(self, node: Node[S]) -> None:
         """Add the next node, of this tree or of another one over the same shards."""
-        self._next = node.begin + node.num_shards
         while (
             self._pending
             and self._pending[-1].num_shards == node.num_shards
@@ -335,12 +332,6 @@ class MergeTree(Generic[S]):
             total = earlier
         total.park()
         return total
-
-
-def shard_bounds(num_samples: int) -> list[tuple[int, int]]:
-    """Half-open sample ranges of the virtual shards; empty ones are left out."""
-    edges = [num_samples * idx // NUM_SHARDS for idx in range(NUM_SHARDS + 1)]
-    return [(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
 
 
 def _row_blocks(sum_DD: Tensor) -> list[tuple[Tensor, int]]:

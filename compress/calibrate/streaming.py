@@ -36,7 +36,7 @@ class _Thread:
         self._pool.shutdown(cancel_futures=True)
 
 
-class Ahead(_Thread):
+class LayerPrefetcher(_Thread):
     """Reads layers before they are asked for. `read` runs in the thread; one layer at a time is in memory here."""
 
     def __init__(self, read: Callable[[int], Weights], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Ahead(_Thread):
         return {name: _pin(value) for name, value in weights.items()} if self._pinned else weights
 
 
-class Behind(_Thread):
+class LayerWriter(_Thread):
     """Writes behind the work."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compress.cli.output import JsonFlag, emit, note, write_piece
+from compress.cli.output import JsonFlag, count_text, emit, note, write_piece
 from compress.cli.run import DeviceOption, OfflineOption
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def generate(
         str | None,
         typer.Option(
             "--speculative",
-            help="Propose tokens by ngram (prompt lookup), by the artifact's draft, or by the draft in a directory.",
+            help="Propose tokens by ngram (prompt lookup), by the artifact's draft, or by the draft in a "
+            "directory.",
             show_default=False,
         ),
     ] = None,
@@ -79,7 +80,6 @@ def generate(
         if not as_json:
             write_piece(piece)
     output = stream.output
-    assert output is not None, "the stream was read to its end"
     if as_json:
         emit(_document(output, llm), "", as_json=True)
     else:
@@ -102,9 +102,10 @@ def _document(output: "Output", llm: "LLM") -> dict[str, Any]:
 
 def _speed(output: "Output", llm: "LLM") -> str:
     """Return the line that ends a generation, such as `24 tokens, 9.4 tokens/s, first token after 128 ms`."""
-    count = len(output.token_ids)
+    count = count_text(len(output.token_ids), "token")
+    cut = ", all of --max-tokens" if output.finish_reason == "length" else ""
     parts = [
-        f"{count} token{'' if count == 1 else 's'}{', all of --max-tokens' if output.finish_reason == 'length' else ''}",
+        f"{count}{cut}",
         f"{output.tokens_per_s:.1f} tokens/s",
         f"first token after {output.timing.ttft_ms:.0f} ms",
     ]

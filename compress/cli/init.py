@@ -1,4 +1,8 @@
-"""`compress init`: a commented recipe to start from. A preset is one file in `presets/`; its first comment line says what it is for."""
+"""`compress init`: write a commented recipe to start from, one of the files of `recipes/`.
+
+The first line of a recipe tells what it is for. An installed package has the recipes in `compress/recipes/`,
+where the build puts them; a checkout has them beside the package.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +12,9 @@ import typer
 from compress.cli.output import note, write_data
 from compress.errors import UsageError, did_you_mean
 
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = ("quickstart", "w4a16", "full", "prune-distill", "draft")
+"""The recipes that need no other file and no access to a model: names of files in `recipes/`."""
+PACKAGE = Path(__file__).parents[1]
 
 
 def init(
@@ -22,13 +28,16 @@ def init(
     """Write a commented recipe to start from."""
     from compress.artifact.atomic import write_atomic
 
-    presets = {file.stem: file for file in sorted(PRESETS.glob("*.yaml"))}
+    installed = PACKAGE / "recipes"
+    folder = installed if installed.is_dir() else PACKAGE.parent / "recipes"
+    presets = {name: folder / f"{name}.yaml" for name in PRESETS}
     if show:
         write_data("\n".join(f"{name}: {_purpose(file)}" for name, file in presets.items()))
         return
     if preset not in presets:
         raise UsageError(
-            f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what each is for."
+            f"unknown preset '{preset}'.{did_you_mean(preset, presets)} `compress init --list` says what "
+            "each is for."
         )
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; give another path, or --force to replace it.")

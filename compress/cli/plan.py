@@ -71,6 +71,7 @@ def plan(
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
         "disk_bytes": sum(row["disk_bytes"] for row in rows),
+        "on_a_gpu": _on_a_gpu(list(estimates(steps, arch, "cuda"))) if target == "cpu" else None,
     }
     emit(document, _text(document), as_json=as_json)
 
@@ -78,6 +79,12 @@ def plan(
 def seconds_of(estimate: "Estimate", device: str) -> float:
     """Time of a stage at the rates assumed."""
     return estimate.flops / _assumed_rate(estimate, device) + estimate.num_launches * LAUNCH_S[device]
+
+
+def _on_a_gpu(found: "list[Estimate]") -> dict[str, Any]:
+    """Return what one GPU would take for all stages: seconds at the assumed rates, and bytes at the peak."""
+    seconds = sum(seconds_of(each, "cuda") for each in found)
+    return {"seconds": round(seconds, 1), "peak_bytes": max(each.peak_bytes for each in found)}
 
 
 def _assumed_rate(estimate: "Estimate", device: str) -> float:
@@ -166,4 +173,11 @@ def _text(document: dict[str, Any]) -> str:
     ]
     rates = " and ".join(f"{rate / 1e12:g}" for rate in document["assumed_flops_per_s"])
     lines.append(f"times assume {rates} TFLOP/s sustained")
+    gpu = document["on_a_gpu"]
+    if gpu is not None:
+        took = duration_text(gpu["seconds"]) if gpu["seconds"] >= 1 else "seconds"
+        rate = ASSUMED_FLOPS_PER_S["cuda"] / 1e12
+        lines.append(
+            f"on one data-centre GPU, at {rate:g} TFLOP/s: about {took}, peak {size_text(gpu['peak_bytes'])}"
+        )
     return "\n".join(lines)

@@ -266,8 +266,8 @@ def _summary(result: "Result") -> str:
     steps = result.run.steps
     cached = sum(each.cached for each in steps)
     rows = [("status", f"{result.status} in {result.seconds:.1f} s, {cached} of {len(steps)} stages cached")]
-    if result.artifact is not None:
-        rows.append(("artifact", f"{result.digest}  {size_text(result.artifact.size_bytes)}"))
+    if result.made is not None:
+        rows.append(("artifact", f"{result.digest}  {size_text(result.size_bytes)}"))
         rows.append(("", str(result.path)))
     for gate in result.gates:
         verdict = {True: "pass", False: "FAIL", None: "n/a"}[gate["passed"]]

@@ -5,7 +5,7 @@ The same file reads the format back, so that somebody else's checkpoint and our 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
-from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import DENSE, ModelScheme, QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -203,17 +203,6 @@ def kv_note(kv_format: str) -> str:
     if kv_format == FP8_STATIC:
         return f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers rounds keys and values alike"
     return f"KV cache {kv_format}: compress.json says it, no checkpoint format does; vLLM serves it with {VLLM_KV_FLAGS[kv_format]}"
-
-
-def weight_only_scheme(num_bits: int, *, symmetric: bool, group_size: int | None) -> Scheme:
-    """The weight-only integer scheme of these facts, under its name here if it has one."""
-    name = (
-        f"W{num_bits}A16"
-        + ("_CHANNEL" if group_size is None else f"_G{group_size}")
-        + ("" if symmetric else "_ASYM")
-    )
-    scheme = Scheme(name, num_bits, symmetric, group_size)
-    return next((each for each in SCHEMES.values() if replace(each, name=name) == scheme), scheme)
 
 
 def _quantized_weights(source: WeightSource) -> Iterator[QuantizedWeight]:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
-from compress.export import FORMATS, Consumer, Rule, weight_only_scheme
+from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.packing import pack, unpack
-from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
 
 BITS = 4
 COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

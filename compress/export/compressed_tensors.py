@@ -18,7 +18,6 @@ compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +31,14 @@ from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
-from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.quant.scheme import (
+    SCHEMES,
+    ModelScheme,
+    QuantizedWeight,
+    Scheme,
+    known_scheme,
+    weight_only_scheme,
+)
 
 FORMAT_VERSION = "0.20.0"
 PACK_FORMAT = "pack-quantized"
@@ -208,10 +214,8 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
         raise UnsupportedFormat(
             "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
         )
-    symmetric = bool(weights.get("symmetric"))
     group_size = weights.get("group_size") if strategy == "group" else None
-    name = f"W{bits}A16" + (f"_G{group_size}" if group_size else "") + ("" if symmetric else "_ASYM")
-    return _known(Scheme(name, bits, symmetric, group_size))
+    return weight_only_scheme(bits, symmetric=bool(weights.get("symmetric")), group_size=group_size)
 
 
 def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
@@ -228,7 +232,7 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
             f"(bits, type, symmetric, strategy, dynamic) = {said}; {PACK_FORMAT} of 4 or 8 bits, per group or channel, is read, and "
             f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per token."
         )
-    return _known(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
+    return known_scheme(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
 
 
 def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -264,11 +268,6 @@ def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
     return SCHEMES[names[said]]
 
 
-def _known(scheme: Scheme) -> Scheme:
-    """The scheme that has a name here and is the same otherwise, else `scheme` itself."""
-    return next((each for each in SCHEMES.values() if replace(each, name=scheme.name) == scheme), scheme)
-
-
 class CompressedTensors:
     quant_method = "compressed-tensors"
     scale_dtype = None
@@ -299,12 +298,14 @@ class CompressedTensors:
             coded.append((scheme.layers, [ALL_LINEARS]))
         else:
             coded += [
-                (each, [linear for linear in linears if scheme.of(linear) == each])
+                (each, [linear for linear in linears if scheme.for_linear(linear) == each])
                 for each in scheme.of_layers
             ]
         assert all(targets for _, targets in coded), "a scheme without linears"
         groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
+        # transformers 5.23 drops zero points unless it decompresses at load; it does that by one scheme only.
+        at_load = len(scheme.all) == 1 and not scheme.layers.symmetric
         return {
             "quant_method": self.quant_method,
             "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
@@ -313,6 +314,7 @@ class CompressedTensors:
             "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
             KV_KEY: None,
             "version": FORMAT_VERSION,
+            **({"dequantize": True} if at_load else {}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
@@ -355,14 +357,35 @@ class CompressedTensors:
         loads = True
         if not all(each.symmetric for each in scheme.all):
             loads = len(scheme.all) == 1
-            transformers = "5.17 loads it; 5.23 only with CompressedTensorsConfig(dequantize=True)"
+            transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
                 transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
+            _vllm_on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
         ]
+
+
+def _vllm_on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
+    """Return what vLLM's CPU build does with a checkpoint; its kernels are fewer than those for GPUs."""
+    name = "vLLM on a CPU"
+    if refused is not None:
+        return Consumer(name, loads=False, note=refused)
+    if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
+        return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
+    if any(each.activation == "tensor" for each in scheme.all):
+        return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
+    if any(each.block_rows > 1 for each in scheme.all):
+        return Consumer(
+            name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
+        )
+    if any(_format(each) == INT_FORMAT for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 on a CPU with AMX, in any dtype without")
+    if any(_format(each) == PACK_FORMAT for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 or float16")
+    return Consumer(name, loads=True, note="weights and inputs in FP8, products in wider numbers")
 
 
 def _vllm_note(scheme: ModelScheme) -> str:
@@ -372,9 +395,7 @@ def _vllm_note(scheme: ModelScheme) -> str:
     if any(each.block_rows > 1 for each in scheme.all):
         notes.append("multiplies blocks from sm_90 on its fast kernels")
     if any(_format(each) == INT_FORMAT for each in scheme.all):
-        notes.append("multiplies in INT8 from sm_75 to sm_90, and on a CPU in bfloat16 only")
-    if any(each.activation == "tensor" for each in scheme.all):
-        notes.append("its CPU kernel takes no static scale beside channel scales")
+        notes.append("multiplies in INT8 from sm_75 to sm_90")
     return "; ".join(notes)
 
 
@@ -418,7 +439,7 @@ def _quantized(arch: Arch, scheme: ModelScheme) -> Iterator[tuple[str, int, Sche
     """Name in its layer, K and scheme of every quantized linear of the layers."""
     for idx, layer in enumerate(arch.layers):
         for name in layer.linears:
-            if (each := scheme.of(f"layers.{idx}.{name}")) is not None:
+            if (each := scheme.for_linear(f"layers.{idx}.{name}")) is not None:
                 yield name, layer.linear_shape(name, arch.hidden_size)[1], each
 
 

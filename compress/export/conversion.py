@@ -29,7 +29,7 @@ from compress.models.weights import WeightSource
 from compress.quant.scheme import ModelScheme, QuantizedWeight, commonest
 from compress.registry.model_source import ModelSource
 
-CONVERT_VERSION = 1
+CONVERT_VERSION = 2
 
 
 def convert(source: ModelSource, name: str, directory: Path, *, progress: Progress | None = None) -> Artifact:
@@ -50,12 +50,15 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
 
     def build(out: ArtifactWriter) -> None:
         write_format(name, out.path, Watched(weights, progress or SilentProgress()), scheme)
-        for file in source.text_files():
-            shutil.copyfile(file, out.path / file.name)
+        source.copy_text_files(out.path)
+        source.copy_documents(out.path)
         arch, layers = described(weights.arch, scheme)
-        said = None if scheme is None else scheme.to_json()
         out.describe(
-            role="checkpoint", arch=arch, layers=layers, scheme=said, facts={"format": name, **kv_cache}
+            role="checkpoint",
+            arch=arch,
+            layers=layers,
+            scheme=None if scheme is None else scheme.to_json(),
+            facts={"format": name, **kv_cache},
         )
 
     parents = {"source": digest}

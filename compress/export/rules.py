@@ -114,6 +114,6 @@ def _quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, i
     """[O, I] by the name in its layer of each linear that some layer has quantized, and of the head if it is."""
     found = {"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {}
     for idx, layer in enumerate(arch.layers):
-        quantized = [name for name in layer.linears if scheme.of(f"layers.{idx}.{name}") is not None]
+        quantized = [name for name in layer.linears if scheme.for_linear(f"layers.{idx}.{name}") is not None]
         found |= {name: layer.linear_shape(name, arch.hidden_size) for name in quantized}
     return found

@@ -54,7 +54,7 @@ def load_weights(
     weights: dict[str, Tensor | QuantizedWeight] = {}
     for name in [each for each in tensors if each.endswith(".scale")]:
         module = name.removesuffix(".scale")
-        scheme = None if schemes is None else schemes.of(prefix + module)
+        scheme = None if schemes is None else schemes.for_linear(prefix + module)
         if scheme is None:
             raise UnsupportedFormat(
                 f"{path} holds quantized weights of {module} and its artifact states no scheme for them."

@@ -1,10 +1,11 @@
 """Per-layer overrides: which linears a pattern names, and how they change one scheme for all.
 
-Patterns are shell patterns (`*`, `?`, `[...]`) over canonical names, `layers.3.ffn.down`. They are tried
+Patterns are shell patterns (`*`, `?`, `[...]`, `{gate,up}`) over canonical names, `layers.3.ffn.down`. They are tried
 in order and the first that matches a linear decides it. Linears that read one input are one product in
 every consumer (q, k and v; gate and up), so they must get the same scheme.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,7 +56,7 @@ def overridden(
         )
     scheme = commonest(schemes, head=head) if layers is None else with_exceptions(layers, decided, head=head)
     for linears in linears_by_input(arch):
-        names = {linear: name_of(scheme.of(linear)) for linear in linears}
+        names = {linear: name_of(scheme.for_linear(linear)) for linear in linears}
         if len(set(names.values())) > 1:
             given = ", ".join(f"{linear} {name}" for linear, name in names.items())
             raise UsageError(
@@ -76,7 +77,7 @@ def decide(overrides: Mapping[str, Scheme | None], arch: Arch) -> dict[str, Sche
     names = linear_names(arch)
     decided: dict[str, Scheme | None] = {}
     for pattern, scheme in overrides.items():
-        matched = [name for name in names if fnmatchcase(name, pattern)]
+        matched = [name for name in names if any(fnmatchcase(name, each) for each in alternatives(pattern))]
         if not matched:
             raise UsageError(
                 f"overrides: the pattern '{pattern}' matches no linear.{_nearest(pattern, names)}"
@@ -90,6 +91,16 @@ def decide(overrides: Mapping[str, Scheme | None], arch: Arch) -> dict[str, Sche
             )
         decided.update(dict.fromkeys(left, scheme))
     return decided
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the patterns that a pattern with braces stands for: `*.ffn.{gate,up}` is `*.ffn.gate` and `*.ffn.up`."""
+    braces = re.search(r"\{([^{}]*)\}", pattern)
+    if braces is None:
+        return [pattern]
+    before = pattern[: braces.start()]
+    after = pattern[braces.end() :]
+    return [each for choice in braces[1].split(",") for each in alternatives(before + choice + after)]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:

@@ -43,7 +43,7 @@ def follow(ranks: "TorchRanks", device: str) -> None:
     """
     for work in ranks.summons():
         stage = STAGES.get(work["kind"])
-        assert stage.together is not None, "rank 0 summons to stages that have such a part"
+        assert stage.on_all_ranks is not None, "rank 0 summons to stages that have such a part"
         source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
         inputs = Inputs(
             source,
@@ -53,4 +53,4 @@ def follow(ranks: "TorchRanks", device: str) -> None:
         context = Context(
             device, work["seed"], Path(work["scratch"]), offline=work["offline"], ranks=ranks, kept=kept
         )
-        stage.together(stage.spec.model_validate(work["spec"]), inputs, context)
+        stage.on_all_ranks(stage.spec.model_validate(work["spec"]), inputs, context)

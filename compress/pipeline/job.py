@@ -13,7 +13,7 @@ from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
 from compress.pipeline.provenance import provenance
-from compress.pipeline.result import Result, Status, result_of
+from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
 from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
@@ -58,7 +58,7 @@ def execute(job: Job, watch: Watch) -> Result:
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
-            return result_of(status, same, directory, pushed=None, seconds=time.perf_counter() - started_s)
+            return Result(status, same, directory, None, time.perf_counter() - started_s)
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
@@ -81,7 +81,7 @@ def execute(job: Job, watch: Watch) -> Result:
                     f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}"
                 )
     status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
-    return result_of(status, result, directory, pushed=pushed, seconds=time.perf_counter() - started_s)
+    return Result(status, result, directory, pushed, time.perf_counter() - started_s)
 
 
 def _step_done(job: Job, result: StepResult) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from compress.artifact.manifest import Artifact
-from compress.errors import GateFailed
+from compress.errors import GateFailed, UsageError
 from compress.pipeline.run import RunResult
 from compress.pipeline.run_dir import RunDir
 from compress.registry.transfer import PushResult
@@ -22,32 +22,51 @@ class Result:
     """The outcome of running a recipe.
 
     `status`: "done"; "unchanged" where `if_changed` found nothing to do; "stopped" after the stage named by
-    `until`; "gate_failed" where the artifact is kept and was not pushed. `path` is the directory of the
-    artifact, None where the recipe made none. `run` has every stage's artifact, `run_dir` the report and the
-    lock file of this recipe.
+    `until`; "gate_failed" where the artifact is kept and was not pushed. `run` has every stage's artifact,
+    `run_dir` the report and the lock file of this recipe; `copy` is where the artifact was copied to, if
+    anywhere.
     """
 
     status: Status
-    path: Path | None
     run: RunResult
     run_dir: RunDir
     pushed: PushResult | None
     seconds: float
+    copy: Path | None = None
 
     @property
-    def artifact(self) -> Artifact | None:
-        """The checkpoint, or the quantized weights where nothing was exported; None where there is neither."""
+    def made(self) -> Artifact | None:
+        """The checkpoint, or the quantized weights without an export; None where there is neither."""
         return self.run.latest(Port.CHECKPOINT) or self.run.latest(Port.QUANTIZED)
 
     @property
-    def digest(self) -> str | None:
-        """The artifact's digest, `sha256:<hex>`."""
-        return None if self.artifact is None else self.artifact.digest
+    def artifact(self) -> Artifact:
+        """The artifact in the workspace: the checkpoint, or the quantized weights without an export.
+
+        Raises:
+            UsageError: the run ended before there was one.
+        """
+        if self.made is None:
+            raise UsageError(
+                f"this run ({self.status}) made no artifact: its recipe neither quantizes nor exports, or it "
+                "stopped before."
+            )
+        return self.made
 
     @property
-    def size_bytes(self) -> int | None:
-        """Bytes of all the artifact's files."""
-        return None if self.artifact is None else self.artifact.size_bytes
+    def path(self) -> Path:
+        """The directory of the artifact: the copy, where there is one. Raises UsageError as `artifact`."""
+        return self.copy or self.artifact.path
+
+    @property
+    def digest(self) -> str:
+        """The artifact's digest, `sha256:<hex>`. Raises UsageError as `artifact`."""
+        return self.artifact.digest
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all the artifact's files. Raises UsageError as `artifact`."""
+        return self.artifact.size_bytes
 
     @property
     def gates(self) -> list[dict[str, Any]]:
@@ -83,10 +102,12 @@ class Result:
         """Return the document that `compress run --json` prints."""
         source = self.run.source
         pushed = self.pushed
-        artifact = {"digest": self.digest, "path": str(self.path), "size_bytes": self.size_bytes}
+        made = self.made
         return {
             "status": self.status,
-            "artifact": artifact if self.artifact is not None else None,
+            "artifact": None
+            if made is None
+            else {"digest": made.digest, "path": str(self.path), "size_bytes": made.size_bytes},
             "source": {"name": source.name, "revision": source.revision, "digest": source.digest},
             "stages": [
                 {
@@ -104,11 +125,3 @@ class Result:
             else {"name": pushed.name, "tags": list(pushed.tags), "manifest": pushed.manifest_digest},
             "seconds": round(self.seconds, 3),
         }
-
-
-def result_of(
-    status: Status, run: RunResult, run_dir: RunDir, *, pushed: PushResult | None, seconds: float
-) -> Result:
-    """Return the result whose artifact is where the workspace keeps it."""
-    artifact = run.latest(Port.CHECKPOINT) or run.latest(Port.QUANTIZED)
-    return Result(status, None if artifact is None else artifact.path, run, run_dir, pushed, seconds)

@@ -194,7 +194,7 @@ def _build(
         workspace.kept,
     )
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
-    if step.stage.together is not None:
+    if step.stage.on_all_ranks is not None:
         options.ranks.summon(share(step.stage.kind, step.spec, inputs, context))
     return workspace.commit(
         key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context)

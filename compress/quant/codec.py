@@ -1,6 +1,8 @@
-"""How a quantized weight lies in a file: a codec turns a `QuantizedWeight` into named tensors and back, bit for bit.
+"""Codecs: the tensors that a quantized weight is stored as. A codec converts it to named tensors and back,
+bit for bit.
 
-`CanonicalCodec` is the form of this project's own intermediate artifacts; the forms that other programs read are the codecs of `export/`.
+`CanonicalCodec` is the form of this project's own intermediate artifacts; `export/` has the codecs of formats
+that other programs read.
 """
 
 from collections.abc import Mapping
@@ -14,45 +16,49 @@ from compress.quant.scheme import QuantizedWeight, Scheme
 
 
 class Codec(Protocol):
-    """One on-disk form of a quantized linear. A leaf is the last part of a tensor's name (`weight_packed`)."""
+    """One on-disk form of a quantized linear. A leaf is the last part of a tensor's name
+    (`weight_packed`)."""
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        """Leaf names of a weight of this scheme."""
+        """Return the leaf names of a weight of this scheme."""
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Leaf -> tensor."""
+        """Return the tensors of a weight by leaf."""
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        """Exact inverse of `encode`."""
+        """Return the weight that `encode` turned into these tensors."""
 
 
 class ForeignCodec(Codec, Protocol):
-    """A codec of a published checkpoint format, which also says in `config.json` what is quantized and how."""
+    """A codec of a published checkpoint format, whose `config.json` states what is quantized and how."""
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Leaf -> the name under which some programs store it instead."""
+        """Leaf -> the other name under which some programs store it."""
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        """Scheme of every quantized linear among `linears` (disk module names) as a checkpoint's `quantization_config` states them.
+        """Return the scheme of every quantized linear among `linears` (module names on disk), from a
+        checkpoint's config.
 
         Raises:
-            UnsupportedFormat: the config asks for something this codec does not read.
+            UnsupportedFormat: the config states a form that this codec does not read.
         """
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
-        """Format of the KV cache (`quant/kv.py`) that the config states, None where it states none.
+        """Return the format of the KV cache (`quant/kv.py`) that the config states, None where it states
+        none.
 
         Raises:
-            UnsupportedFormat: it states one that is not known here.
+            UnsupportedFormat: the config states a format that is not supported.
         """
 
 
 class CanonicalCodec:
-    """`scale` [O, G] (for blocks of rows [R, G]) in the model's dtype, and beside it
+    """The form of intermediate artifacts: leaf `scale` [O, G] ([R, G] for blocks of rows) in the model's
+    dtype, and
 
-    integer codes: `packed` int32 [O, ceil(I*b/32)], `shape` int64 [2] = [O, I] (a last word may be padded), and `zero_point` int8 [O, G]
-                   for asymmetric schemes;
+    integer codes: `packed` int32 [O, ceil(I * b / 32)], `shape` int64 [2] = [O, I] (a last word may be
+                   padded), and `zero_point` int8 [O, G] for asymmetric schemes;
     float codes:   `codes` float8_e4m3fn [O, I], and `input_scale` float32 [] for static activations.
     """
 

@@ -1,10 +1,12 @@
-"""Formats of a KV cache by name, and the one scale that is not found as positions are written: the calibrated one.
+"""Formats of a KV cache by name, and the calibrated scales of the one that has them.
 
-    FP8_STATIC                          e4m3, one float32 scale for all keys of a layer and one for all values, kept with its weights
-    FP8_, INT8_, INT4_TOKEN_HEAD        one float32 scale for each position and head, found when it is written: nothing to calibrate
+    DENSE                            keys and values in the dtype that the model computes in
+    FP8_STATIC                       e4m3 with one float32 scale for all keys of a layer and one for all its
+                                     values, found by calibration and stored with the layer's weights
+    FP8_, INT8_, INT4_TOKEN_HEAD     one float32 scale for each position and head, computed when it is written
 
-How pages hold them is `kernels/operands/paged.py`'s. Scales are scalars of a layer under
-`KV_SCALES`: value ~ e4m3(value / scale) * scale.
+A calibrated scale is a scalar of the layer under the names of `KV_SCALES`: value ~ e4m3(value / scale) *
+scale. `kernels/operands/paged.py` has the memory layout of the pages.
 """
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
 from compress.quant.scheme import FP8_MAX
 
-DENSE = "DENSE"
-"""Keys and values as they are, in the dtype that the model computes in."""
+KV_DENSE = "DENSE"
+"""Format of a cache that is not quantized."""
 FP8_STATIC = "FP8_STATIC"
 FP8_TOKEN_HEAD = "FP8_TOKEN_HEAD"
 INT8_TOKEN_HEAD = "INT8_TOKEN_HEAD"
@@ -25,12 +27,13 @@ KV_CACHES = {
     "int8": INT8_TOKEN_HEAD,
     "int4": INT4_TOKEN_HEAD,
 }
-"""What a recipe calls them."""
+"""Recipe names of the formats."""
 KV_SCALES = {"k": "attn.k_scale", "v": "attn.v_scale"}
+"""Names of the scales of keys and of values among a layer's parameters."""
 
 
 def kv_cache_named(name: str) -> str:
-    """The format that a recipe means.
+    """Return the format that a recipe names.
 
     Raises:
         UsageError: there is none of that name.
@@ -41,18 +44,19 @@ def kv_cache_named(name: str) -> str:
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
-    """float32, to the nearest, ties to even, saturating: e4m3 has no infinity, and an overflow would become NaN."""
+    """Return the nearest e4m3 number as float32, ties to even, saturating: e4m3 has no infinity, and an
+    overflow would become NaN."""
     return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
 
 
 def read_kv_scale(stored: Tensor, name: str) -> Tensor:
-    """A scale of a checkpoint, [] or [1] in any dtype, as a float32 scalar.
+    """Return a scale of a checkpoint, [] or [1] in any dtype, as a float32 scalar.
 
     Raises:
-        UnsupportedFormat: it is several numbers, or none that anything can be divided by.
+        UnsupportedFormat: it is several numbers, or one that is not finite and positive.
     """
     if stored.numel() != 1 or not bool(torch.isfinite(stored).all()) or float(stored) <= 0:
         raise UnsupportedFormat(
-            f"'{name}' is not one positive number, as the scale of all keys or values of a layer has to be."
+            f"'{name}' is not one positive number, which the scale of all keys or values of a layer must be."
         )
     return stored.to(torch.float32).reshape(())

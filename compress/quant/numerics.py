@@ -1,16 +1,22 @@
-"""From weights to codes and back: scale choice, rounding to the nearest code, and their composition.
+"""Quantization of weights in arithmetic: the choice of scales, rounding to the nearest code, and their
+composition.
 
-Symmetric: s = absmax / (2^b - 1) * 2, that is absmax / 7.5 for four bits, so that both ends of [-8, 7] err alike (the convention of
-compressed-tensors; absmax / 7 has 12 % more error); absmax / 448 for e4m3, whose codes are rounded to the nearest, ties to even, and
-saturate, because e4m3 has no infinity and an overflow would become NaN. Asymmetric: s = (max - min) / (2^b - 1), z = round(min_code -
-min / s), the range always holding zero. Scales are rounded to the stored dtype before any code is chosen. `search_scale` shrinks the range
-on a grid and keeps, per group, the one with the least error: squared error, or the error of the layer's output as far as the group's own
-block of H = E[x x^T] sees it (the clipping search of AWQ, arXiv 2306.00978, without replaying any token).
+Symmetric scales are s = absmax / ((2^b - 1) / 2), that is absmax / 7.5 for four bits, so that both ends of
+[-8, 7] have the same error (the convention of compressed-tensors; absmax / 7 has 12 % more error). Scales of
+e4m3 are absmax / 448; its codes are rounded to the nearest, ties to even, and saturate, because e4m3 has no
+infinity and an overflow would become NaN. Asymmetric schemes have s = (max - min) / (2^b - 1) and z =
+round(min_code - min / s), with a range that always contains zero. Scales are rounded to the stored dtype
+before any code is chosen.
 
-A scale that several output channels share has the columns of all of them for members: then O, of a weight in groups and of its scales, is
-the number of blocks of channels (R in `scheme.py`), and a ragged last block is filled up with zeros, which move no range and err nowhere.
+`search_scale` shrinks the range on a grid and keeps, per scale group, the one with the least error: squared
+error, or the error of the layer's output as the group's own block of H = E[x x^T] measures it (the clipping
+search of AWQ, arXiv 2306.00978, without running any token again).
 
-Shapes: O out, I in, G groups, N members of a group.
+A scale that several output channels share covers the columns of all of them. Then O, of a grouped weight and
+of its scales, is the number of blocks of channels (R in `scheme.py`), and an incomplete last block is padded
+with zeros, which change no range and have no error.
+
+Shapes: O out, I in, G scale groups, N weights of a scale group.
 """
 
 from typing import Literal
@@ -22,16 +28,18 @@ from compress.quant.products import product
 from compress.quant.scheme import QuantizedWeight, Scheme
 
 GRID_SIZE = 40
-"""Steps of the range search; the last is `SMALLEST_RANGE_FRAC` of the full range."""
+"""Steps of the range search; the last one is `SMALLEST_RANGE_FRAC` of the full range."""
 SMALLEST_RANGE_FRAC = 0.5
 _SMALL_SCALE = 2.0**-17
-"""From here on float16 has every bfloat16 number (up to its largest, which no scale comes near)."""
+"""Smallest scale from which on float16 can represent every bfloat16 number (up to its largest, which no scale
+comes near)."""
 _LEAST_SCALE = 2.0**-24
-"""The least that float16 has: a smaller scale becomes this one, and not 0, which would make a row of small weights one of zeros."""
+"""Smallest float16 number. Smaller scales become it instead of 0, which would turn a row of small weights
+into zeros."""
 
 
 def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
-    """[O, I] -> [O, G, N]."""
+    """Return the weights by scale group, [O, I] -> [O, G, N]."""
     groups = scheme.num_groups(w_OI.shape[1])
     if scheme.block_rows == 1:
         return w_OI.reshape(w_OI.shape[0], groups, -1)
@@ -40,7 +48,7 @@ def grouped(w_OI: Tensor, scheme: Scheme) -> Tensor:
 
 
 def ungrouped(w_OGN: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
-    """The inverse of `grouped`: [O, G, N] -> [O, I]."""
+    """Return the inverse of `grouped`, [O, G, N] -> [O, I]."""
     if scheme.block_rows == 1:
         return w_OGN.view(shape)
     num_blocks, groups, _ = w_OGN.shape
@@ -52,20 +60,21 @@ def ungrouped(w_OGN: Tensor, scheme: Scheme, shape: torch.Size) -> Tensor:
 
 
 def whole_blocks(w_OI: Tensor, scheme: Scheme) -> Tensor:
-    """With rows of zeros behind it that fill the last block of rows."""
-    short = -w_OI.shape[0] % scheme.block_rows
-    return torch.nn.functional.pad(w_OI, (0, 0, 0, short)) if short else w_OI
+    """Return the weights padded with rows of zeros to whole blocks of rows."""
+    missing = -w_OI.shape[0] % scheme.block_rows
+    return torch.nn.functional.pad(w_OI, (0, 0, 0, missing)) if missing else w_OI
 
 
 def min_max_scale(
     w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, range_frac: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [O, G] in `scale_dtype` and zero point int8 [O, G] (None if symmetric) from the range of each group times `range_frac`."""
-    return _scale_of(*_range(w_OGN, scheme), scheme, scale_dtype, range_frac)
+    """Return scale [O, G] in `scale_dtype` and zero point int8 [O, G] (None if symmetric) from each group's
+    range times `range_frac`."""
+    return _scale_from_range(*_range(w_OGN, scheme), scheme, scale_dtype, range_frac)
 
 
 def _range(w_OGN: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest number that each group has to reach, float32 [O, G]."""
+    """Return the lowest and the highest number that each group must represent, float32 [O, G]."""
     if scheme.symmetric:
         absmax = w_OGN.abs().amax(dim=-1).to(torch.float32)
         return -absmax, absmax
@@ -74,9 +83,10 @@ def _range(w_OGN: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     )
 
 
-def _scale_of(
+def _scale_from_range(
     low: Tensor, high: Tensor, scheme: Scheme, scale_dtype: torch.dtype, range_frac: float | Tensor
 ) -> tuple[Tensor, Tensor | None]:
+    """Return scale and zero point (None if symmetric) for ranges times `range_frac`."""
     low = low * range_frac
     high = high * range_frac
     scale = stored_scale((high - low) / (scheme.max_code - scheme.min_code), scheme, scale_dtype)
@@ -91,13 +101,17 @@ def _scale_of(
 def search_scale(
     w_OGN: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, h_GNN: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `min_max_scale`, with the range of each group that minimises d^T H d over d = dequantized - w (H None: the identity)."""
+    """Return scale and zero point as `min_max_scale` does, with the range of each group that minimises d^T H
+    d.
+
+    d is dequantized minus original weights; `h_GNN` None means the identity.
+    """
     low, high = _range(w_OGN, scheme)
-    best_scale, best_zero = _scale_of(low, high, scheme, scale_dtype, 1.0)
+    best_scale, best_zero = _scale_from_range(low, high, scheme, scale_dtype, 1.0)
     best_error = _group_error(w_OGN, scheme, best_scale, best_zero, h_GNN)
     for step in range(1, GRID_SIZE):
         range_frac = 1 - step / (GRID_SIZE - 1) * (1 - SMALLEST_RANGE_FRAC)
-        scale, zero = _scale_of(low, high, scheme, scale_dtype, range_frac)
+        scale, zero = _scale_from_range(low, high, scheme, scale_dtype, range_frac)
         error = _group_error(w_OGN, scheme, scale, zero, h_GNN)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -108,7 +122,7 @@ def search_scale(
 
 
 def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
-    """[I, I] -> [G, N, N], the blocks of H that belong to one group each."""
+    """Return the diagonal blocks of H, one for each scale group, [I, I] -> [G, N, N]."""
     num_groups = scheme.num_groups(h_II.shape[0])
     return (
         h_II.reshape(num_groups, len(h_II) // num_groups, num_groups, -1)
@@ -118,15 +132,18 @@ def diagonal_blocks(h_II: Tensor, scheme: Scheme) -> Tensor:
 
 
 CPU_SEARCH = 1 << 18
-"""Weights whose scales a CPU searches for at once: what one try computes of them stays in its cache for the next."""
+"""Weights whose scales a CPU searches at once: the intermediate results of one range stay in its cache for
+the next."""
 ScaleChoice = Literal["min_max", "mse", "hessian"]
-"""How the range of a group is chosen: all of it, least squared error, or least output error under the group's block of H."""
+"""How the range of a scale group is chosen: all of it, least squared error, or least output error under the
+group's block of H."""
 
 
 def choose_scale(
     w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype, *, choice: ScaleChoice, h_II: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale [O, G] in `scale_dtype` and zero point int8 [O, G] or None. `hessian` needs H of the linear's input."""
+    """Return scale [O, G] in `scale_dtype` and zero point int8 [O, G] or None; `hessian` needs H of the
+    linear's input."""
     w_OGN = grouped(w_OI, scheme)
     if choice == "min_max":
         return min_max_scale(w_OGN, scheme, scale_dtype)
@@ -140,7 +157,8 @@ def choose_scale(
 
 
 def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Codes as float32, for broadcastable scale and zero point: clamp(round(w / s) + z), or round_to_e4m3(clamp(w / s))."""
+    """Return codes as float32, for broadcastable scale and zero point: clamp(round(w / s) + z), or
+    e4m3(clamp(w / s))."""
     scaled = w.to(torch.float32) / scale.to(torch.float32)
     if scheme.type == "float":
         return scaled.clamp(scheme.min_code, scheme.max_code).to(scheme.code_dtype).to(torch.float32)
@@ -153,7 +171,7 @@ def nearest_codes(w: Tensor, scheme: Scheme, scale: Tensor, zero_point: Tensor |
 def round_to_nearest(
     w_OI: Tensor, scheme: Scheme, scale_OG: Tensor, zero_point_OG: Tensor | None
 ) -> QuantizedWeight:
-    """Quantize with the given scales, each weight on its own."""
+    """Quantize with the given scales, each weight independently."""
     zero = None if zero_point_OG is None else zero_point_OG.unsqueeze(-1)
     codes = nearest_codes(grouped(w_OI, scheme), scheme, scale_OG.unsqueeze(-1), zero)
     return QuantizedWeight(
@@ -162,17 +180,19 @@ def round_to_nearest(
 
 
 def nearest_weight(w_OI: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """Plain rounding to nearest with the full range of every group: the baseline of every method."""
+    """Quantize to nearest with the full range of every group: the baseline of every method."""
     return round_to_nearest(w_OI, scheme, *min_max_scale(grouped(w_OI, scheme), scheme, scale_dtype))
 
 
 def static_input_scale(absmax: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> Tensor:
-    """Float32 scalar that takes inputs up to `absmax` onto the codes. Rounded to `scale_dtype`, which some consumers keep it in."""
+    """Return the float32 scalar that maps inputs up to `absmax` to the codes, rounded to `scale_dtype`, in
+    which some consumers store it."""
     return stored_scale(absmax.to(torch.float32) / scheme.max_code, scheme, scale_dtype).to(torch.float32)
 
 
 def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
-    """Relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second moment H; 0 for dead inputs."""
+    """Return the relative output error tr(dW H dW^T) / tr(W H W^T) of a linear whose inputs have the second
+    moment H; 0 for dead inputs."""
     w = w_OI.to(torch.float32)
     delta = candidate_OI.to(torch.float32) - w_OI.to(torch.float32)
     h = h_II.to(torch.float32)
@@ -181,18 +201,21 @@ def output_error(w_OI: Tensor, candidate_OI: Tensor, h_II: Tensor) -> float:
 
 
 def stored_scale(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """The scale as stored; a group of zeros gets 1 so that no division by zero reaches a consumer."""
+    """Return the scale as it is stored; a group of zeros gets 1 so that no consumer divides by zero."""
     stored = storable(scale, scheme, dtype)
     return torch.where(stored > 0, stored, torch.ones_like(stored))
 
 
 def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """Rounded to `dtype`. The formats gptq and awq keep float16, whose least numbers lie wider than bfloat16's: integer weights take one
-    that both have, so that every format holds them as they are."""
+    """Return the scale rounded to `dtype`.
+
+    The formats gptq and awq store float16, whose smallest numbers are further apart than bfloat16's: a small
+    scale of integer weights becomes a number that both have, so that every format stores it exactly.
+    """
     stored = scale.to(dtype)
     if dtype == torch.bfloat16 and scheme.type == "int":
         small = stored.abs() < _SMALL_SCALE
-        if not stored.is_cuda and not bool(small.any()):  # which a GPU would have to be asked and waited for
+        if not stored.is_cuda and not bool(small.any()):  # on a GPU the test would wait for the device
             return stored
         both = stored.to(torch.float16).to(dtype)
         both = torch.where(
@@ -205,6 +228,8 @@ def storable(scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
 def _group_error(
     w_OGN: Tensor, scheme: Scheme, scale_OG: Tensor, zero_OG: Tensor | None, h_GNN: Tensor | None
 ) -> Tensor:
+    """Return d^T H d of each scale group, d = dequantized - w, float32 [O, G]; `h_GNN` None means the
+    identity."""
     scale = scale_OG.unsqueeze(-1)
     zero = None if zero_OG is None else zero_OG.unsqueeze(-1)
     codes = nearest_codes(w_OGN, scheme, scale, zero)

@@ -1,14 +1,17 @@
-"""What a quantized weight is, as data: number of bits, symmetry, how scales are shared, how the input is rounded, and the codes themselves.
+"""Schemes and quantized weights: number of bits, symmetry, how scales are shared, how the input is rounded;
+codes and scales.
 
-Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the convention of compressed-tensors);
-value = (code - zero_point) * scale. Float codes are numbers of the e4m3 grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest
-448, no infinity); value = code * scale. Packing to words on disk is `packing.py`'s, choosing scales and codes is `numerics.py`'s.
+Integer codes are signed, in [-2^(b-1), 2^(b-1) - 1] for symmetric and asymmetric schemes alike (the
+convention of compressed-tensors); value = (code - zero_point) * scale. Float codes are numbers of the e4m3
+grid (arXiv 2209.05433: 4 bits of exponent, 3 of mantissa, largest 448, no infinity); value = code * scale.
+`packing.py` packs codes into words, `numerics.py` chooses scales and codes.
 
-A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product runs on 8-bit tensor cores:
-`token` computes one scale for each row as it comes, `group` one for each row and group of columns, `tensor` has one fixed scale for the
-whole input, found by calibration.
+A scheme with an `activation` also rounds the input of the linear to the weight's type, so that the product
+runs on 8-bit tensor cores: `token` computes one scale for each row at run time, `group` one for each row and
+group of columns, `tensor` has one fixed scale for the whole input, found by calibration.
 
-Shapes: O out, I in, G groups along I (one group for a channel scheme), R rows of scales: O, or blocks of rows that share one.
+Shapes: O out, I in, G scale groups along I (one for a channel scheme), R rows of scales: O, or the number of
+blocks of rows.
 """
 
 from collections import Counter
@@ -22,30 +25,33 @@ from torch import Tensor
 from compress.errors import UsageError, did_you_mean
 
 FP8_MAX = 448
-"""The largest number of e4m3."""
+"""Largest number of e4m3."""
 DENSE = "dense"
-"""What a linear without a scheme is called: its weight stays in the model's dtype."""
+"""Name of the absent scheme: the weight stays in the model's dtype."""
 
 
 class Schemes(Protocol):
-    """Which scheme each linear has, by its canonical name (`layers.3.ffn.down`, `head`)."""
+    """A mapping from linears, by canonical name (`layers.3.ffn.down`, `head`), to schemes."""
 
-    def of(self, linear: str) -> "Scheme | None":
-        """None: it stays dense."""
+    def for_linear(self, linear: str) -> "Scheme | None":
+        """Return the scheme of one linear, None if its weight stays dense."""
 
     @property
     def all(self) -> "tuple[Scheme, ...]":
-        """Each that occurs, once."""
+        """Every scheme that occurs, once."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits. With `block_rows` above 1
-    so many output channels share the scales of their groups, and a scale belongs to a block of the weight.
+    """How a weight is quantized.
 
-    Float codes, and integer codes whose inputs are rounded too, are symmetric, of 8 bits, with one scale per output channel or (e4m3 only)
-    for each block of 128 x 128, beside inputs in groups of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3): what the 8-bit kernels of
-    every consumer take.
+    `group_size` None means one scale per output channel; `activation` None means that inputs stay in 16 bits.
+    With `block_rows` > 1 so many output channels share the scales of their scale groups, and a scale belongs
+    to a block of the weight.
+
+    Float codes, and integer codes whose inputs are rounded too, are symmetric and of 8 bits. They have one
+    scale per output channel or (e4m3 only) one for each block of 128 x 128, with inputs in groups of 128
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3): the forms that the 8-bit kernels of every consumer take.
     """
 
     name: str
@@ -56,8 +62,8 @@ class Scheme:
     activation: Literal["token", "tensor", "group"] | None = None
     block_rows: int = 1
 
-    def of(self, linear: str) -> "Scheme":
-        """A scheme alone is that of every linear."""
+    def for_linear(self, linear: str) -> "Scheme":
+        """Return this scheme: alone, it is the scheme of every linear."""
         return self
 
     @property
@@ -83,26 +89,26 @@ class Scheme:
         return "channel" if self.group_size is None else "group"
 
     def num_groups(self, in_features: int) -> int:
-        """Groups along I.
+        """Return the number of scale groups along I.
 
         Raises:
-            UsageError: the group size does not divide I; a padded group would be read differently by every consumer.
+            UsageError: the group size does not divide I; consumers disagree on how to read a padded group.
         """
         if self.group_size is None:
             return 1
         if in_features % self.group_size:
             raise UsageError(
-                f"scheme {self.name} needs every K to be a multiple of {self.group_size}, but a linear has K = {in_features}. "
-                "Choose a smaller group size or a channel scheme."
+                f"scheme {self.name} needs every K to be a multiple of {self.group_size}, but a linear has "
+                f"K = {in_features}. Choose a smaller group size or a channel scheme."
             )
         return in_features // self.group_size
 
     def num_scale_rows(self, out_features: int) -> int:
-        """R; the last block of rows may be a part of one."""
+        """Return R; the last block of rows may be incomplete."""
         return -(-out_features // self.block_rows)
 
     def by_row(self, scale_RG: Tensor, out_features: int) -> Tensor:
-        """[R, G] -> [O, G]: what each output channel is scaled by."""
+        """Return the scale of each output channel, [R, G] -> [O, G]."""
         return (
             scale_RG
             if self.block_rows == 1
@@ -110,7 +116,8 @@ class Scheme:
         )
 
     def weight_bytes(self, out_features: int, in_features: int, *, scale_bytes: int = 2) -> int:
-        """Bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight on disk and on the device."""
+        """Return the bytes of codes, scales, zero points and the float32 input scale of an [O, I] weight, on
+        disk and on the device."""
         num_scales = self.num_scale_rows(out_features) * self.num_groups(in_features)
         zero_points = 0 if self.symmetric else num_scales * self.num_bits // 8
         input_scale = 4 if self.activation == "tensor" else 0
@@ -122,7 +129,8 @@ class Scheme:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What was not always there is left out where it is the default, so that manifests of older schemes keep their digest."""
+        """Return the scheme as JSON; newer fields are left out at their default, so that manifests of older
+        schemes keep their digest."""
         optional = {"type": "int", "activation": None, "block_rows": 1}
         return {
             key: value for key, value in asdict(self).items() if key not in optional or value != optional[key]
@@ -162,22 +170,45 @@ SCHEMES = {
 
 
 def scheme_named(name: str) -> Scheme:
+    """Return the scheme of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
     if name not in SCHEMES:
         raise UsageError(f"unknown scheme '{name}'.{did_you_mean(name, SCHEMES)}")
     return SCHEMES[name]
 
 
+def known_scheme(scheme: Scheme) -> Scheme:
+    """Return the member of SCHEMES that equals `scheme` in everything but its name; `scheme` itself if there
+    is none."""
+    return next((each for each in SCHEMES.values() if replace(each, name=scheme.name) == scheme), scheme)
+
+
+def weight_only_scheme(num_bits: int, *, symmetric: bool, group_size: int | None) -> Scheme:
+    """Return the weight-only integer scheme of these facts, as a checkpoint states them; it may have no name
+    in SCHEMES."""
+    channel = "" if num_bits == 8 else "_CHANNEL"
+    group = channel if group_size is None else f"_G{group_size}"
+    name = f"W{num_bits}A16{group}{'' if symmetric else '_ASYM'}"
+    return known_scheme(Scheme(name, num_bits, symmetric, group_size))
+
+
 @dataclass(frozen=True)
 class ModelScheme:
-    """Schemes of a whole model: one for the linears of the layers, linears that differ from it by name (None: dense), and the head's, None
-    when the head is dense. Linears that share an input have the same scheme where this project chose it.
+    """The schemes of a whole model.
+
+    `layers` is the scheme of the linears of layers, `exceptions` lists linears that differ from it (None:
+    dense), and `head` is the head's, None when it is dense. Linears that share an input have the same scheme
+    where this project chose it.
     """
 
     layers: Scheme
     head: Scheme | None = None
     exceptions: tuple[tuple[str, Scheme | None], ...] = ()
 
-    def of(self, linear: str) -> Scheme | None:
+    def for_linear(self, linear: str) -> Scheme | None:
         if linear == "head":
             return self.head
         return dict(self.exceptions).get(linear, self.layers)
@@ -194,7 +225,7 @@ class ModelScheme:
 
     @property
     def of_layers(self) -> tuple[Scheme, ...]:
-        """Each that a linear of a layer has, once."""
+        """Every scheme that a linear of a layer has, once."""
         return tuple(
             dict.fromkeys([self.layers, *(scheme for _, scheme in self.exceptions if scheme is not None)])
         )
@@ -205,22 +236,27 @@ class ModelScheme:
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """Linears of layers that have no scheme."""
+        """Names of the linears of layers that have no scheme."""
         return tuple(linear for linear, scheme in self.exceptions if scheme is None)
 
     def renamed(self, rename: Callable[[str], str]) -> "ModelScheme":
-        """The same with the exceptions under other names: those of a checkpoint."""
+        """Return the same schemes with the exceptions renamed, to the names of a checkpoint."""
         return replace(self, exceptions=tuple((rename(linear), scheme) for linear, scheme in self.exceptions))
 
     def facts_of_layer(self, layer_idx: int, linears: Iterable[str]) -> dict[str, Any]:
-        """What a manifest says of one layer: its scheme by name and, where not all its linears have it, those that differ."""
-        names = {linear: name_of(self.of(f"layers.{layer_idx}.{linear}")) for linear in linears}
+        """Return a manifest's facts of one layer: its scheme by name and, where linears differ, their names
+        and schemes."""
+        names = {linear: name_of(self.for_linear(f"layers.{layer_idx}.{linear}")) for linear in linears}
         scheme = next(iter(names.values())) if len(set(names.values())) == 1 else self.layers.name
         different = {linear: name for linear, name in names.items() if name != scheme}
         return {"scheme": scheme, **({"exceptions": different} if different else {})}
 
     def to_json(self) -> dict[str, Any]:
-        """The layers' facts, with the head's under `head` and linears that differ under `exceptions`, scheme by scheme (null: dense)."""
+        """Return JSON: the facts of `layers`, those of the head under `head`, and linears that differ under
+        `exceptions`.
+
+        Exceptions are grouped by scheme (null: dense).
+        """
         linears: dict[Scheme | None, list[str]] = {}
         for linear, scheme in self.exceptions:
             linears.setdefault(scheme, []).append(linear)
@@ -242,7 +278,7 @@ class ModelScheme:
         }
         return with_exceptions(
             layers,
-            {linear: Scheme.from_json(said) if said else None for linear, said in schemes.items()},
+            {linear: Scheme.from_json(facts) if facts else None for linear, facts in schemes.items()},
             head=head,
         )
 
@@ -250,7 +286,8 @@ class ModelScheme:
 def with_exceptions(
     layers: Scheme, schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None
 ) -> ModelScheme:
-    """`layers` for every linear but those of `schemes` that have another; names in one order, so that equal models are equal."""
+    """Return `layers` for all linears except those that `schemes` gives another; sorted by name, so that
+    equal models are equal."""
     return ModelScheme(
         layers,
         head,
@@ -259,19 +296,24 @@ def with_exceptions(
 
 
 def commonest(schemes: Mapping[str, Scheme | None], *, head: Scheme | None = None) -> ModelScheme:
-    """The scheme that most of these linears have for all, the rest as exceptions; of equal counts the one that comes first."""
+    """Return the scheme that most of these linears have as that of all layers, the rest as exceptions; of
+    equal counts the first."""
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     return with_exceptions(counts.most_common(1)[0][0], schemes, head=head)
 
 
 def name_of(scheme: Scheme | None) -> str:
+    """Return the scheme's name, `dense` for None."""
     return DENSE if scheme is None else scheme.name
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes [O, I] (int8, or float8_e4m3fn for float schemes), scale [O, G] in the stored dtype ([R, G] for blocks), zero_point int8 [O, G]
-    or None when symmetric. `input_scale` is a float32 scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
+    """A quantized weight.
+
+    Codes [O, I] are int8, or float8_e4m3fn for float schemes; the scale is [O, G] ([R, G] for blocks of rows)
+    in the stored dtype; the zero point is int8 [O, G], or None when symmetric. `input_scale` is a float32
+    scalar for schemes whose activation is `tensor`, else None: x ~ e4m3(x / s) * s.
     """
 
     scheme: Scheme
@@ -285,7 +327,8 @@ class QuantizedWeight:
         return self.codes_OI.shape[0], self.codes_OI.shape[1]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Weights [O, I]: the product is exact in float32 and rounded once to `dtype` (default: the scale's, as every consumer does)."""
+        """Return the weights [O, I]: exact products in float32, rounded once to `dtype` (default: the
+        scale's, as every consumer does)."""
         out_features, in_features = self.shape
         scale_OG = self.scheme.by_row(self.scale_OG, out_features).to(torch.float32)
         groups = scale_OG.shape[1]

@@ -4,9 +4,9 @@ A hub name is resolved to the commit it stands for before anything is fetched, a
 The digest covers every file that decides the model's function or its text, and nothing else in the directory.
 """
 
-import fnmatch
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,21 @@ TEXT_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "tekken.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
+DOCUMENT_FILES = tuple(
+    f"{name}{suffix}"
+    for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+    for suffix in ("", ".md", ".txt")
+)
+"""Files that travel with a model and decide neither its function nor its text, so that its digest leaves them out."""
+README_NAME = "README.md"
+SOURCE_README_NAME = "SOURCE_README.md"
+"""The name of a source's README in a checkpoint, whose README is the model card."""
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
+FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
 
@@ -41,8 +53,24 @@ class ModelSource:
     digest: str
 
     def text_files(self) -> list[Path]:
-        """Tokenizer and generation files, which travel with every checkpoint made from this model."""
+        """Return the tokenizer and generation files, which travel with every checkpoint made from this model."""
         return _matching(self.path, TEXT_FILES)
+
+    def copy_text_files(self, directory: Path) -> None:
+        """Copy the tokenizer and generation files to a checkpoint."""
+        for file in self.text_files():
+            copy = directory / file.relative_to(self.path)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+
+    def copy_documents(self, directory: Path) -> None:
+        """Copy licences and notices to a checkpoint, and the source's README under a name that leaves room for the card's."""
+        for file in _matching(self.path, DOCUMENT_FILES):
+            shutil.copyfile(file, directory / file.name)
+        for name in (SOURCE_README_NAME, README_NAME):
+            if (self.path / name).is_file():
+                shutil.copyfile(self.path / name, directory / SOURCE_README_NAME)
+                break
 
 
 def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
@@ -98,12 +126,14 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
 
 
 def model_digest(path: Path) -> str:
-    return digest_json({file.name: digest_file(file) for file in _matching(path, MODEL_FILES)})
+    files = _matching(path, MODEL_FILES)
+    return digest_json({file.relative_to(path).as_posix(): digest_file(file) for file in files})
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    files = (each for each in sorted(path.iterdir()) if each.is_file())
-    return [each for each in files if any(fnmatch.fnmatch(each.name, pattern) for pattern in patterns)]
+    """Return the files of a directory and of its folders for which a pattern holds, in order of their names."""
+    found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
@@ -116,7 +146,10 @@ def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str
             commit = HfApi().model_info(name, revision=revision).sha
         path = Path(
             snapshot_download(
-                name, revision=commit, allow_patterns=list(MODEL_FILES), local_files_only=offline
+                name,
+                revision=commit,
+                allow_patterns=list(FETCHED_FILES),
+                local_files_only=offline,
             )
         )
     except HFValidationError as error:

@@ -1,80 +1,159 @@
-"""Decode steps: one token for every running request, as one graph launch on CUDA.
+"""Plain decoding: one token for every running request and step, as one graph launch on CUDA.
 
     step:  logits = runner.decode(state.begin());  tokens = sample(logits);  state.end(tokens)
 
-On CUDA a step of R rows is captured once as a graph for the next size above R, state and sampler inside. The graph's kernels leave the
-tokens in the host's memory, in two places in turn, so that a step may be launched before the last one's tokens were read: for the host a
-step is one launch and one event. Elsewhere a step runs as it is written.
+All that a step reads is on the device, and it ends by writing what the next step reads
+(`kernels/step/decode.py`). So steps follow one another without the host, and one graph serves every step of
+as many rows (`graphs.py`): for the host a step is one launch and one event. The host writes only when
+requests come or go (`DecodeState.load`), and when a sequence enters a new block (`set_next_block`).
 
-Capturing follows a warm-up of the same step, in which kernels are compiled and tuned, on filler rows.
+Padding rows fill a batch up to the size of a graph: a context of one token that never grows, in the padding
+block.
+
+Shapes: R rows of a step, S rows of the state, D hidden, V vocabulary, B blocks of the longest sequence and
+one more, for the step after the last one of a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.runtime.decode_state import DecodeRow, DecodeState
+from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
+from compress.kernels.step.host_memory import host_visible
+from compress.runtime.decode_run import HostResults, host_results
+from compress.runtime.graphs import Graphs
 from compress.runtime.model_runner import ModelRunner
-from compress.runtime.sampler import SamplingPlan, sample_rows
+from compress.runtime.sampler import SampledTokens, SamplingPlan, SamplingRows, sample_rows
 from compress.runtime.scheduler import Generation, Scheduler
 
-GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_WARMUPS = 2
+
+class DecodeState:
+    """The device state of decode steps: for at most `max_rows` requests the next token, context, blocks and
+    sampling parameters.
+
+    `results[n % 2]` are those of step n since `load`.
+    """
+
+    def __init__(self, *, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self._block_size = block_size
+        self._device = device
+        num_columns = -(-max_model_len // block_size) + 1
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._buffers = DecodeBuffers(
+            tokens_S=zeros(max_rows),
+            context_lens_S=zeros(max_rows) + 1,
+            running_S=zeros(max_rows),
+            block_table_SB=zeros(max_rows, num_columns) + PADDING_BLOCK,
+            num_steps=zeros(1),
+            next_block_S=host_visible(max_rows, dtype=torch.int64, device=device),
+            host_tokens_2S=host_visible(2, max_rows, dtype=torch.int64, device=device),
+            host_logprobs_2S=host_visible(2, max_rows, dtype=torch.float32, device=device),
+        )
+        self.results = host_results(self._buffers.host_tokens_2S, self._buffers.host_logprobs_2S, device)
+        next_block_S = self._buffers.next_block_S
+        # The host writes an entry ten times faster through numpy.
+        self._next_block: Any = next_block_S if next_block_S.is_cuda else next_block_S.numpy()
+        self._sampling = self._sampling_rows(())
+
+    def load(self, generations: Sequence[Generation]) -> None:
+        """Assign rows 0, 1, ... to these requests and make the others padding. The device must have finished
+        all earlier steps.
+        """
+        buffers = self._buffers
+        num_padding = self.max_rows - len(generations)
+        num_columns = buffers.block_table_SB.shape[1]
+        blocks = [[*each.blocks, *[PADDING_BLOCK] * (num_columns - len(each.blocks))] for each in generations]
+        buffers.block_table_SB.copy_(torch.tensor([*blocks, *[[PADDING_BLOCK] * num_columns] * num_padding]))
+        buffers.tokens_S.copy_(torch.tensor([*(each.tokens[-1] for each in generations), *[0] * num_padding]))
+        buffers.context_lens_S.copy_(
+            torch.tensor([*(len(each.tokens) for each in generations), *[1] * num_padding])
+        )
+        buffers.running_S.copy_(torch.tensor([*[1] * len(generations), *[0] * num_padding]))
+        buffers.num_steps.zero_()
+        for row_idx, each in enumerate(generations):
+            self._next_block[row_idx] = each.blocks[(len(each.tokens) - 1) // self._block_size]
+        self._sampling.copy_(self._sampling_rows(generations))
+
+    @contextmanager
+    def only_padding(self) -> Iterator[None]:
+        """Make every row padding, so that warm-up steps change no request. `load` must follow."""
+        self.load(())
+        yield
+
+    def set_next_block(self, row_idx: int, block: int) -> None:
+        """Set the block that a running row enters with the next step launched. It entered the last one a
+        block of steps ago.
+        """
+        self._next_block[row_idx] = block
+
+    def begin(self, num_rows: int, embed_VD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Begin a step of the first rows; return its embeddings, positions, slots, block table and context
+        lengths.
+        """
+        buffers = self._buffers
+        x_RD, positions_R, slots_R = begin_step(buffers, num_rows, embed_VD, block_size=self._block_size)
+        return (
+            x_RD,
+            positions_R,
+            slots_R,
+            buffers.block_table_SB[:num_rows],
+            buffers.context_lens_S[:num_rows],
+        )
+
+    def end(self, sampled: SampledTokens) -> None:
+        """End a step that chose these tokens."""
+        end_step(self._buffers, sampled.tokens_R, sampled.logprobs_R)
+
+    def sampling(self, num_rows: int) -> SamplingRows:
+        """Return the sampling parameters of the first rows."""
+        return self._sampling.first(num_rows)
+
+    def _sampling_rows(self, generations: Sequence[Generation]) -> SamplingRows:
+        params = [each.request.params for each in generations]
+        return SamplingRows.of(params, self._device, pad_to=self.max_rows)
 
 
 @dataclass(frozen=True)
-class _Landing:
-    """Where a step's tokens [S] and log probabilities [S] arrive on the host, and the event that says they have."""
-
-    tokens_S: Tensor
-    logprobs_S: Tensor
-    done: torch.cuda.Event | None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step's outputs: of a captured one, the tensors that a replay of its graph fills."""
-
-    logits_SV: Tensor
-    graph: torch.cuda.CUDAGraph | None = None
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """A step on its way. After `wait`, and until two more steps were launched, the rest may be read."""
+class DecodedTokens:
+    """The pending tokens of a plain decode step: one for each of `num_rows` requests."""
 
     num_rows: int
     has_logprobs: bool
-    step: _Step
-    landing: _Landing
+    logits_SV: Tensor
+    results: HostResults
 
     def wait(self) -> None:
-        if self.landing.done is not None:
-            self.landing.done.synchronize()
+        """Wait until the device has chosen the tokens."""
+        self.results.wait()
 
     def read(self) -> list[list[int]]:
-        """One token of each row."""
-        return [[token] for token in self.landing.tokens_S.tolist()[: self.num_rows]]
+        """Return one token for each request."""
+        return [[token] for token in self.results.tokens.tolist()[: self.num_rows]]
 
     @property
     def logprobs(self) -> list[list[float]] | None:
-        return (
-            [[logprob] for logprob in self.landing.logprobs_S.tolist()[: self.num_rows]]
-            if self.has_logprobs
-            else None
-        )
+        """Log probabilities of the tokens, or None where no request wants them."""
+        if not self.has_logprobs:
+            return None
+        return [[logprob] for logprob in self.results.logprobs.tolist()[: self.num_rows]]
 
     @property
     def logits(self) -> Tensor:
-        """[R, 1, V]."""
-        return self.step.logits_SV[: self.num_rows].unsqueeze(1)
+        """Logits [R, 1, V], until the next step is launched."""
+        return self.logits_SV[: self.num_rows].unsqueeze(1)
 
 
-class DecodeSteps:
-    """Runs decode steps of at most `max_batch_size` rows over one state."""
+class PlainDecoding:
+    """Launches plain decode steps of at most `max_batch_size` requests over one state."""
 
     runs_ahead = True
 
@@ -91,97 +170,65 @@ class DecodeSteps:
         self._runner = runner
         self._scheduler = scheduler
         self._block_size = block_size
-        self._device = device
-        self._graphed = device.type == "cuda"
-        self._sizes = [size for size in GRAPH_SIZES if size < max_batch_size] + [graph_size(max_batch_size)]
-        max_rows = self._sizes[-1] if self._graphed else max_batch_size
+        self._graphs: Graphs[Tensor] = Graphs(device, max_batch_size)
         self._state = DecodeState(
-            max_rows=max_rows, max_model_len=max_model_len, block_size=block_size, device=device
+            max_rows=self._graphs.max_rows,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            device=device,
         )
-        self._graphs: dict[tuple[int, SamplingPlan], _Step] = {}
-        self._pool: Any = None
-        self._plan = SamplingPlan.of(())
         self._generations: Sequence[Generation] = ()
-        self._due: dict[
-            int, list[int]
-        ] = {}  # rows that enter a new block with step n, by n modulo the block size
-        self._num_steps = self._num_launched = (
-            0  # with as many as `_num_steps` some request has all its tokens
-        )
-        self._step: _Step | None = None
-        events = [torch.cuda.Event() if self._graphed else None for _ in range(2)]
-        self._landings = [_Landing(*self._state.landed(step), event) for step, event in enumerate(events)]
+        self._plan = SamplingPlan.of(())
+        self._rows_entering: dict[int, list[int]] = {}
+        """Rows that enter a new block with step n of the run, by n modulo the block size."""
+        self._max_steps = 0
+        """The number of steps of the run after which some request has all its tokens."""
+        self._num_launched = 0
+        self._run_step: Callable[[], Tensor]
 
     def load(self, generations: Sequence[Generation]) -> None:
-        """Begin a run of steps of these requests; every earlier step has been waited for."""
-        rows = [
-            DecodeRow(each.tokens[-1], len(each.tokens), each.blocks, each.request.params)
-            for each in generations
-        ]
+        """Begin a run of steps of these requests. The caller has waited for every earlier step."""
         self._generations = generations
-        self._due = {}
         self._num_launched = 0
-        self._num_steps = min(each.num_left for each in generations)
+        self._max_steps = min(each.num_left for each in generations)
+        self._rows_entering = {}
         for row_idx, each in enumerate(generations):
-            self._due.setdefault(
-                (len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size, []
-            ).append(row_idx)
-        self._plan = SamplingPlan.of([row.params for row in rows])
-        if self._graphed:
-            size = next(size for size in self._sizes if size >= len(rows))
-            if (size, self._plan) not in self._graphs:
-                self._graphs[size, self._plan] = self._capture(size, self._plan)
-            self._step = self._graphs[size, self._plan]
-        self._state.load(rows)
+            step = (len(each.blocks) * self._block_size - len(each.tokens) + 1) % self._block_size
+            self._rows_entering.setdefault(step, []).append(row_idx)
+        plan = SamplingPlan.of([each.request.params for each in generations])
+        num_rows = self._graphs.num_rows(len(generations))
+        self._plan = plan
+        self._run_step = self._graphs.prepare(
+            (num_rows, plan), lambda: self._step(num_rows, plan), set_aside=self._state.only_padding
+        )
+        self._state.load(generations)
 
     def make_ready(self) -> bool:
-        """Blocks for one more step: of the rows that enter one with it."""
-        if self._num_launched >= self._num_steps:
+        """Take the blocks that rows enter with one more step; return False if a request ends before or no
+        block is free.
+        """
+        if self._num_launched >= self._max_steps:
             return False
-        for row_idx in self._due.get(self._num_launched % self._block_size, ()):
+        for row_idx in self._rows_entering.get(self._num_launched % self._block_size, ()):
             generation = self._generations[row_idx]
             if not self._scheduler.extend(generation, len(generation.tokens) + 1):
                 return False
             self._state.set_next_block(row_idx, generation.blocks[-1])
         return True
 
-    def launch(self) -> DecodeStep:
-        """One step of the loaded rows."""
+    def launch(self) -> DecodedTokens:
+        """Launch one step of the loaded requests."""
         self._num_launched += 1
-        landing = self._landings[self._num_launched % 2]
-        step = self._step
-        if step is not None and step.graph is not None:
-            step.graph.replay()
-        else:
-            step = self._run(len(self._generations), self._plan)
-        if landing.done is not None:
-            landing.done.record()
-        return DecodeStep(len(self._generations), self._plan.logprobs, step, landing)
+        results = self._state.results[self._num_launched % 2]
+        logits_SV = self._run_step()
+        results.record()
+        return DecodedTokens(len(self._generations), self._plan.logprobs, logits_SV, results)
 
     @torch.inference_mode()
-    def _run(self, num_rows: int, plan: SamplingPlan) -> _Step:
+    def _step(self, num_rows: int, plan: SamplingPlan) -> Tensor:
+        """Run one step; return its logits [R, V]."""
         state = self._state
         x_RD, positions_R, slots_R, table_RB, context_lens_R = state.begin(num_rows, self._runner.embedding)
         logits_RV = self._runner.decode(x_RD, positions_R, slots_R, table_RB, context_lens_R)
         state.end(sample_rows(logits_RV, state.sampling(num_rows), context_lens_R, plan))
-        return _Step(logits_RV)
-
-    def _capture(self, num_rows: int, plan: SamplingPlan) -> _Step:
-        self._state.clear()
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARMUPS):
-                self._run(num_rows, plan)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step = self._run(num_rows, plan)
-        self._pool = self._pool or graph.pool()
-        return _Step(step.logits_SV, graph)
-
-
-def graph_size(num_rows: int) -> int:
-    """The least size of a graph that holds so many rows; above the largest, whole multiples of it."""
-    largest = GRAPH_SIZES[-1]
-    return next((size for size in GRAPH_SIZES if size >= num_rows), -(-num_rows // largest) * largest)
+        return logits_RV

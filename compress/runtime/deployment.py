@@ -1,4 +1,6 @@
-"""A deployment: the device, dtype and sizes that a model runs with, on which every choice of a kernel depends."""
+"""A deployment: the device, dtype and sizes that a model runs with, on which every choice of a kernel
+depends.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,8 @@ import torch
 from compress.kernels.problem import KernelDevice
 
 SHORT_PROMPT_ROWS = 128
-"""Tokens of a short prompt on a GPU, at most: up to about as many rows a linear's time is the bytes of its weights."""
+"""Tokens of a short prompt on a GPU, at most: up to about as many rows a linear's time is the bytes of its
+weights."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Deployment:
 
     @property
     def short_prompt_rows(self) -> int:
-        """Number of tokens up to which a prompt is short and uses decode kernels; 0 on a CPU, where no prompt does."""
+        """Number of tokens up to which a prompt is short and uses decode kernels; 0 on a CPU, where no prompt
+        does.
+        """
         return SHORT_PROMPT_ROWS if self.device.type == "cuda" else 0
 
     @property

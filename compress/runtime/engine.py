@@ -1,76 +1,57 @@
-"""The engine: requests in, finished requests out. `step()` = schedule, run, sample, postprocess.
+"""The engine: it serves requests. `step()` = schedule, launch, read.
 
-One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens (`scheduler.py`).
+One step serves every running request once: decodes first, then prefill chunks, within a budget of tokens
+(`scheduler.py`).
 
-While the same requests decode and nobody waits, the host runs one step ahead (`running.py`): `step()` launches the next decode step and
-only then reads the tokens of the one before. A token's time is still the time its caller could have had it. A request that turns out to
-have ended was then served once more than needed; what that gave is dropped. With `sync` every step ends with its own tokens on the host.
+Launch ahead. While the same requests decode and none can be admitted, `step()` launches the next decode step
+before it reads the tokens of the last one (`decode_run.py`), so the device never waits for the host. A
+token's time is still the moment at which the host has it. A request that turns out to have ended is served
+once more than needed, and the surplus tokens are dropped. With `sync` every step ends with its own tokens on
+the host.
 
-With `speculative` a decode is a verification of proposed tokens (`speculative/`), which gives a request one token or several; blocks for
-proposed tokens are taken where any are free, never from another request, and kept until the request ends. Steps run ahead where proposals
-are made on the device.
+With `speculative` a decode step verifies proposed tokens (`speculative/`) and gives a request one token or
+several. Blocks for proposed tokens are taken only if free, never from another request, and kept until the
+request ends. Steps are launched ahead where proposals are made on the device.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from compress.errors import UsageError
-from compress.kernels.operands.paged import DENSE_FORMATS, PADDING_BLOCK
+from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
-from compress.quant.kv import DENSE
-from compress.runtime.decode import DecodeSteps
+from compress.quant.kv import KV_DENSE
+from compress.runtime.decode import PlainDecoding
+from compress.runtime.decode_run import DecodeRun, Decoding, PendingTokens
 from compress.runtime.deployment import Deployment
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import BlockAllocator, KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
-from compress.runtime.model_runner import ModelRunner, PrefillBatch
+from compress.runtime.model_runner import ModelRunner
+from compress.runtime.prefill import Prefill
 from compress.runtime.request import Finished, Reason, Request
-from compress.runtime.running import Launched, Run, Steps
-from compress.runtime.sampler import Choice, sample
-from compress.runtime.scheduler import Generation, Scheduled, Scheduler
-from compress.runtime.speculative.proposer import Pages
-from compress.runtime.speculative.speculation import Acceptance, Speculation
+from compress.runtime.scheduler import Generation, Scheduler
+from compress.runtime.speculative.decoding import SpeculativeDecoding
+from compress.runtime.speculative.proposer import CacheSizes
+from compress.runtime.speculative.speculation import Acceptance
 
 Observer = Callable[[Sequence[Request], Sequence[int], torch.Tensor], None]
-"""Called with requests, the positions of the tokens just chosen for them, and the logits [R, V] that they were chosen from."""
-
-
-@dataclass(frozen=True)
-class _Prefilled:
-    """Prompts whose first tokens are chosen, on the device; to be read like a step."""
-
-    generations: list[Generation]
-    logits_WV: torch.Tensor
-    choice: Choice
-
-    def wait(self) -> None:
-        if self.logits_WV.is_cuda:
-            torch.cuda.current_stream(self.logits_WV.device).synchronize()
-
-    def read(self) -> list[list[int]]:
-        return self.choice.tokens_R.unsqueeze(1).tolist()  # type: ignore[no-any-return]
-
-    @property
-    def logprobs(self) -> list[list[float]] | None:
-        return None if self.choice.logprobs_R is None else self.choice.logprobs_R.unsqueeze(1).tolist()
-
-    @property
-    def logits(self) -> torch.Tensor:
-        return self.logits_WV.unsqueeze(1)
+"""A function of requests, the positions of the tokens just chosen for them, and the logits [R, V] they were
+chosen from."""
 
 
 class Engine:
-    """A loaded model with its cache and its queue.
+    """A loaded model with its KV cache and its queue of requests.
 
-    `observer` is called with the logits of every token chosen, in `sync` mode; `wait_s` is the time spent waiting for the device.
+    `observer` is called with the logits of every token; while it is set, no step is launched ahead. `wait_s`
+    is the time spent waiting for the device, in seconds.
 
     Raises:
-        UsageError: the sizes asked for do not fit the model or the cache.
+        UsageError: the sizes in `config` do not fit the model or the cache.
         EnvironmentUnfit: no kernel here serves the checkpoint.
     """
 
@@ -81,6 +62,7 @@ class Engine:
         self.device = device
         self.arch: Arch = source.arch
         self.dtype = config.dtype_for(source.arch, device)
+        self._block_size = config.block_size_on(device)
         deployment = Deployment(
             device, self.dtype, max_batch_size=config.max_batch_size, max_step_tokens=config.max_step_tokens
         )
@@ -90,12 +72,11 @@ class Engine:
         proposer = (
             None
             if speculative is None
-            else speculative.build(source.arch, deployment, block_size=config.block_size_on(device))
+            else speculative.build(source.arch, deployment, block_size=self._block_size)
         )
-        stated = config.kv_format if config.kv_format is not None else source.kv_format
-        self.kv_format = DENSE_FORMATS[self.dtype] if stated in (None, DENSE) else stated
+        kv_format = config.kv_format if config.kv_format is not None else source.kv_format
+        self.kv_format = DENSE_FORMATS[self.dtype] if kv_format in (None, KV_DENSE) else kv_format
         self.kv_bytes_per_token = kv_bytes_per_token(self.arch, self.kv_format)
-        self._block_size = config.block_size_on(device)
         bytes_per_token = self.kv_bytes_per_token + (
             proposer.kv_bytes_per_token if proposer is not None else 0
         )
@@ -115,13 +96,13 @@ class Engine:
             max_batch_size=config.max_batch_size,
             max_step_tokens=config.max_step_tokens,
         )
-        self._speculation: Speculation | None = None
+        self._speculation: SpeculativeDecoding | None = None
         if speculative is not None and proposer is not None:
-            pages = Pages(num_blocks, self._block_size, self.max_model_len)
-            self._speculation = Speculation(
-                speculative, proposer, self.runner, pages, deployment, self._scheduler
+            sizes = CacheSizes(num_blocks, self._block_size, self.max_model_len)
+            self._speculation = SpeculativeDecoding(
+                speculative, proposer, self.runner, sizes, deployment, self._scheduler
             )
-        self._steps: Steps = self._speculation or DecodeSteps(
+        self._decoding: Decoding = self._speculation or PlainDecoding(
             self.runner,
             self._scheduler,
             max_batch_size=config.max_batch_size,
@@ -129,55 +110,66 @@ class Engine:
             block_size=self._block_size,
             device=device,
         )
-        self._run: Run | None = None
+        self._prefill = Prefill(
+            (self._speculation or self.runner).prefill,
+            block_size=self._block_size,
+            short_prompt_rows=self.runner.short_prompt_rows,
+            device=device,
+        )
+        self._run: DecodeRun | None = None
         self._eos = frozenset(self.arch.eos_token_ids)
+        self._unfinished: dict[str, Generation] = {}
         self.wait_s = 0.0
         self.observer: Observer | None = None
-        self._unfinished: dict[str, Generation] = {}
 
     @property
     def has_work(self) -> bool:
+        """Whether `step()` has anything to do."""
         return self._scheduler.has_work or self._run is not None
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request lost its blocks and was recomputed, since the engine was made."""
+        """How often a request has lost its blocks and was recomputed."""
         return self._scheduler.num_preemptions
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """Of all speculative steps so far, or since `reset_acceptance`; None where nothing is proposed."""
+        """Counts of all speculative steps since `reset_acceptance`, if any; None without `speculative`."""
         return None if self._speculation is None else self._speculation.total
 
     def reset_acceptance(self) -> None:
-        """Count acceptance anew."""
+        """Set the counts of `acceptance` to zero."""
         if self._speculation is not None:
             self._speculation.reset()
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Append a request to the queue.
 
         Raises:
-            UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens; the id is in use.
+            UsageError: the prompt is empty, too long with its continuation, or holds unknown tokens; the id
+                is in use.
         """
         prompt = request.prompt
         length = len(request.prompt) + request.params.max_tokens
         if not prompt:
             raise UsageError(
-                f"request '{request.id}' has an empty prompt; give at least one token (the beginning-of-sequence token if nothing else)."
+                f"request '{request.id}' has an empty prompt; give at least one token (the "
+                "beginning-of-sequence token if nothing else)."
             )
         if length > self.max_model_len:
             raise UsageError(
-                f"request '{request.id}' has {len(prompt)} prompt tokens and asks for {request.params.max_tokens} more, {length} in all; "
-                f"this engine holds sequences of {self.max_model_len} tokens at most. Shorten it, or raise max_model_len or kv_cache_bytes."
+                f"request '{request.id}' has {len(prompt)} prompt tokens and asks for "
+                f"{request.params.max_tokens} more, {length} in all; this engine holds sequences of "
+                f"{self.max_model_len} tokens at most. Shorten it, or raise max_model_len or kv_cache_bytes."
             )
         if min(prompt) < 0 or max(prompt) >= self.arch.vocab_size:
             raise UsageError(
-                f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer is another model's."
+                f"request '{request.id}' has a token outside 0..{self.arch.vocab_size - 1}: the tokenizer "
+                "is another model's."
             )
         if request.id in self._unfinished:
             raise UsageError(
-                f"request id '{request.id}' is in use by an unfinished request; ids are the caller's to keep apart."
+                f"request id '{request.id}' is in use by an unfinished request; choose an id that is not."
             )
         generation = Generation(request, time.perf_counter(), list(prompt))
         self._unfinished[request.id] = generation
@@ -186,7 +178,8 @@ class Engine:
     def tokens_of(self, request_id: str, *, start: int = 0) -> list[int]:
         """Return the tokens generated so far for an unfinished request, without the first `start`.
 
-        Call it after `step()` to stream; a request that `step()` returned is finished, and its `Finished` holds all tokens.
+        Call it after `step()` to stream; a request that `step()` returned is finished, and its `Finished`
+        holds all tokens.
 
         Raises:
             UsageError: no unfinished request has this id.
@@ -195,7 +188,8 @@ class Engine:
         return generation.tokens[len(generation.request.prompt) + start :]
 
     def cancel(self, request_id: str) -> Finished:
-        """Stop an unfinished request, free its blocks and return what it has generated; `reason` is "cancelled".
+        """Stop an unfinished request, free its blocks and return what it has generated; `reason` is
+        "cancelled".
 
         The other requests go on with the same tokens. `step()` never returns a cancelled request.
 
@@ -204,128 +198,15 @@ class Engine:
         """
         generation = self._find(request_id)
         if self._run is not None:
-            self._run.end()
+            self._run.stop()
         return self._finish(generation, "cancelled")
 
-    def _find(self, request_id: str) -> Generation:
-        generation = self._unfinished.get(request_id)
-        if generation is None:
-            raise UsageError(f"no unfinished request has the id '{request_id}'.")
-        return generation
-
-    def step(self) -> list[Finished]:
-        """Serve every running request once; the requests that are known to have finished."""
-        if (run := self._run) is None:
-            return self._scheduled_step() if self._scheduler.has_work else []
-        if not self._scheduler.may_admit and run.launch_next():
-            return self._read_oldest(run)
-        self._run = None
-        finished = self._read_oldest(run)
-        return finished + self._scheduled_step() if self._scheduler.has_work else finished
-
-    @torch.inference_mode()
-    def _scheduled_step(self) -> list[Finished]:
-        step = self._scheduler.schedule()
-        run = Run(self._steps, [each.generation for each in step.decodes]) if step.decodes else None
-        if run is not None and not step.prefills and self._overlaps:
-            self._run = run
-            return []
-        prefilled = self._launch_prefill(step.prefills) if step.prefills else None
-        finished = [] if run is None else self._read_oldest(run)
-        return finished if prefilled is None else finished + self._read(prefilled.generations, prefilled)
-
-    @property
-    def _overlaps(self) -> bool:
-        return (
-            self._steps.runs_ahead
-            and self.device.type == "cuda"
-            and not self.config.sync
-            and self.observer is None
-        )
-
-    def _read_oldest(self, run: Run) -> list[Finished]:
-        finished = self._read(run.generations, run.oldest())
-        if finished:
-            run.end()
-        return finished
-
-    def _read(self, generations: Sequence[Generation], launched: Launched) -> list[Finished]:
-        """Take what was launched, once it is there: of each request its tokens, up to its last."""
-        started = time.perf_counter()
-        launched.wait()
-        now = time.perf_counter()
-        self.wait_s += now - started
-        tokens = launched.read()
-        logprobs = launched.logprobs
-        finished = list[Finished]()
-        lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
-        for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
-            if not generation.blocks:
-                continue  # it ended one step ago, and these are too many
-            ended = generation.take(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
-            if ended is not None:
-                finished.append(self._finish(generation, ended))
-        if self.observer is not None:
-            rows = [
-                row_idx
-                for row_idx, length in enumerate(lengths)
-                for _ in range(len(generations[row_idx].tokens) - length)
-            ]
-            positions = [
-                position
-                for length, each in zip(lengths, generations, strict=True)
-                for position in range(length, len(each.tokens))
-            ]
-            places = [position - lengths[row_idx] for row_idx, position in zip(rows, positions, strict=True)]
-            self.observer(
-                [generations[row_idx].request for row_idx in rows], positions, launched.logits[rows, places]
-            )
-        return finished
-
-    def _launch_prefill(self, prefills: tuple[Scheduled, ...]) -> "_Prefilled | None":
-        """None when no prompt came to its end."""
-        sampling: list[Generation] = []
-        logits: list[torch.Tensor] = []
-        for group, short in self._prefill_groups(prefills):
-            batch = self._prefill_batch(group)
-            runner = self.runner if self._speculation is None else self._speculation
-            logits.append(runner.prefill(batch, short=short))
-            sampling += [each.generation for each in group if each.samples]
-        for each in prefills:
-            each.generation.num_computed += each.num_tokens
-        if not sampling:
-            return None
-        logits_WV = torch.cat(logits)
-        positions = [len(each.tokens) for each in sampling]
-        return _Prefilled(
-            sampling, logits_WV, sample(logits_WV, [each.request.params for each in sampling], positions)
-        )
-
-    def _prefill_groups(
-        self, prefills: tuple[Scheduled, ...]
-    ) -> Iterator[tuple[tuple[Scheduled, ...], bool]]:
-        """What runs at once, and whether it is short prompts: few rows at a time, while chunks of long prompts all run together."""
-        short_rows = self.runner.short_prompt_rows
-        group: list[Scheduled] = []
-        long_ones = []
-        for each in prefills:
-            if max(len(each.generation.request.prompt), each.num_tokens) > short_rows:
-                long_ones.append(each)
-                continue
-            if sum(one.num_tokens for one in (*group, each)) > short_rows:
-                yield tuple(group), True
-                group = []
-            group.append(each)
-        if group:
-            yield tuple(group), True
-        if long_ones:
-            yield tuple(long_ones), False
-
     def generate(self, requests: Sequence[Request]) -> list[Finished]:
-        """Run requests to their end; results in the order of the requests.
+        """Serve requests until all are finished; return results in the order of the requests.
 
         Raises:
-            UsageError: as `add`, or the engine still has requests of its own, whose results would be lost.
+            UsageError: `add` refuses a request, or the engine has unfinished requests already, whose results
+                would be lost.
         """
         if self.has_work:
             raise UsageError(
@@ -338,16 +219,101 @@ class Engine:
             finished.update((each.id, each) for each in self.step())
         return [finished[request.id] for request in requests]
 
-    def kernel_report(self) -> list[dict[str, Any]]:
-        """One row for each linear and phase, then the head and the other ops: which kernel runs for which M, and why no faster one does.
-        Then the same of a draft model or an EAGLE-3 head, behind "draft ".
+    def step(self) -> list[Finished]:
+        """Serve every running request once; return the requests that have finished."""
+        if (run := self._run) is None:
+            return self._scheduled_step() if self._scheduler.has_work else []
+        if not self._scheduler.may_admit and run.launch_next():
+            return self._read_oldest(run)
+        self._run = None
+        finished = self._read_oldest(run)
+        return finished + self._scheduled_step() if self._scheduler.has_work else finished
 
-        Keys: layer (None outside layers), linear (fused names joined by "+", or the op), op, scheme, n, k, m_range [min, max], phase
-        ("decode" or "prefill"), kernel, refused {faster candidate: reason}.
+    def kernel_report(self) -> list[dict[str, Any]]:
+        """Return which kernel serves what, and why no faster one does.
+
+        There is one row for each linear and phase, then the head and the other ops; then the same of a draft
+        model or an EAGLE-3 head, with "draft " before the name. Keys: layer (None outside layers), linear
+        (names joined by "+", or the op), op, scheme, n, k, m_range [min, max], phase ("decode" or "prefill"),
+        kernel, refused {faster candidate: reason}.
         """
         return self.runner.kernel_report() + (
             [] if self._speculation is None else self._speculation.kernel_report()
         )
+
+    @torch.inference_mode()
+    def _scheduled_step(self) -> list[Finished]:
+        """Schedule a step and launch it; read it too, unless the next step may be launched before."""
+        batch = self._scheduler.schedule()
+        run = DecodeRun(self._decoding, batch.decodes) if batch.decodes else None
+        if run is not None and not batch.prefills and self._overlaps:
+            self._run = run
+            return []
+        prefilled = self._prefill.launch(batch.prefills) if batch.prefills else None
+        finished = [] if run is None else self._read_oldest(run)
+        return finished if prefilled is None else finished + self._read(prefilled.generations, prefilled)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether decode steps are launched ahead."""
+        return (
+            self._decoding.runs_ahead
+            and self.device.type == "cuda"
+            and not self.config.sync
+            and self.observer is None
+        )
+
+    def _read_oldest(self, run: DecodeRun) -> list[Finished]:
+        finished = self._read(run.generations, run.pop_oldest())
+        if finished:
+            run.stop()
+        return finished
+
+    def _read(self, generations: Sequence[Generation], pending: PendingTokens) -> list[Finished]:
+        """Wait for the tokens of a pass and append them to their requests; return the requests that have
+        finished.
+        """
+        started = time.perf_counter()
+        pending.wait()
+        now = time.perf_counter()
+        self.wait_s += now - started
+        tokens = pending.read()
+        logprobs = pending.logprobs
+        finished = list[Finished]()
+        lengths = [len(each.tokens) for each in generations] if self.observer is not None else []
+        for row_idx, (generation, new) in enumerate(zip(generations, tokens, strict=True)):
+            if not generation.blocks:
+                continue  # it ended one step ago: these are the surplus tokens of a step launched ahead
+            ended = generation.append(new, now, self._eos, None if logprobs is None else logprobs[row_idx])
+            if ended is not None:
+                finished.append(self._finish(generation, ended))
+        if self.observer is not None:
+            self._observe(self.observer, generations, lengths, pending.logits)
+        return finished
+
+    def _observe(
+        self,
+        observer: Observer,
+        generations: Sequence[Generation],
+        lengths: Sequence[int],
+        logits_RQV: torch.Tensor,
+    ) -> None:
+        """Call the observer with the tokens that each request has beyond its length before."""
+        new = [
+            (row_idx, position)
+            for row_idx, length in enumerate(lengths)
+            for position in range(length, len(generations[row_idx].tokens))
+        ]
+        rows = [row_idx for row_idx, _ in new]
+        places = [position - lengths[row_idx] for row_idx, position in new]
+        requests = [generations[row_idx].request for row_idx in rows]
+        observer(requests, [position for _, position in new], logits_RQV[rows, places])
+
+    def _find(self, request_id: str) -> Generation:
+        generation = self._unfinished.get(request_id)
+        if generation is None:
+            raise UsageError(f"no unfinished request has the id '{request_id}'.")
+        return generation
 
     def _finish(self, generation: Generation, reason: Reason) -> Finished:
         request = generation.request
@@ -362,39 +328,3 @@ class Engine:
             token_times_s=tuple(generation.token_times_s),
             logprobs=tuple(generation.logprobs) if request.params.logprobs else None,
         )
-
-    def _prefill_batch(self, prefills: tuple[Scheduled, ...]) -> PrefillBatch:
-        block_size = self._block_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        wanted_rows: list[int] = []
-        for each in prefills:
-            generation = each.generation
-            start = each.generation.num_computed
-            span = range(start, start + each.num_tokens)
-            tokens += generation.tokens[start : span.stop]
-            positions += span
-            slots += [
-                generation.blocks[position // block_size] * block_size + position % block_size
-                for position in span
-            ]
-            if each.samples:
-                wanted_rows.append(len(tokens) - 1)
-        num_blocks = max(len(each.generation.blocks) for each in prefills)
-        table = [
-            each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks))
-            for each in prefills
-        ]
-        return PrefillBatch(
-            tokens_T=self._tensor(tokens),
-            positions_T=self._tensor(positions),
-            slots_T=self._tensor(slots),
-            block_table_RB=self._tensor(table),
-            query_lens=tuple(each.num_tokens for each in prefills),
-            context_lens=tuple(each.generation.num_computed + each.num_tokens for each in prefills),
-            wanted_rows_W=self._tensor(wanted_rows),
-        )
-
-    def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,4 +1,6 @@
-"""How large an engine is: what a caller may say, and what the model and the device's memory make of what is left out."""
+"""The sizes of an engine: what a caller may set, and the defaults that follow from the model and the device's
+memory.
+"""
 
 from dataclasses import dataclass
 
@@ -10,24 +12,30 @@ from compress.runtime.speculative.speculation import Speculative
 
 CPU_CACHE_BYTES = 256 << 20
 GPU_CACHE_FRAC = 0.8
-"""Share of the GPU memory that is free after loading; the rest is for activations and logits."""
+"""Share of the GPU memory free after loading that the cache takes; the rest is for activations and logits."""
 DEFAULT_BLOCK_SIZE = {"cuda": 64, "cpu": 16}
-"""Positions. On CUDA a block is a tile of the attention kernels."""
+"""Positions of a block by device type. On CUDA a block is a tile of the attention kernels."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine.
+    """The sizes and formats of an engine.
 
-    `dtype` None: the checkpoint's on CUDA, float32 on CPU. `max_model_len` None: the model's own limit, or what the cache holds if
-    that is less. `kv_cache_bytes` None: 80 % of the free memory on CUDA, 256 MiB on CPU, and never more than a full batch of the longest
-    sequences needs. `max_step_tokens` is the budget of one step: longer prompts are prefilled in chunks. `block_size` None: 64 positions on
-    CUDA, 16 on CPU. `kv_format` None: what the model states, and its dtype where it states nothing; else `DENSE` or a name of
-    `kernels/operands/paged.py`. `sync`: no step is launched before the last one's tokens are on the host.
-    `speculative`: who proposes tokens, and how they are verified; None decodes plainly.
+    - `dtype`: of the activations. None: the checkpoint's on CUDA, float32 on a CPU.
+    - `max_batch_size`: requests that run at once.
+    - `max_model_len`: tokens of a sequence. None: the model's own limit, or what the cache holds if that is
+      less.
+    - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
+    - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
+    - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
+      batch of the longest sequences needs.
+    - `kv_format`: `DENSE` or a name of `kernels/operands/paged.py`. None: the format in the model's config,
+      or its dtype if there is none.
+    - `sync`: launch no step before the last one's tokens are on the host.
+    - `speculative`: options of speculative decoding; None decodes plainly.
 
     Raises:
-        UsageError: sizes that contradict one another.
+        UsageError: the sizes contradict one another.
     """
 
     dtype: torch.dtype | None = None
@@ -43,25 +51,28 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_batch_size < 1 or self.max_step_tokens < self.max_batch_size:
             raise UsageError(
-                f"max_batch_size is {self.max_batch_size} and max_step_tokens {self.max_step_tokens}; a step must hold one token of each "
-                "request of a full batch: max_step_tokens >= max_batch_size >= 1."
+                f"max_batch_size is {self.max_batch_size} and max_step_tokens {self.max_step_tokens}; a "
+                "step must hold one token of each request of a full batch: max_step_tokens >= "
+                "max_batch_size >= 1."
             )
 
     def dtype_for(self, arch: Arch, device: torch.device) -> torch.dtype:
-        """Of the activations."""
+        """Return the dtype of the activations."""
         if self.dtype is not None:
             return self.dtype
         stored: torch.dtype = getattr(torch, arch.dtype)
         return stored if device.type == "cuda" else torch.float32
 
     def block_size_on(self, device: torch.device) -> int:
+        """Return the number of positions of a cache block on this device."""
         return self.block_size if self.block_size is not None else DEFAULT_BLOCK_SIZE[device.type]
 
     def size_cache(self, arch: Arch, device: torch.device, *, bytes_per_token: int) -> tuple[int, int]:
-        """Model length and number of blocks, the padding block included.
+        """Return the model length and the number of cache blocks, the padding block included.
 
         Raises:
-            UsageError: a length that the model does not have, or a cache without room for one sequence.
+            UsageError: the model has fewer positions than `max_model_len`, or the cache holds less than one
+                sequence.
         """
         wanted = self.max_model_len if self.max_model_len is not None else arch.max_position
         if not 0 < wanted <= arch.max_position:
@@ -78,8 +89,9 @@ class EngineConfig:
         sequence_blocks = -(-wanted // block_size)
         if affordable < (sequence_blocks if self.max_model_len is not None else 1):
             raise UsageError(
-                f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * block_size} positions of {bytes_per_token} bytes, "
-                f"fewer than one sequence of {wanted} tokens. Raise kv_cache_bytes or lower max_model_len."
+                f"a KV cache of {limit_bytes} bytes holds {max(affordable, 0) * block_size} positions of "
+                f"{bytes_per_token} bytes, fewer than one sequence of {wanted} tokens. Raise "
+                "kv_cache_bytes or lower max_model_len."
             )
         num_blocks = min(affordable, self.max_batch_size * sequence_blocks)
         return min(wanted, num_blocks * block_size), num_blocks + 1

@@ -1,12 +1,13 @@
 """The linears of one linear group as one product, with the kernels chosen for them.
 
-q, k and v read the same input, and so do gate and up: stacked along the outputs they are one product instead of three or two. Linears of
-different schemes cannot share a kernel, so a fused linear is a row of slices, each a run of linears with one scheme: one slice, unless
-precision is mixed within the group. Every slice has a kernel for decode rows, whose results must not depend on the other rows of a
-call, and one for prefill rows. Both read one copy of the weights where they agree on its layout.
+q, k and v read the same input, and so do gate and up: stacked along the outputs they are one product instead
+of three or two. Linears of different schemes cannot share a kernel, so a fused linear is a row of slices,
+each a run of linears with one scheme: one slice, unless precision is mixed within the group. Every slice has
+a kernel for decode rows, whose results must not depend on the other rows of a call, and one for prefill rows.
+Both read one copy of the weights where they agree on its layout.
 
-A decode kernel may apply the gate itself (`FusedLinear.applies_gate`), and may normalize and quantize its own input
-(`FusedLinear.prepares_input`).
+A decode kernel may apply the gate itself (`FusedLinear.applies_gate`), and may normalize and quantize its own
+input (`FusedLinear.prepares_input`).
 """
 
 from collections.abc import Callable

@@ -1,8 +1,10 @@
-"""Paged keys and values: one pair of tensors a layer (widths may differ), one set of block ids for all layers, and who holds which block.
+"""The paged KV cache: a pair of tensors for each layer (widths may differ), and one set of block ids for all
+layers.
 
-A block is `block_size` consecutive positions of one sequence. Layout of a layer: [K, num_blocks, block_size, C], so that the blocks of one
-sequence gathered along axis 1 are a dense [K, L, C], the operand of an attention product, without another copy. Block 0 belongs to
-nobody: block tables are padded with it, and rows that only fill up a batch write there. Formats are those of `kernels/operands/paged.py`.
+A block is `block_size` consecutive positions of one sequence. The layout of a layer is [K, num_blocks,
+block_size, C], so that the blocks of one sequence gathered along axis 1 are a dense [K, L, C], the operand of
+an attention product, without another copy. Block 0 belongs to no sequence: block tables are padded with it,
+and padding rows write there. Formats are those of `kernels/operands/paged.py`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,11 @@ _SCALE_BYTES = 4
 
 
 def kv_bytes_per_token(arch: Arch, kv_format: str) -> int:
-    """Bytes of keys and values of one position, all layers, scales included."""
+    """Return the bytes of the keys and values of one position in all layers, scales included.
+
+    Raises:
+        UsageError: the format is unknown, or does not fit the heads.
+    """
     dtype = _storage_dtype(kv_format)
     scale_bytes = _SCALE_BYTES if kv_format in TOKEN_HEAD_FORMATS else 0
     return sum(
@@ -46,27 +52,30 @@ def _storage_dtype(kv_format: str) -> torch.dtype:
 
 
 def _stored_dim(layer: LayerShape, kv_format: str) -> int:
-    """Elements of one position and head.
+    """Return the number of stored elements of one position and head.
 
     Raises:
-        UsageError: an odd head cannot be packed in pairs.
+        UsageError: the format packs pairs of dimensions, and the head dimension is odd.
     """
     if kv_format != INT4_TOKEN_HEAD:
         return layer.head_dim
     if layer.head_dim % 2:
         raise UsageError(
-            f"KV cache format {INT4_TOKEN_HEAD} packs pairs of dimensions, and heads have {layer.head_dim}; choose another format."
+            f"KV cache format {INT4_TOKEN_HEAD} packs pairs of dimensions, and heads have "
+            f"{layer.head_dim}; choose another format."
         )
     return layer.head_dim // 2
 
 
 class KVCache:
-    """The tensors. Blocks are addressed by id, positions by slot = block id * block_size + offset.
+    """The tensors of a KV cache. Blocks are addressed by id, positions by slot = block id * block_size +
+    offset.
 
-    `static_scales` are the scales (of keys, of values) of every layer, for format FP8_STATIC.
+    `static_scales` are the scales of keys and of values for every layer, which format FP8_STATIC needs.
 
     Raises:
-        UsageError: an unknown format, a static one without scales, or a block size that attention's chunks are not multiples of.
+        UsageError: the format is unknown or lacks its static scales, or the attention kernels do not serve
+            the block size.
     """
 
     def __init__(
@@ -85,8 +94,9 @@ class KVCache:
             )
         if kv_format == FP8_STATIC and static_scales is None:
             raise UsageError(
-                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of every layer, and this model has "
-                f"none. Quantize it with `kv_cache: fp8`, which finds them; {FP8_TOKEN_HEAD} finds its scales as positions are written."
+                f"KV cache format {FP8_STATIC} needs a calibrated scale for the keys and the values of "
+                "every layer, and this model has none. Quantize it with `kv_cache: fp8`, which finds "
+                f"them; {FP8_TOKEN_HEAD} finds its scales as positions are written."
             )
         self.block_size = block_size
         self.kv_format = kv_format
@@ -104,6 +114,7 @@ class KVCache:
         ]
 
     def layer(self, layer_idx: int) -> PagedKV:
+        """Return the pages of a layer."""
         return self._layers[layer_idx]
 
 
@@ -116,7 +127,7 @@ def _make_pages(
     device: torch.device,
     static_scales: tuple[float, float],
 ) -> PagedKV:
-    """Zeroed pages of one layer."""
+    """Return zeroed pages for one layer."""
     shape = (layer.num_kv_heads, num_blocks, block_size)
     dtype = _storage_dtype(kv_format)
     k, v = (torch.zeros(*shape, _stored_dim(layer, kv_format), dtype=dtype, device=device) for _ in range(2))
@@ -130,7 +141,9 @@ def _make_pages(
 
 
 class BlockAllocator:
-    """Which blocks are free. Last freed, first reused: its lines are the likeliest to be in a cache."""
+    """The free blocks. The block freed last is reused first, because its lines are the likeliest to be in the
+    device's cache.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
@@ -138,16 +151,18 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
+        """Number of free blocks."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks; the caller has asked `num_free`."""
-        assert count <= len(self._free), f"{count} blocks asked for, {len(self._free)} free"
+        """Take `count` blocks; the caller makes sure that so many are free."""
+        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
         blocks = [self._free.pop() for _ in range(count)]
         self._held.update(blocks)
         return blocks
 
     def free(self, blocks: list[int]) -> None:
-        assert self._held.issuperset(blocks), "a block is freed that nobody holds"
+        """Return blocks that were taken."""
+        assert self._held.issuperset(blocks), "a block is freed that was not taken"
         self._held.difference_update(blocks)
         self._free.extend(reversed(blocks))

@@ -3,10 +3,11 @@
     x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
 
-`model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer, whose q, k and v have
-another input.
+`model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
+whose q, k and v have another input.
 
-Shapes: T rows, D hidden, F outputs of a fused linear, H heads, C head dimension, B blocks of the longest sequence, R sequences.
+Shapes: T rows, D hidden, F outputs of a fused linear, H heads, C head dimension, B blocks of the longest
+sequence, R sequences.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
 Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
-"""Attention of one pass: (layer shape, q [T, H, C], the layer's pages with all keys and values written) -> [T, H, C]."""
+"""Attention of one pass: (layer shape, q [T, H, C], the layer's pages with all keys and values written) ->
+[T, H, C]."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
@@ -57,7 +59,8 @@ class LayerRunner:
             for key in sorted({_head_key(layer) for layer in arch.layers})
             for op in _PER_HEAD_OPS
         }
-        # One position more than a sequence has: a step launched ahead, before the host sees that a request has ended, reads it.
+        # One position more than a sequence has: a step launched ahead, before the host sees that a request
+        # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
             key: cos_sin(*key, positions, deployment.dtype)
@@ -89,7 +92,9 @@ class LayerRunner:
         attend: Attend,
         phase: Phase,
     ) -> Tensor:
-        """Return the output [T, D] of a layer from its q, k and v, side by side in `qkv_TF`, and the residual stream."""
+        """Return the output [T, D] of a layer from its q, k and v, side by side in `qkv_TF`, and the residual
+        stream.
+        """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
         x_TD = layer.o(
             attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD
@@ -135,7 +140,7 @@ class LayerRunner:
         return normed_TD
 
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
-        """Return the attention of the last `q_len` rows of each sequence; `context_lens` count all of them."""
+        """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
@@ -155,7 +160,7 @@ class LayerRunner:
     def attend_prefill(
         self, block_table_RB: Tensor, query_lens: tuple[int, ...], context_lens: tuple[int, ...]
     ) -> Attend:
-        """Return the attention of `query_lens[r]` rows of each sequence; `context_lens` count all of them."""
+        """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
 
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn

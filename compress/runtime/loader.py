@@ -1,7 +1,8 @@
-"""Load a model for serving: fuse its linears, choose a kernel for each, and repack the weights once, layer by layer.
+"""Load a model for serving: fuse its linears, choose a kernel for each, and repack the weights once, layer by
+layer.
 
-`load_model` streams a `WeightSource` onto the device. `fuse` turns the linears of a linear group into one `FusedLinear`
-(`fused_linear.py`).
+`load_model` streams a `WeightSource` onto the device. `fuse` turns the linears of a linear group into one
+`FusedLinear` (`fused_linear.py`).
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 class LayerWeights:
     """The weights of one layer in the layouts of its kernels.
 
-    `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized. `kv_scales` are the static
-    scales of keys and of values in the cache, or None where the source has none.
+    `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
+    `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     """
 
     shape: LayerShape
@@ -50,7 +51,9 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its kernel."""
+    """The weights of a whole model. A tied head is a second copy of the embedding, in the layout of its
+    kernel.
+    """
 
     arch: Arch
     deployment: Deployment
@@ -67,7 +70,7 @@ class ModelWeights:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one decode step reads: all linears and the head, in the layouts of their decode kernels."""
+        """Bytes that one decode step reads: all linears and the head, as their decode kernels store them."""
         return (
             sum(each.weight_bytes for layer in self.layers for each in layer.fused_linears)
             + self.head.weight_bytes
@@ -103,7 +106,8 @@ def fuse(
 ) -> FusedLinear:
     """Stack linears that read one input, choose their kernels and repack their weights.
 
-    `activation` names the activation of gate and up: a decode kernel applies it if one can and both have the same scheme.
+    `activation` names the activation of gate and up: a decode kernel applies it if one can and both have the
+    same scheme.
 
     Raises:
         EnvironmentUnfit: no kernel supports a linear.
@@ -127,7 +131,9 @@ def _bind_slice(
     deployment: Deployment,
     activation: str | None,
 ) -> SchemeSlice:
-    """Select the decode and the prefill kernel of linears of one scheme, and repack the weights once for each layout."""
+    """Select the decode and the prefill kernel of linears of one scheme, and repack the weights once for each
+    layout.
+    """
     stacked = [weights[f"{linear}.weight"] for linear in linears]
     out_features = sum(weight.shape[0] for weight in stacked)
     in_features = stacked[0].shape[1]

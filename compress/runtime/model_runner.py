@@ -4,12 +4,12 @@
     x = layer(x) for each      (`layer_runner.py`)
     logits = head(norm(x))
 
-Decode rows and prefill rows are two passes. Long prompts have kernels of their own, so the bits of a decode row depend on its request
-alone (`row_invariant` in `kernels/select.py`), whatever is prefilled in the same step. The rows whose logits are wanted run the head in
-its decode kernel.
+Decode rows and prefill rows are two passes. Long prompts have kernels of their own, so the bits of a decode
+row depend on its request alone (`row_invariant` in `kernels/select.py`), whatever is prefilled in the same
+step. The rows whose logits are wanted run the head in its decode kernel.
 
-Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = several D, B blocks of the longest sequence, R sequences,
-W rows wanted, V vocabulary.
+Shapes: T rows (tokens of all sequences, one after the other), D hidden, E = several D, B blocks of the
+longest sequence, R sequences, W rows wanted, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +35,9 @@ _SCRATCH_BLOCK = 64
 class PrefillBatch:
     """The ragged rows of one prefill pass: a chunk of each of R prompts.
 
-    `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] - 1`. Block tables are padded
-    with block 0. `wanted_rows` are the indices, among the T rows, of those whose logits are wanted.
+    `context_lens` count a sequence up to the end of its chunk: its last row has position `context_lens[r] -
+    1`. Block tables are padded with block 0. `wanted_rows` are the indices, among the T rows, of those whose
+    logits are wanted.
     """
 
     tokens_T: Tensor
@@ -52,7 +53,8 @@ class PrefillBatch:
 class Features:
     """The hidden states of a pass that a proposer reads.
 
-    `rows_TE` holds the residual stream after each of `depths` layers (0: the embedding), not normalized, concatenated.
+    `rows_TE` holds the residual stream after each of `depths` layers (0: the embedding), not normalized,
+    concatenated.
     """
 
     depths: tuple[int, ...]
@@ -107,10 +109,11 @@ class ModelRunner:
         q_len: int = 1,
         features: Features | None = None,
     ) -> Tensor:
-        """Return float32 logits [T, V] of the last `q_len` rows of each sequence, whose embeddings are `x_TD`.
+        """Return float32 logits [T, V] of the last `q_len` rows of each sequence, whose embeddings are
+        `x_TD`.
 
-        Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are filled in. Nothing waits for the
-        host, so a CUDA graph can capture the pass.
+        Context lengths count all of these rows. A row has the same bits for every `q_len`. `features` are
+        filled in. Nothing waits for the host, so a CUDA graph can capture the pass.
         """
         attend = self._layers.attend_decode(block_table_RB, context_lens_R, q_len=q_len)
         x_TD = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
@@ -119,8 +122,9 @@ class ModelRunner:
     def prefill(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
         """Return float32 logits [W, V] of the wanted rows, and fill in `features` of all rows.
 
-        `short` prompts, at most `short_prompt_rows` rows, use the decode kernels of the linears: the weight bytes bound their time, and a
-        row has the same bits in any batch. The caller decides which prompts are short, by nothing but the prompt itself.
+        `short` prompts, at most `short_prompt_rows` rows, use the decode kernels of the linears: the weight
+        bytes bound their time, and a row has the same bits in any batch. The caller decides which prompts are
+        short, by nothing but the prompt itself.
         """
         attend = self._layers.attend_prefill(batch.block_table_RB, batch.query_lens, batch.context_lens)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
@@ -161,7 +165,9 @@ class ModelRunner:
         return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other ops."""
+        """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other
+        ops.
+        """
         rows = [
             row
             for idx, layer in enumerate(self._weights.layers)

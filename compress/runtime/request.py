@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: sampling parameters, a request, a finished request. Facts only."""
+"""The facts that callers exchange with the engine: sampling parameters, requests and finished requests."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,8 +13,9 @@ Reason = Literal["stop", "length", "cancelled"]
 class SamplingParams:
     """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
 
-    `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p` the smallest set of that
-    probability (arXiv 1904.09751). `logprobs` asks for the log probability of each chosen token under the unfiltered softmax.
+    `min_p` keeps tokens at least `min_p` times as likely as the likeliest one (arXiv 2407.01082), `top_p` the
+    smallest set of likeliest tokens whose probability reaches `top_p` (arXiv 1904.09751). `logprobs` asks for
+    the log probability of each chosen token under the unfiltered softmax.
 
     Raises:
         UsageError: a value is out of range.
@@ -50,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt tokens and how to continue them. `id` is the caller's, unique among unfinished requests."""
+    """Prompt tokens and how to continue them. The caller chooses `id`, unique among unfinished requests."""
 
     id: str
     prompt: tuple[int, ...]
@@ -59,10 +60,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request's result. `tokens` hold the end-of-sequence token when that ended it (`reason` "stop").
+    """The result of a request. `tokens` include the end-of-sequence token if one ended it (`reason` "stop").
 
-    Times are `time.perf_counter` seconds: `arrival_s` of `Engine.add`, `token_times_s` of each token known on the host, after
-    synchronisation with the device.
+    Times are `time.perf_counter` seconds: `arrival_s` of the call of `Engine.add`, `token_times_s` of the
+    moments at which the host had each token, after synchronization with the device.
     """
 
     id: str

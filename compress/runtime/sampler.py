@@ -1,18 +1,22 @@
-"""From logits to tokens. Greedy, or Gumbel-max (arXiv 1611.01144) with noise that is a pure function of (seed, position, token id).
+"""Sampling: choose tokens from logits, greedily or by Gumbel-max (arXiv 1611.01144) with reproducible noise.
 
     greedy        argmax l, the lowest id among equals
-    otherwise     argmax over the kept tokens of l / T + g,   g = -ln(-ln u),  u = hash(seed, position, token) in (0, 1)
+    otherwise     argmax over the kept tokens of l / T + g,
+                  g = -ln(-ln u),  u = hash(seed, position, token) in (0, 1)
 
-which draws token v with probability softmax(l / T)_v among the kept. No generator state: a sequence does not change with the batch it
-runs in, its place there, preemption, or how a vocabulary is split over devices. The hash applies the finalizer of splitmix64 (doi
-10.1145/2660193.2660195) once each for seed, position and token, in int64 arithmetic that wraps, the same on every device; the logarithms
-are float64, so that devices disagree in the 16th digit at most.
+which draws token v with probability softmax(l / T)_v among the kept. The noise is a pure function of (seed,
+position, token id), without generator state: a sequence does not change with the batch it runs in, its place
+there, preemption, or how a vocabulary is split over devices. The hash applies the finalizer of splitmix64
+(doi 10.1145/2660193.2660195) once each for seed, position and token, in int64 arithmetic that wraps, the same
+on every device. The logarithms are float64, so that devices disagree in the 16th digit at most.
 
-Filters look at p = softmax(l / T) of all tokens and apply together: `top_k` keeps the k likeliest, `top_p` the smallest set of likeliest
-tokens whose probability reaches it, `min_p` those with p >= min_p * max p. The likeliest token is always kept.
+All filters apply to p = softmax(l / T) of all tokens: `top_k` keeps the k likeliest, `top_p` the smallest set
+of likeliest tokens whose probability reaches it, `min_p` those with p >= min_p * max p. The likeliest token
+is always kept.
 
-Parameters are tensors, and nothing asks the device for a value: a CUDA graph can hold every plan. The plan of a batch is known on the host
-and saves work. Rows of one batch may differ in everything; a row's token is the same under every plan that serves it.
+Parameters are tensors, and nothing waits for a value from the device, so a CUDA graph can capture every plan.
+The plan of a batch (`SamplingPlan`) is made on the host and saves work. Rows of one batch may differ in all
+parameters; a row's token is the same under every plan that serves it.
 
 Shapes: R rows, V vocabulary.
 """
@@ -30,14 +34,16 @@ from compress.runtime.request import SamplingParams
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _MASS_BITS = 40
-"""Probabilities are summed as integers, truncated, the likeliest token's being 2^40: sums are exact, so a row's do not depend on how a
-device shares out rows among threads, and stay below 2^63 for vocabularies up to 2^23."""
+"""Probabilities are summed as truncated integers, 2^40 for the likeliest token: sums are exact, so they do
+not depend on how a device shares out a row among threads, and stay below 2^63 for vocabularies up to 2^23."""
 _GREEDY = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What some row of a batch asks for: to be drawn at a temperature, top_k or top_p, log probabilities."""
+    """The work that a batch needs for any of its rows: drawing, filtering by top_k or top_p, log
+    probabilities.
+    """
 
     draws: bool
     filters: bool
@@ -45,7 +51,7 @@ class SamplingPlan:
 
     @staticmethod
     def of(params: Sequence[SamplingParams]) -> "SamplingPlan":
-        """The plan with the least work that serves all."""
+        """Return the plan with the least work that serves all rows."""
         drawn = [each for each in params if each.temperature > 0]
         filters = any(each.top_k > 0 or each.top_p < 1 for each in drawn)
         return SamplingPlan(
@@ -55,7 +61,9 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Parameters of each row on the device: float32 temperature, top_p and min_p, int64 top_k and seeds."""
+    """The sampling parameters of each row, on the device: float32 temperature, top_p and min_p, int64 top_k
+    and seeds.
+    """
 
     temperature_R: Tensor
     top_k_R: Tensor
@@ -65,7 +73,7 @@ class SamplingRows:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device, *, pad_to: int = 0) -> "SamplingRows":
-        """Greedy rows fill up to `pad_to`."""
+        """Return the parameters of these requests, followed by greedy rows up to `pad_to`."""
         params = [*params, *[_GREEDY] * (pad_to - len(params))]
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
@@ -79,18 +87,22 @@ class SamplingRows:
         )
 
     def first(self, num_rows: int) -> "SamplingRows":
-        """Views of the first rows."""
+        """Return views of the first rows."""
         return SamplingRows(*(each[:num_rows] for each in self._tensors))
 
     def repeated(self, count: int) -> "SamplingRows":
-        """Each row `count` times, one after the other. Of one row `flatten` alone is a view of one number, and kernels count places."""
+        """Return each row `count` times, one after the other, as contiguous tensors, which kernels need.
+
+        For a single row, `flatten` of the expanded tensor would be a view of one number.
+        """
         return SamplingRows(
             *(each.unsqueeze(1).expand(-1, count).flatten().contiguous() for each in self._tensors)
         )
 
     def copy_(self, other: "SamplingRows") -> None:
-        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
-            mine.copy_(theirs)
+        """Copy the parameters of `other` into these tensors."""
+        for tensor, source in zip(self._tensors, other._tensors, strict=True):
+            tensor.copy_(source)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -98,15 +110,19 @@ class SamplingRows:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Chosen tokens int64 [R] and the log probabilities float32 [R] of them under softmax(l), or None when no row asked."""
+class SampledTokens:
+    """The tokens chosen, int64 [R], and their log probabilities under softmax(l), float32 [R], or None if no
+    row needs them.
+    """
 
     tokens_R: Tensor
     logprobs_R: Tensor | None
 
 
-def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Choice:
-    """One token a row; `positions` are the absolute positions of the new tokens in their sequences."""
+def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> SampledTokens:
+    """Choose one token for each row; `positions` are the absolute positions of the new tokens in their
+    sequences.
+    """
     device = logits_RV.device
     positions_R = torch.tensor(positions, dtype=torch.int64).to(device)
     return sample_rows(
@@ -114,12 +130,16 @@ def sample(logits_RV: Tensor, params: Sequence[SamplingParams], positions: Seque
     )
 
 
-def sample_rows(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan) -> Choice:
-    """The same of float32 logits and of tensors on their device; `plan` must serve every row."""
+def sample_rows(
+    logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan
+) -> SampledTokens:
+    """Choose one token for each row of float32 logits, from parameters on their device; `plan` must serve
+    every row.
+    """
     tokens_R = _tokens(logits_RV, rows, positions_R, plan)
     if not plan.logprobs:
-        return Choice(tokens_R, None)
-    return Choice(tokens_R, logits_RV.log_softmax(dim=-1).gather(1, tokens_R.unsqueeze(1)).squeeze(1))
+        return SampledTokens(tokens_R, None)
+    return SampledTokens(tokens_R, logits_RV.log_softmax(dim=-1).gather(1, tokens_R.unsqueeze(1)).squeeze(1))
 
 
 def _tokens(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: SamplingPlan) -> Tensor:
@@ -136,14 +156,19 @@ def _tokens(logits_RV: Tensor, rows: SamplingRows, positions_R: Tensor, plan: Sa
 
 
 def distribution(logits_RV: Tensor, rows: SamplingRows, plan: SamplingPlan) -> Tensor:
-    """Probabilities float64 [R, V] with which rows that have a temperature are drawn; of greedy rows those of temperature 1."""
+    """Return the float64 probabilities [R, V] that rows with a temperature are drawn with; for greedy rows
+    those of T = 1.
+    """
     scaled_RV, kept_RV = _kept(logits_RV, rows, filters=plan.filters)
     return scaled_RV.to(torch.float64).masked_fill(~kept_RV, float("-inf")).softmax(dim=-1)
 
 
 def _kept(logits_RV: Tensor, rows: SamplingRows, *, filters: bool) -> tuple[Tensor, Tensor]:
-    """(l - max l) / T float32 [R, V], and bool [R, V]: what the filters keep; only `min_p` unless `filters`."""
-    # The maximum is 0 at any temperature. Greedy rows have 1 for it.
+    """Return (l - max l) / T, float32 [R, V], and which tokens are kept, bool [R, V], by min_p and with
+    `filters` by all.
+
+    Greedy rows use T = 1. The maximum is 0 at any temperature.
+    """
     temperature_R = torch.where(rows.temperature_R > 0, rows.temperature_R, 1.0)
     scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / temperature_R.unsqueeze(1)
     kept_RV = scaled_RV >= rows.min_p_R.log().unsqueeze(1)
@@ -151,7 +176,7 @@ def _kept(logits_RV: Tensor, rows: SamplingRows, *, filters: bool) -> tuple[Tens
 
 
 def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
-    """bool [R, V]: what top_k and top_p keep."""
+    """Return which tokens top_k and top_p keep, bool [R, V]."""
     ordered_RV, ids_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = (ordered_RV.exp() * 2.0**_MASS_BITS).to(torch.int64)
     total_RV = mass_RV.cumsum(dim=-1)
@@ -165,12 +190,12 @@ def _first(scaled_RV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def gumbel(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise float64 [R, V] for int64 seeds and positions."""
+    """Return standard Gumbel noise, float64 [R, V], for int64 seeds and positions."""
     return -(-uniform(seeds_R, positions_R, vocab_size).log()).log()
 
 
 def uniform(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
-    """Numbers float64 [R, V] in (0, 1) that the noise is made from."""
+    """Return the uniform numbers in (0, 1), float64 [R, V], that the noise is made from."""
     tokens_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds_R.device)
     key_R = _mix(_mix(seeds_R + _GOLDEN) + positions_R * _GOLDEN)
     bits_RV = _shift_right(_mix(key_R.unsqueeze(1) + tokens_V * _GOLDEN), 12)
@@ -184,5 +209,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 copies the sign."""
+    """Shift right and fill with zeros; torch's `>>` on int64 copies the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)

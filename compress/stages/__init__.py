@@ -1,16 +1,16 @@
-"""Stages: what a recipe may name. A stage is one file, or one folder: its Spec, the ports it reads and writes, and the glue that calls
-the layers below.
+"""Stages: what a recipe may name. A stage is one file or one package: its spec, the ports that it reads and
+writes, and the code that calls the layers below.
 
-The pipeline gives a stage the artifacts of the ports in `takes`, and stores what it writes under the port `gives`. A need that is a tuple
-is met by the first of its ports that a stage before it gave. `version` is part of the cache key: raise it when the numbers of a stage
-change.
+The pipeline hands a stage the artifacts of the ports in `takes` and stores what it writes under the port
+`gives`. A need that is a tuple of ports is met by the first of them that an earlier stage gave. `version` is
+part of the cache key: raise it when the numbers of a stage change.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
@@ -21,8 +21,11 @@ from compress.registry.model_source import ModelSource
 
 
 class Port(StrEnum):
-    """What flows between stages. SOURCE is the recipe's model and stays; DENSE is the latest dense weights, at first the same;
-    DRAFT proposes tokens for the latest of all."""
+    """The artifacts that flow between stages, by role.
+
+    SOURCE is the recipe's model and never changes. DENSE is the latest dense weights, at first those of
+    SOURCE. DRAFT proposes tokens for the latest weights.
+    """
 
     SOURCE = "source"
     DENSE = "dense"
@@ -38,7 +41,7 @@ Need = Port | tuple[Port, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """An artifact (or the source model) as a stage sees it."""
+    """The artifact, or the source model, that a stage reads."""
 
     path: Path
     digest: str
@@ -46,7 +49,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`source` is always there; `ports` holds what the stage's needs were met with."""
+    """The source model, which every stage has, and the artifacts that meet the stage's needs, by port."""
 
     source: ModelSource
     ports: Mapping[Port, Input]
@@ -55,15 +58,17 @@ class Inputs:
         return self.ports[port]
 
     def first(self, *ports: Port) -> tuple[Port, Input]:
-        """The port among `ports` that is present."""
+        """Return the first of `ports` that has an input, with that input."""
         port = next(each for each in ports if each in self.ports)
         return port, self.ports[port]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage is expected to need, before it runs: bytes at its peak, bytes it leaves on disk, floating-point operations, and
-    small operations that must run one after the other (GPTQ's columns). `in_tiles`: a CPU multiplies in bfloat16 (AMX).
+    """The expected needs of a stage before it runs: bytes at its peak, bytes that it leaves on disk,
+    floating-point operations, and small operations that must run one after the other (the columns of GPTQ).
+
+    `in_tiles`: a CPU multiplies in bfloat16 (AMX).
     """
 
     peak_bytes: int
@@ -76,8 +81,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What is known at plan time: shapes as the stages before leave them, the specs of all stages (by kind), how many ranks are to share
-    the work, and the shapes of the recipe's own model."""
+    """Facts at plan time: shapes as the earlier stages leave them, the specs of all stages by kind, the
+    number of ranks that share the work, and the shapes of the recipe's own model."""
 
     arch: Arch
     device: str
@@ -87,6 +92,8 @@ class PlanFacts:
 
 
 class RunStage(Protocol):
+    """The function of a stage: reads `inputs`, writes the artifact `out` and describes it."""
+
     def __call__(self, spec: Any, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None: ...
 
 
@@ -100,10 +107,17 @@ def _same(spec: Any, arch: Arch) -> Arch:
 
 @dataclass(frozen=True)
 class Stage:
-    """`uses` are ports that are read when they exist. `depends` names what decides the result besides recipe and inputs (data files, the
-    machine of a latency measurement): name -> digest or text, part of the cache key. `together` is the part of `run` in which all ranks of
-    a job take part: rank 0 comes to it inside `run`, the others are sent there. `reshape` is the model that a stage leaves of one, as far
-    as that is known before it runs.
+    """A stage as its package declares it.
+
+    Attributes:
+        takes: the ports that must be there.
+        uses: ports that are read where they are there.
+        depends: (spec, device) -> name -> digest or text of what decides the result besides recipe and
+            inputs, such as data files or the machine of a latency; part of the cache key.
+        on_all_ranks: the part of `run` in which all ranks of a job take part. Rank 0 reaches it inside `run`;
+            the others are sent there.
+        reshape: (spec, shapes of the input) -> shapes of the result, as far as they follow before the stage
+            runs.
     """
 
     kind: str
@@ -115,7 +129,7 @@ class Stage:
     estimate: Callable[[Any, PlanFacts], Estimate]
     uses: tuple[Port, ...] = ()
     depends: Callable[[Any, str], Mapping[str, str]] = _nothing
-    together: Callable[[Any, Inputs, Context], object] | None = None
+    on_all_ranks: Callable[[Any, Inputs, Context], object] | None = None
     reshape: Callable[[Any, Arch], Arch] = _same
 
 
@@ -133,13 +147,15 @@ class StageSet(PluginSet[Stage]):
         estimate: Callable[[Any, PlanFacts], Estimate],
         uses: tuple[Port, ...] = (),
         depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
-        together: Callable[[Any, Inputs, Context], object] | None = None,
+        on_all_ranks: Callable[[Any, Inputs, Context], object] | None = None,
         reshape: Callable[[Any, Arch], Arch] = _same,
     ) -> Callable[[RunStage], RunStage]:
+        """Return a decorator that registers a function as the `run` of a stage."""
+
         def decorate(run: RunStage) -> RunStage:
             self.add(
                 kind,
-                Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, together, reshape),
+                Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, on_all_ranks, reshape),
             )
             return run
 
@@ -147,3 +163,8 @@ class StageSet(PluginSet[Stage]):
 
 
 STAGES = StageSet("stage", "compress.stages")
+
+
+def specs_of(plugins: PluginSet[Any]) -> Mapping[str, type[Spec]]:
+    """Return the specs that the members of a plug-in set are, by name, for a `ByKind` field."""
+    return {name: cast(type[Spec], member) for name, member in plugins.items()}

@@ -1,4 +1,4 @@
-"""`calibrate`: a data card and the model's tokenizer become a fixed set of token ids, an artifact of its own."""
+"""`calibrate`: tokenize text of a data card into a fixed token set, an artifact of its own."""
 
 from pydantic import Field
 
@@ -12,11 +12,18 @@ from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 
 
 class Calibrate(Spec):
-    """Calibration text: which, and how much of it."""
+    """The calibration text, and how much of it is read."""
 
     data: str = Field("builtin://python", description="a data card (path of a YAML file) or builtin://python")
-    num_samples: int = Field(128, ge=1)
-    seq_len: int = Field(512, ge=8)
+    num_samples: int = Field(128, ge=1, description="windows of text")
+    seq_len: int = Field(512, ge=8, description="tokens a window")
+
+
+def calibration_of(facts: PlanFacts) -> Calibrate:
+    """Return the `calibrate` stage of the plan, or one with default settings where the recipe has none."""
+    calib = facts.specs.get("calibrate") or Calibrate()
+    assert isinstance(calib, Calibrate)
+    return calib
 
 
 def _estimate(spec: Calibrate, facts: PlanFacts) -> Estimate:

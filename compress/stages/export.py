@@ -1,10 +1,10 @@
-"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's tokenizer beside it.
+"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's
+tokenizer beside it.
 
-A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint that stands alone, dense or
-compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
+A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint
+that stands alone, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from compress.models.family import family_of
 from compress.recipe import Spec, checked_by
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
-from compress.stages.quantize.sizes import most_linear_bytes, outer_bytes
+from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 
@@ -32,7 +32,8 @@ def _one_known_format(names: tuple[str, ...]) -> None:
         FORMATS.get(name)
     if len(names) != 1:
         raise UsageError(
-            f"one format is written by one recipe, not {len(names)}; a second recipe with another format finds everything before it cached."
+            f"one format is written by one recipe, not {len(names)}; a second recipe with another format "
+            "finds everything before it cached."
         )
 
 
@@ -59,7 +60,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
         )
     assert isinstance(quantize, Quantize)
     arch = facts.arch
-    possible = quantize.possible_schemes(facts.arch)
+    possible = possible_schemes(quantize, facts.arch)
     kv_format = quantize.kv_format()
     for scheme in possible:
         check_rules(spec.formats[0], arch, scheme, kv_format)
@@ -74,7 +75,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "export",
-    version=1,
+    version=2,
     takes=((Port.QUANTIZED, Port.DENSE),),
     uses=(Port.DRAFT,),
     gives=Port.CHECKPOINT,
@@ -88,8 +89,8 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
     name = spec.formats[0]
     ctx.boundary(0, 1, f"writing {name}")
     write_format(name, out.path, store, scheme)
-    for file in inputs.source.text_files():
-        shutil.copyfile(file, out.path / file.name)
+    inputs.source.copy_text_files(out.path)
+    inputs.source.copy_documents(out.path)
     manifest = artifact.manifest
     facts = {"format": name, **{key: value for key, value in manifest.facts.items() if key == "kv_cache"}}
     if Port.DRAFT in inputs.ports:
@@ -120,12 +121,11 @@ def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, director
         store = CanonicalStore(artifact)
         if store.arch.vocab_size != target.vocab_size:
             raise UsageError(
-                f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program could speculate with it. "
-                "Make the draft of this model."
+                f"the draft has {store.arch.vocab_size} tokens and the model {target.vocab_size}: no program "
+                "could speculate with it. Make the draft of this model."
             )
         directory.mkdir()
         write_format(DRAFT_FORMAT, directory, store, store.scheme)
-        for file in source.text_files():
-            shutil.copyfile(file, directory / file.name)
+        source.copy_text_files(directory)
     shown = {key: value for key, value in facts.items() if key != "curve"}
     return {"draft": {**shown, "scheme": None if scheme is None else scheme["name"]}}

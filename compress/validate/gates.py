@@ -1,9 +1,9 @@
 """Gates: limits that a candidate must keep before it may be published.
 
-A metric knows which side of its limit is good; the end of its confidence interval that lies on the bad side is what is compared, so
-"passed" means that the data rule out (at the interval's confidence) a broken limit, not that a lucky sample fell below it. A gate on time
-names the device that it was written for and does not apply on another. A gate whose number was not measured fails: no evidence is no
-permission.
+Each metric has a side of its limit that is good. What is compared with the limit is the end of the metric's confidence interval on the bad
+side, so that "passed" means that the data rule out (at the interval's confidence) a broken limit, not that a lucky sample was within it. A
+limit in time names the device that it was written for and does not apply on another. No evidence is no permission: a gate whose number was
+not measured fails, and so does one whose number was measured and proves nothing.
 """
 
 import math
@@ -20,7 +20,7 @@ Relation = Literal["<=", ">="]
 
 @dataclass(frozen=True)
 class Metric:
-    """What a gate may name: the relation that a good value has to its limit, and whether it is a property of a device."""
+    """A number that gates may name: the relation that a good value has to its limit, and whether it depends on the device."""
 
     relation: Relation
     per_device: bool = False
@@ -51,20 +51,24 @@ _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 
 @dataclass(frozen=True)
 class Gate:
-    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage."""
+    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage. `device` None: on every device."""
 
     name: str
     limit: float
-    device: str | None  # None: anywhere
+    device: str | None
 
     @property
     def metric(self) -> Metric:
+        """The metric that the limit is for."""
         return METRICS[self.name.rpartition(".")[2]]
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """`passed` is None where the gate does not apply; `bound` is the end of the interval that was compared."""
+    """`passed` is None where the gate does not apply; `bound` is the end of the interval that was compared.
+
+    `value` and `bound` are None where there is no evidence; `note` has the reason.
+    """
 
     name: str
     relation: Relation
@@ -76,10 +80,10 @@ class GateResult:
 
 
 def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tuple[Gate, ...]:
-    """Gates of a recipe, checked before anything runs: `{ppl_ratio: 1.25, tpot_ms_p50: {cuda-sm90: 2.0, cpu: 30}}`.
+    """Return the gates of a recipe, checked before anything runs: `{ppl_ratio: 1.25, tpot_ms_p50: {cuda-sm90: 2.0, cpu: 30}}`.
 
     Raises:
-        UsageError: an unknown metric, stage or device, a limit that is not a number, or a limit in time that does not say on which device.
+        UsageError: an unknown metric, stage or device, a limit that is not a number, or a limit in time without its device.
     """
     gates: list[Gate] = []
     for name, limit in raw.items():
@@ -108,31 +112,48 @@ def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tupl
     return tuple(gates)
 
 
-def evaluate(gates: Collection[Gate], metrics: Mapping[str, Estimate], *, device: str) -> list[GateResult]:
-    """Compare every gate with what was measured on `device` (a key such as `cpu` or `cuda-sm90`)."""
-    return [_evaluate(gate, metrics.get(gate.name), device=device) for gate in gates]
+def evaluate(
+    gates: Collection[Gate],
+    metrics: Mapping[str, Estimate],
+    *,
+    device: str,
+    unproven: Mapping[str, str] | None = None,
+) -> list[GateResult]:
+    """Compare every gate with what was measured on `device` (a key such as `cpu` or `cuda-sm90`).
+
+    Args:
+        unproven: metrics whose measurement proves nothing, each with the reason in words.
+    """
+    reasons = {} if unproven is None else unproven
+    return [_evaluate(gate, metrics.get(gate.name), reasons.get(gate.name), device) for gate in gates]
 
 
-def _evaluate(gate: Gate, estimate: Estimate | None, *, device: str) -> GateResult:
-    relation = gate.metric.relation
+def _evaluate(gate: Gate, estimate: Estimate | None, unproven: str | None, device: str) -> GateResult:
+    def undecided(passed: bool | None, note: str) -> GateResult:
+        return GateResult(gate.name, gate.metric.relation, gate.limit, None, None, passed, note)
+
     if gate.device is not None and gate.device != device:
-        return GateResult(
-            gate.name, relation, gate.limit, None, None, None, f"not applicable here: for {gate.device}"
-        )
+        return undecided(None, f"not applicable here: for {gate.device}")
     if estimate is None:
-        return GateResult(gate.name, relation, gate.limit, None, None, False, "not measured")
-    bound, within = (
-        (estimate.upper, estimate.upper <= gate.limit)
-        if relation == "<="
-        else (estimate.lower, estimate.lower >= gate.limit)
-    )
-    point_within = estimate.value <= gate.limit if relation == "<=" else estimate.value >= gate.limit
+        return undecided(False, "not measured")
+    if unproven is not None:
+        return undecided(
+            False, f"no evidence: {estimate.value:.4g} was measured, but {unproven}; measure again"
+        )
+    if gate.metric.relation == "<=":
+        bound = estimate.upper
+        within = bound <= gate.limit
+        value_within = estimate.value <= gate.limit
+    else:
+        bound = estimate.lower
+        within = bound >= gate.limit
+        value_within = estimate.value >= gate.limit
     note = (
         "within the limit, but not with confidence: more data may decide it"
-        if point_within and not within
+        if value_within and not within
         else ""
     )
-    return GateResult(gate.name, relation, gate.limit, estimate.value, bound, within, note)
+    return GateResult(gate.name, gate.metric.relation, gate.limit, estimate.value, bound, within, note)
 
 
 def _number(name: str, limit: object) -> float:

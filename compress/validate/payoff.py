@@ -1,4 +1,4 @@
-"""Whether speculation pays: what was measured of its speed, what its parts promise, and the advice that follows.
+"""Whether speculation pays: the measured speed, the speed that its parts predict, and the advice that follows.
 
 t = (k t_draft + t_verify) / acceptance length          time of a token (arXiv 2211.17192)
 cost of a step = (k t_draft + t_verify) / t_plain       it pays where that is less than the acceptance length
@@ -14,8 +14,9 @@ from compress.validate.stats import Estimate
 class SpeedRow:
     """One proposer, temperature and batch size; times in ms, of a token, of one draft pass, and of verification.
 
-    `num_equal` of `num_requests` had the tokens of plain decoding; None where the rule promises their distribution only. What is None
-    besides is not predicted: a lookup does not always propose.
+    `num_equal` of `num_requests` had the tokens of plain decoding; None where the rule promises their distribution only. Where
+    `predicted_speedup` is None nothing is predicted: a lookup does not always propose. `unstable`: other work took so much processor time
+    that the speed-up proves nothing; `instability` has the words.
     """
 
     proposer: str
@@ -34,12 +35,15 @@ class SpeedRow:
     best_k: int | None = None
     best_k_speedup: float | None = None
     advice: str | None = None
+    cpu_lost_frac: float | None = None
+    unstable: bool = False
+    instability: str = ""
 
 
 def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
-    """The row with what its times promise for this k and for smaller ones, and what follows from that.
+    """Return the row with the speed-up that its times predict, for this k and for the best k up to it, and with advice.
 
-    Verifying fewer tokens is taken to cost what lies on the line between a plain step and that of k.
+    `rates` are the acceptance rates by position. The time of verifying fewer tokens is interpolated between a plain step and that of k.
     """
     k = len(rates)
     plain_ms = row.tpot_ms_plain
@@ -52,7 +56,7 @@ def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
 
 
 def advise(row: SpeedRow, k: int) -> str:
-    """One or two sentences that follow from a predicted row."""
+    """Return one or two sentences that follow from a predicted row."""
     assert row.predicted_speedup is not None
     assert row.best_k_speedup is not None
     better = f" k = {row.best_k} is predicted to give {row.best_k_speedup:.2f}." if row.best_k != k else ""
@@ -79,6 +83,6 @@ def advise(row: SpeedRow, k: int) -> str:
             f"draft pass under {limit_ms:.2g} ms instead of {row.draft_ms:.2g}."
         )
     else:
-        why = f"Its times promise {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. Measure again."
+        why = f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. Measure again."
     more = better if row.best_k_speedup > 1 else ""
     return f"Speculation does not pay at batch {row.batch_size}: {row.speedup.value:.2f} times as fast. {why}{more}"

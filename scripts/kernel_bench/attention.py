@@ -1,6 +1,8 @@
-"""Attention over paged keys and values: one query a request over full contexts, and whole prompts beside torch's own attention.
+"""Attention over paged keys and values: one query a request over full contexts, and whole prompts beside
+torch's own attention.
 
-Shapes: T rows, H heads, K kv heads, C head dimension, R requests, B blocks of a table, L context, P sampled queries, G queries a kv head.
+Shapes: T rows, H heads, K kv heads, C head dimension, R requests, B blocks of a table, L context, P sampled
+queries, G queries a kv head.
 """
 
 import math

@@ -1,6 +1,7 @@
 """What a case of the kernel benchmark is, and how far a result may be from its reference.
 
-`error` is ||out - reference|| / ||reference||; the reference is float64 for linears and attention, the reference kernel for row-wise ops.
+`error` is ||out - reference|| / ||reference||; the reference is float64 for linears and attention, the
+reference kernel for row-wise ops.
 """
 
 import math
@@ -20,7 +21,8 @@ from scripts.kernel_bench.timer import Launch
 
 DECODE_ROWS = 128
 MIN_LAUNCHES = 16
-"""Launches of a graph, so that what surrounds a graph weighs little; a row-wise op of a microsecond wants `MANY_LAUNCHES`."""
+"""Launches of a graph, so that what surrounds a graph weighs little; a row-wise op of a microsecond wants
+`MANY_LAUNCHES`."""
 MANY_LAUNCHES = 128
 
 
@@ -56,8 +58,9 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """One timed thing. `tool` is "compress" or "torch"; `m` counts rows (requests, where each brings one). `limit` bounds the error; an
-    `error` of None is not checked. Work that copies from the host cannot be `in_graph`."""
+    """One timed thing. `tool` is "compress" or "torch"; `m` counts rows (requests, where each brings one).
+    `limit` bounds the error; an `error` of None is not checked. Work that copies from the host cannot be
+    `in_graph`."""
 
     tool: str
     op: str

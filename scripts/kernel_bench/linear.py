@@ -1,8 +1,10 @@
-"""Fused linears as a decode step and a prefill call them, placed by the runtime's own loader: what is timed is what is served.
+"""Fused linears as a decode step and a prefill call them, placed by the runtime's own loader: what is timed
+is what is served.
 
-gate_up applies its activation where the kernel does, o and down add the residual, the head gives float32. Every copy of the weights is
-placed anew, so that a graph walks over distinct memory. Beside them torch's own linears of the same shapes: cuBLAS in the dense dtype,
-`_scaled_mm` with a scale a row, `_weight_int4pack_mm` with groups of 128; without activation or residual, and in their own layouts.
+gate_up applies its activation where the kernel does, o and down add the residual, the head gives float32.
+Every copy of the weights is placed anew, so that a graph walks over distinct memory. Beside them torch's own
+linears of the same shapes: cuBLAS in the dense dtype, `_scaled_mm` with a scale a row, `_weight_int4pack_mm`
+with groups of 128; without activation or residual, and in their own layouts.
 
 Shapes: T rows, O out, I in.
 """
@@ -227,7 +229,8 @@ def _weights(bench: Bench, scheme: Scheme | None, name: str) -> dict[str, Tensor
 
 
 def _stored_bytes(weights: dict[str, Tensor | QuantizedWeight]) -> int:
-    """Codes, scales and zero points as the scheme counts them: what must be read, whatever a kernel's layout adds."""
+    """Codes, scales and zero points as the scheme counts them: what must be read, whatever a kernel's layout
+    adds."""
     return sum(
         each.scheme.weight_bytes(*each.shape)
         if isinstance(each, QuantizedWeight)

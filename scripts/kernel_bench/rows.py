@@ -1,4 +1,5 @@
-"""Ops of a row: norms, gated activation, quantization, rope with the cache's write, sampling; beside each the reference in torch ops.
+"""Ops of a row: norms, gated activation, quantization, rope with the cache's write, sampling; beside each the
+reference in torch ops.
 
 Rows are warm in the caches, as they are behind the op that made them.
 
@@ -33,7 +34,8 @@ from scripts.kernel_bench.timer import Launch, walk
 
 
 def row_cases(bench: Bench) -> Iterator[Case]:
-    """Row-wise ops, each as it is and with quantized output, beside the reference kernel in plain torch ops."""
+    """Row-wise ops, each as it is and with quantized output, beside the reference kernel in plain
+    torch ops."""
     arch = bench.arch
     most = max(bench.rows)
     hidden_size = arch.hidden_size
@@ -144,7 +146,8 @@ def rope_store_cases(bench: Bench, *, kv_formats: Sequence[str], block_size: int
 
 
 def sample_cases(bench: Bench, batch_sizes: Sequence[int]) -> Iterator[Case]:
-    """The end of a step; `error` is the share of rows with another token than argmax, where that is the law."""
+    """The end of a step; `error` is the share of rows with another token than argmax, where that is
+    the law."""
     params = {
         "greedy": SamplingParams(1),
         "drawn": SamplingParams(1, temperature=0.8),

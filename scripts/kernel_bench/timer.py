@@ -1,12 +1,12 @@
 """Time of work on a device, per launch: CUDA-graph replay over distinct memory, medians with their spread.
 
-A caller gives the same work several times, each on memory of its own, together more than the caches hold. All of it is captured into one
-graph, launch after launch as a decode step would have them, so that programmatic dependent launch overlaps neighbours exactly where it
-would in serving. Replays are queued without waiting for the host; events between them are the clock. Without a GPU the same walk is timed
-by the host's clock.
+A caller gives the same work several times, each on memory of its own, together more than the caches hold. All
+of it is captured into one graph, launch after launch as a decode step would have them, so that programmatic
+dependent launch overlaps neighbours exactly where it would in serving. Replays are queued without waiting for
+the host; events between them are the clock. Without a GPU the same walk is timed by the host's clock.
 
-`alone` puts a plain one-element kernel between launches: it never lets its successor start early, so what is left after the time of
-these kernels is taken off is a launch without its neighbours' overlap.
+`alone` puts a plain one-element kernel between launches: it never lets its successor start early, so what is
+left after the time of these kernels is taken off is a launch without its neighbours' overlap.
 """
 
 import math
@@ -21,16 +21,19 @@ import torch
 
 Launch = Callable[[], Any]
 COLD_BYTES = {"cuda": 600_000_000, "cpu": 0}
-"""Bytes that launches walk over between two visits of one; an H200 has 50 MB of L2. On a CPU this program only proves that it runs."""
+"""Bytes that launches walk over between two visits of one; an H200 has 50 MB of L2. On a CPU this program
+only proves that it runs."""
 MAX_LAUNCHES = 128
 WARM_REPLAYS = 3
 SUSTAINED_S = 0.06
-"""How long arithmetic is timed at least on CUDA: within milliseconds the power limit takes back the clock that a short burst gets."""
+"""How long arithmetic is timed at least on CUDA: within milliseconds the power limit takes back the clock
+that a short burst gets."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a launch: median over replays, and the 10th and 90th percentile of them; `output` is the last launch's."""
+    """Microseconds a launch: median over replays, and the 10th and 90th percentile of them; `output` is the
+    last launch's."""
 
     us: float
     us_p10: float
@@ -59,8 +62,8 @@ def time_launches(
     in_graph: bool = True,
     sustained: bool = False,
 ) -> Timing:
-    """Run a walk `replays` times, or for `SUSTAINED_S` if that is longer and `sustained`. Outside a graph, the host must be quicker than
-    the device for the device's time to be seen."""
+    """Run a walk `replays` times, or for `SUSTAINED_S` if that is longer and `sustained`. Outside a graph,
+    the host must be quicker than the device for the device's time to be seen."""
     on_gpu = device.type == "cuda"
     replay, last = _captured(launches, device) if on_gpu and in_graph else _eager(launches)
     for _ in range(WARM_REPLAYS):

@@ -1,8 +1,8 @@
-"""One row: a method of this project through the pipeline of a recipe, or another tool in its own environment, with the same calibration
-tokens, the same evaluation text and the same comparison.
+"""One row: a method of this project through the pipeline of a recipe, or another tool in its own environment,
+with the same calibration tokens, the same evaluation text and the same comparison.
 
-`seconds` is the quantizing alone, `cpu_seconds` the processor time of it: on a machine that others use too, the second is the one to
-compare. This project's include writing the result, the other tools' do not.
+`seconds` is the quantizing alone, `cpu_seconds` the processor time of it: on a machine that others use too,
+the second is the one to compare. This project's include writing the result, the other tools' do not.
 """
 
 import contextlib
@@ -129,7 +129,8 @@ def measure_peer(
         )
         if done.returncode:
             raise RuntimeError(
-                f"{name} failed (exit code {done.returncode}); the end of what it said:\n{done.stderr[-4000:]}"
+                f"{name} failed (exit code {done.returncode}); the end of what it "
+                f"said:\n{done.stderr[-4000:]}"
             )
         said = json.loads(answer.read_text())
         accuracy = score(setting, source, out)

@@ -1,4 +1,5 @@
-"""What is measured: methods by name, as a recipe says them, and the methods that mean something in each scheme."""
+"""What is measured: methods by name, as a recipe says them, and the methods that mean something in each
+scheme."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +56,8 @@ MIXED: Mapping[str, Mapping[str, Any]] = {
         ("mixed-fp8", FP8, 0.75),
     )
 }
-"""What a recipe says for a scheme that is chosen linear by linear, of so many of the bytes of 16-bit weights."""
+"""What a recipe says for a scheme that is chosen linear by linear, of so many of the bytes of 16-bit
+weights."""
 SUITE: Mapping[str, tuple[str, ...]] = {
     "W4A16_G128": tuple(name for name in METHODS if name != "smoothquant"),
     "W4A16_G128_ASYM": ("rtn", "balanced", "best"),
@@ -71,4 +73,5 @@ SUITE: Mapping[str, tuple[str, ...]] = {
     "mixed-w4": ("balanced",),
     "mixed-fp8": ("rtn",),
 }
-"""Scheme -> its methods, in the order of the table. Where weights have 8 bits, searching for scales and codes has little left to find."""
+"""Scheme -> its methods, in the order of the table. Where weights have 8 bits, searching for scales and codes
+has little left to find."""

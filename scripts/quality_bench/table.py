@@ -9,15 +9,17 @@ MEANS = ("kl_mean", "kl_p99", "top1", "ppl_ratio", "seconds", "cpu_seconds")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a tool, scheme and method: means over seeds, the spread of seeds as half their range, the 95 % interval of the first seed's
-    KL over windows of evaluation text, and the ratio to this project's plain rounding in 4 bits, W4A16_G128."""
+    """A line a tool, scheme and method: means over seeds, the spread of seeds as half their range, the 95 %
+    interval of the first seed's KL over windows of evaluation text, and the ratio to this project's plain
+    rounding in 4 bits, W4A16_G128."""
     base = [
         row["kl_mean"]
         for row in rows
         if (row["tool"], row["scheme"], row["method"]) == ("compress", "W4A16_G128", "rtn")
     ]
     lines = [
-        "| scheme | tool | method | seeds | mean KL | ± seeds | 95 % of text | x W4 RTN | p99 KL | top-1 | perplexity ratio | s | CPU s |",
+        "| scheme | tool | method | seeds | mean KL | ± seeds | 95 % of text | x W4 RTN | p99 KL | top-1 | "
+        "perplexity ratio | s | CPU s |",
         "|" + "---|" * 13,
     ]
     for (scheme, tool, method), runs in grouped(rows).items():
@@ -28,13 +30,15 @@ def table(rows: Sequence[Row]) -> str:
         found = f"{mean['kl_mean']:.5f} | {(max(kl) - min(kl)) / 2:.5f} | {lower:.5f}-{upper:.5f} | {ratio} | {mean['kl_p99']:.4f}"
         times = f"{mean['seconds']:.1f} | {mean['cpu_seconds']:.1f}"
         lines.append(
-            f"| {scheme} | {tool} | {method} | {len(runs)} | {found} | {mean['top1']:.4f} | {mean['ppl_ratio']:.4f} | {times} |"
+            f"| {scheme} | {tool} | {method} | {len(runs)} | {found} | {mean['top1']:.4f} | "
+            f"{mean['ppl_ratio']:.4f} | {times} |"
         )
     return "\n".join(lines)
 
 
 def beside_peers(rows: Sequence[Row]) -> list[str]:
-    """A sentence a tool: its KL and processor time over those of `balanced` in the same scheme, on the seeds that both have."""
+    """A sentence a tool: its KL and processor time over those of `balanced` in the same scheme, on the seeds
+    that both have."""
     groups = grouped(rows)
     sentences = []
     for (scheme, tool, method), runs in groups.items():
@@ -47,7 +51,8 @@ def beside_peers(rows: Sequence[Row]) -> list[str]:
             for name in ("kl_mean", "cpu_seconds")
         )
         sentences.append(
-            f"{scheme}: {tool} {method} has {kl:.2f} x the KL of balanced and takes {seconds:.2f} x its processor time."
+            f"{scheme}: {tool} {method} has {kl:.2f} x the KL of balanced and takes {seconds:.2f} x its "
+            "processor time."
         )
     return sentences
 

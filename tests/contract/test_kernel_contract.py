@@ -393,7 +393,12 @@ def attention_cases(op: Any) -> Any:
         for kernel in candidates(op)
         if kernel.refusal(asked.problem(op)) is None
     }
-    return pytest.mark.parametrize(("kernel", "asked"), cases.values(), ids=cases)
+    # On a CPU the shape of an 8B model takes seconds a case, and smaller heads have the same code.
+    rows = [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case[1].device == "cpu" and case[1].num_heads == 32))
+        for case in cases.values()
+    ]
+    return pytest.mark.parametrize(("kernel", "asked"), rows, ids=cases)
 
 
 @attention_cases("attention_prefill")

@@ -219,7 +219,7 @@ def beside(method: Any, source_TI: Tensor) -> InputStats:
     for x_TI, of_source_TI in zip(inputs().chunk(2), source_TI.chunk(2), strict=True):
         for stat in stats:
             if isinstance(stat, SourceStat):
-                stat.update_beside(x_TI, of_source_TI)
+                stat.update_with_source(x_TI, of_source_TI)
             else:
                 stat.update(x_TI)
     return stats

@@ -107,20 +107,22 @@ def test_proposals_are_tokens_within_limits_and_distributions_sum_to_one(name: s
     seen = 0
     addresses = set()
 
-    def checked(rows: Any, state: Any) -> Drafts:
+    def checked(generations: Any, state: Any) -> Drafts:
         nonlocal seen
-        drafts = propose(rows, state)
-        counts = [row.limit for row in rows] if drafts.counts is None else drafts.counts
+        drafts = propose(generations, state)
+        counts = [K] * len(generations) if drafts.counts is None else drafts.counts
         seen += sum(counts)
-        assert drafts.tokens_RK.shape == (len(rows), K)
-        for row, tokens, count in zip(rows, drafts.tokens_RK, counts, strict=True):
-            assert 0 <= count <= row.limit <= K
+        assert drafts.tokens_RK.shape == (len(generations), K)
+        for tokens, count in zip(drafts.tokens_RK, counts, strict=True):
+            assert 0 <= count <= K
             assert bool(((tokens >= 0) & (tokens < VOCAB)).all())
         if drafts.probs_SKV is not None:
             assert rule == "rejection"
             addresses.add(drafts.probs_SKV.data_ptr())
-            probs_RKV = drafts.probs_SKV[: len(rows)]
-            torch.testing.assert_close(probs_RKV.sum(dim=-1), torch.ones(len(rows), K, dtype=torch.float64))
+            probs_RKV = drafts.probs_SKV[: len(generations)]
+            torch.testing.assert_close(
+                probs_RKV.sum(dim=-1), torch.ones(len(generations), K, dtype=torch.float64)
+            )
             assert bool((probs_RKV.gather(2, drafts.tokens_RK.unsqueeze(2)) > 0).all())
         return drafts
 

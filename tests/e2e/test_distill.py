@@ -102,7 +102,7 @@ def test_a_pruned_model_learns_and_is_judged_against_the_source(
     assert report["artifact"]["source_digest"] != report["artifact"]["digest"]
     assert "of the evaluation text occur in the training text" in report["calibration"]["training_overlap"]
     page = next((work / "whole").glob("store/*/report.html")).read_text()
-    assert "What came back" in page
+    assert "What training brought back" in page
     assert document["artifact"]["digest"]
 
 

@@ -23,7 +23,7 @@ Command = Callable[..., tuple[int, str, str]]
 CALIBRATE, QUANTIZE, EXPORT, VALIDATE = RECIPE["stages"]
 PRUNE = {"kind": "prune", "ffn": {"keep": 0.5}, "multiple": 32}
 SERVED = {"batch_sizes": [1, 2], "num_prompts": 2, "prompt_tokens": 8, "output_tokens": 16, "k": 2}
-GATES = {"acceptance_length": 1.0, "speedup": {"cpu": 0.0}, "quantize.kl_mean": 5.0, "ppl_ratio": 50.0}
+GATES = {"acceptance_length": 1.0, "quantize.kl_mean": 5.0, "ppl_ratio": 50.0}
 PUSH = {"to": "layout://registry", "name": "tiny"}
 
 

@@ -58,10 +58,10 @@ def test_a_budget_of_bytes_is_kept_and_explained(
     for row in mixed["units"]:
         linears = [f"layers.{row['layer']}.{linear}" for linear in LINEAR_GROUPS[row["projection"]].linears]
         expected = SCHEMES.get(row["scheme"])
-        assert all(scheme.of(linear) == opened.schemes.get(linear) == expected for linear in linears)
+        assert all(scheme.for_linear(linear) == opened.schemes.get(linear) == expected for linear in linears)
         spent += row["bytes"][row["scheme"]]
-    assert scheme.of("layers.1.ffn.down") is None
-    assert scheme.of("layers.0.attn.q") == SCHEMES["INT8_DYNAMIC"]
+    assert scheme.for_linear("layers.1.ffn.down") is None
+    assert scheme.for_linear("layers.0.attn.q") == SCHEMES["INT8_DYNAMIC"]
     assert mixed["chosen"]["cost"] == pytest.approx(spent / dense_bytes, abs=1e-6)
     assert spent <= 0.6 * dense_bytes
     on_disk = sum(file.size_bytes for file in exported.manifest.files if file.path.endswith(".safetensors"))
@@ -99,7 +99,7 @@ def test_a_cut_run_chooses_again_what_it_had_chosen(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("sensitivities are measured once")
 
-    monkeypatch.setattr("compress.stages.quantize.choose.visit_gradients", never)
+    monkeypatch.setattr("compress.stages.budget.choose.visit_gradients", never)
     assert command("run", path, "--workspace", work / "b", "--run-dir", work / "b-run")[0] == 0
     assert (
         len({open_artifact(work / run / "artifacts" / "quantize").digest for run in ("a-run", "b-run")}) == 1

@@ -124,13 +124,13 @@ def test_ranks_stop_together_and_another_number_of_them_goes_on(
 
 FAILS_ON_RANK_1 = """
 import os, signal, sys
-import compress.calibrate.in_turn as in_turn
+import compress.calibrate.true_sequential as true_sequential
 from compress.cli.app import main
 from compress.errors import UnsupportedFormat
-def fails(*args):
+def fails(*args, **kwargs):
     {how}
 if os.environ["RANK"] == "1":
-    in_turn.observe_shards = fails
+    true_sequential.observe = fails
 sys.exit(main(sys.argv[1:]))
 """
 

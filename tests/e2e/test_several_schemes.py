@@ -60,7 +60,7 @@ def test_several_schemes_go_all_the_way(
     stored = open_weights(quantized)
     for linear in linear_names(opened.arch):
         name = expected(linear)
-        assert scheme.of(linear) == opened.schemes.get(linear) == (SCHEMES[name] if name else None)
+        assert scheme.for_linear(linear) == opened.schemes.get(linear) == (SCHEMES[name] if name else None)
     for idx in range(NUM_LAYERS):
         before = source.layer(idx)
         after = opened.layer(idx)

@@ -72,7 +72,7 @@ class Rounded:
     def layer(self, layer_idx: int) -> dict[str, Any]:
         layer = self._source.layer(layer_idx)
         for linear in self.arch.layers[layer_idx].linears:
-            if (scheme := self._scheme.of(f"layers.{layer_idx}.{linear}")) is not None:
+            if (scheme := self._scheme.for_linear(f"layers.{layer_idx}.{linear}")) is not None:
                 layer[f"{linear}.weight"] = self._round(layer[f"{linear}.weight"], scheme)
         return layer
 

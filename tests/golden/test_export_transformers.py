@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.export import FORMATS, check_rules, open_checkpoint
 from compress.export.conversion import stated_scheme
@@ -28,7 +28,7 @@ from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.quantize.mixed import scheme_or_dense
+from compress.stages.budget.spec import scheme_or_dense
 from tests.support.tiny_hf import CASES, SMALL, saved, tokens
 
 NUM_LAYERS = 2
@@ -139,12 +139,10 @@ def quantized(
     run_sequential(
         source,
         tokens(8, 16),
-        passes,
+        Compression(passes, scheme=whole, kv_scales=kv_scales),
         ctx.scratch,
         ctx,
-        scheme=whole,
         compute_dtype=torch.float32,
-        kv_scales=kv_scales,
     )
     stored = Stored(source, ctx.scratch, whole)
     form = FORMATS.get("compressed-tensors")
@@ -213,13 +211,8 @@ def test_transformers_loads_the_export_and_computes_the_same(
 ) -> None:
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
-    how: dict[str, Any] = {}
-    if (
-        not scheme.symmetric
-    ):  # this release of transformers keeps zero points only when it decompresses at load
-        how["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True, **how
+        exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
     assert not any(
         info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
@@ -325,8 +318,8 @@ def test_transformers_loads_layers_of_several_schemes_and_computes_the_same(
     )
     opened = open_checkpoint(exported)
     whole = stated_scheme(opened)
-    assert {linear: whole.of(linear) for linear in ["head", *linear_names(stored.arch)]} == {
-        linear: stored.scheme.of(linear) for linear in ["head", *linear_names(stored.arch)]
+    assert {linear: whole.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]} == {
+        linear: stored.scheme.for_linear(linear) for linear in ["head", *linear_names(stored.arch)]
     }
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
@@ -413,16 +406,11 @@ def test_the_export_opens_with_the_same_codes_and_scales(
 def test_the_library_decompresses_each_weight_to_our_bits(
     case: str, scheme_name: str, head: str | None, tmp_path: Path
 ) -> None:
-    """compressed-tensors' own decompression inside transformers, weight by weight: at load if there are zero points, else before the
-    first step (at load, this release decompresses the whole model by one scheme)."""
-    at_load = not SCHEMES[scheme_name].symmetric
+    """compressed-tensors' own decompression inside transformers, weight by weight: at load if there are zero
+    points, because the checkpoint's config asks for it, else before the first step."""
     stored, exported = quantized(tmp_path, case, SCHEMES[scheme_name], SCHEMES[head] if head else None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        exported,
-        dtype=torch.bfloat16,
-        quantization_config=transformers.CompressedTensorsConfig(dequantize=at_load),
-    )
-    if not at_load:
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.bfloat16)
+    if SCHEMES[scheme_name].symmetric:
         model(tokens(1, 2))
     weights = dict(model.named_parameters())
     family = family_of({"model_type": stored.arch.family})

@@ -10,7 +10,7 @@ pytest.importorskip("pydantic")
 
 from compress.calibrate.guide import OutputMoment
 from compress.calibrate.stats import InputStats, SecondMoment
-from compress.kernels.columns import descend_block, reference
+from compress.kernels.columns import DescentBlock, descend_block, reference
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.quant.numerics import output_error
@@ -50,20 +50,22 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bo
     )
     levels_BO -= 0 if zero_O is None else zero_O
     w_BO = (levels_BO + scheme.max_code / 8 * torch.randn(size, num_outputs, generator=generator)) * scale_O
-    state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
-    refit: dict[str, Any] = {"slope_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16} if refitted else {}
-    expected = reference.descend_block(*state, scheme, scale_O, zero_O, **refit)
-    on_device = [each.cuda() for each in (*state, scale_O)]
-    on_device_refit = {
-        key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in refit.items()
-    }
-    zero = None if zero_O is None else zero_O.cuda()
-    found = descend_block(*on_device[:4], scheme, on_device[4], zero, **on_device_refit)
+    gradient_BO = h_BB @ (levels_BO * scale_O - w_BO)
+    block = DescentBlock(levels_BO, gradient_BO, h_BB, 1 / h_BB.diagonal(), scheme, scale_O, zero_O)
+    refit: dict[str, Any] = {}
+    if refitted:
+        refit = {"curvature_product_BO": h_BB @ levels_BO, "scale_dtype": torch.bfloat16}
+    expected = reference.descend_block(block, **refit)
+    found = descend_block(DescentBlock(**on_device(vars(block))), **on_device(refit))
     same_O = (found[0].cpu() == expected[0]).all(dim=0) & (found[1].cpu() == expected[1])
     assert same_O.float().mean() > 0.9
     for each, other in zip(found, expected, strict=True):
         assert bool(torch.isfinite(each).all())
         torch.testing.assert_close(each.cpu()[..., same_O], other[..., same_O], rtol=1e-4, atol=1e-5)
+
+
+def on_device(operands: dict[str, Any]) -> dict[str, Any]:
+    return {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in operands.items()}
 
 
 def errors_on(device: str, name: str) -> tuple[float, float]:

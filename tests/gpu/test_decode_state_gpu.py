@@ -5,13 +5,20 @@ import random
 import pytest
 import torch
 
-from compress.runtime.decode_state import DecodeRow, DecodeState
-from compress.runtime.request import SamplingParams
-from compress.runtime.sampler import Choice
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.decode import DecodeState
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.sampler import SampledTokens
+from compress.runtime.scheduler import Generation
+from compress.runtime.speculative.state import SpeculativeState
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 4
+
+
+def generation(name: int, tokens: list[int], blocks: list[int], *, max_tokens: int = 1) -> Generation:
+    """A request of these tokens, which may have `max_tokens` more."""
+    request = Request(str(name), tuple(tokens), SamplingParams(max_tokens, ignore_eos=True))
+    return Generation(request, 0.0, tokens, blocks)
 
 
 def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
@@ -28,16 +35,14 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
     for first_len in (1, 5):  # loaded anew after an odd number of steps
         lengths = [first_len + idx % 11 for idx in range(num_rows - 2)]
         blocks = [[20 * idx + column + 1 for column in range(16)] for idx in range(num_rows)]
-        rows = [
-            DecodeRow(
-                idx, length, blocks[idx][: -(-length // BLOCK_SIZE)], SamplingParams(1, ignore_eos=True)
-            )
+        generations = [
+            generation(idx, [idx] * length, blocks[idx][: -(-length // BLOCK_SIZE)])
             for idx, length in enumerate(lengths)
         ]
         for state in states:
-            state.load(rows)
+            state.load(generations)
         for step in range(1, 12):
-            choice = Choice(
+            choice = SampledTokens(
                 torch.randint(1000, (num_rows,), generator=generator),
                 torch.randn(num_rows, generator=generator),
             )
@@ -49,18 +54,18 @@ def test_steps_see_the_hosts_blocks_and_the_host_their_tokens() -> None:
                         state.set_next_block(idx, blocks[idx][position // BLOCK_SIZE])
                 inputs.append([each.cpu().clone() for each in state.begin(num_rows, embed_VD.to(device))])
                 assert choice.logprobs_R is not None
-                state.end(Choice(choice.tokens_R.to(device), choice.logprobs_R.to(device)))
+                state.end(SampledTokens(choice.tokens_R.to(device), choice.logprobs_R.to(device)))
             torch.cuda.synchronize()
             assert all(torch.equal(on_gpu, on_cpu) for on_gpu, on_cpu in zip(*inputs, strict=True))
             assert [length + step - 2 for length in lengths] == inputs[1][1][: len(lengths)].tolist()
-            tokens_S, logprobs_S = states[0].landed(step)
-            assert not tokens_S.is_cuda
-            assert torch.equal(tokens_S[:num_rows], choice.tokens_R)
-            assert torch.equal(logprobs_S[:num_rows], choice.logprobs_R)
+            results = states[0].results[step % 2]
+            assert not results.tokens.is_cuda
+            assert torch.equal(results.tokens[:num_rows], choice.tokens_R)
+            assert torch.equal(results.logprobs[:num_rows], choice.logprobs_R)
 
 
 @pytest.mark.parametrize(("k", "num_rows"), [(1, 1), (4, 70), (7, 33)])
-def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int) -> None:
+def test_speculative_steps_advance_and_leave_results_as_on_the_cpu(k: int, num_rows: int) -> None:
     rng = random.Random(k)
     block_size = 16
     device = {"cuda": torch.device("cuda"), "cpu": torch.device("cpu")}
@@ -70,13 +75,12 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
         )
         for name, each in device.items()
     }
-    params = SamplingParams(1, ignore_eos=True)
     for _ in range(2):  # loaded anew after an odd number of steps
         rows = []
         for row_idx in range(num_rows):
             tokens = [rng.randrange(9) for _ in range(rng.choice([2, k + 1, 40]))]
             blocks = [1 + 30 * row_idx + column for column in range(-(-len(tokens) // block_size))]
-            rows.append(RunningRow(tokens, len(tokens) + rng.choice([1, 3, 200]), blocks, params, k))
+            rows.append(generation(row_idx, tokens, blocks, max_tokens=rng.choice([1, 3, 200])))
         for state in states.values():
             state.load(rows)
         for step in range(1, 10):
@@ -95,7 +99,7 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
             for name, state in states.items():
                 here = device[name]
                 if grown:
-                    state.hold(grown)
+                    state.set_blocks(grown)
                 fed = [
                     *state.fed(
                         state.last_SN[:num_rows, -1:], state.context_lens_S[:num_rows] + 0, max_rows=128
@@ -106,17 +110,21 @@ def test_speculative_steps_advance_and_land_as_on_the_cpu(k: int, num_rows: int)
                 state.end(tokens_RQ.to(here), given, torch.ones(num_rows, q_len, device=here) * step)
                 if name == "cuda":
                     torch.cuda.synchronize()
-                landed, logprobs = state.landed(step)
-                assert not landed.is_cuda
+                results = state.results[step % 2]
+                assert not results.tokens.is_cuda
                 each = [
                     *(one for part in fed for one in (part.tokens_T, part.positions_T, part.slots_T)),
-                    state.step.rows_SC,
+                    state.buffers.rows_SC,
                     state.table_SB,
                 ]
                 found.append(
                     [
                         one.cpu().clone()
-                        for one in (*each, landed[:num_rows, : 2 + q_len], logprobs[:num_rows, :q_len])
+                        for one in (
+                            *each,
+                            results.tokens[:num_rows, : 2 + q_len],
+                            results.logprobs[:num_rows, :q_len],
+                        )
                     ]
                 )
             assert all(torch.equal(on_gpu, on_cpu) for on_gpu, on_cpu in zip(*found, strict=True))

@@ -10,10 +10,10 @@ import torch
 from compress.models.arch import Arch, LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
+from compress.runtime.decode_run import DecodeRun
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.running import Run
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
@@ -117,8 +117,8 @@ def served_as_they_come(engine: Engine, requests: list[Request]) -> dict[str, tu
 def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends within a step, requests that come and go, blocks taken on the way; and counts, where nothing lies behind an end."""
     ahead = list[bool]()
-    launch_next = Run.launch_next
-    monkeypatch.setattr(Run, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
+    launch_next = DecodeRun.launch_next
+    monkeypatch.setattr(DecodeRun, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])
     source = stopping(make_source("W4A16_G128"))
     requests = make_requests(14)
     requests = [

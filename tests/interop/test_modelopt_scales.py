@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.methods.quantize.passes import RoundPass
 from compress.methods.quantize.rtn import Rtn
@@ -55,7 +55,9 @@ def ours(model: Path, tokens_NS: Tensor, scheme_name: str, directory: Path) -> d
     source = Checkpoint(model)
     ctx = Context("cpu", 0, directory)
     passes = [RoundPass(Rtn(scale="min_max"), scheme, torch.bfloat16)]
-    run_sequential(source, tokens_NS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
+    run_sequential(
+        source, tokens_NS, Compression(passes, scheme=scheme), directory, ctx, compute_dtype=torch.float32
+    )
     return {
         source.family.to_disk(f"layers.{idx}.{name.removesuffix('.weight')}"): value
         for idx in range(source.arch.num_layers)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from compress.runtime.engine import Engine
 from compress.runtime.model_runner import Features, PrefillBatch
-from compress.runtime.speculative.proposer import Drafts, Pages, Setting
+from compress.runtime.scheduler import Generation
+from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
 from compress.runtime.speculative.speculation import Acceptance
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Scripted:
     scripts: Mapping[int, Sequence[int]]
     wrong_every: int = 0
 
-    def build(self, setting: Setting) -> "ScriptedProposer":
+    def build(self, setting: ProposerSetting) -> "ScriptedProposer":
         return ScriptedProposer(self, setting.k, setting.arch.vocab_size)
 
 
@@ -38,24 +39,23 @@ class ScriptedProposer:
     def kernel_report(self) -> list[dict[str, Any]]:
         return []
 
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None: ...
+    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None: ...
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None: ...
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None: ...
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
-        for row_idx, row in enumerate(rows):
-            for place, token in enumerate(
-                self._options.scripts[row.params.seed][len(row.tokens) :][: self._k]
-            ):
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
+        tokens_RK = torch.zeros(len(generations), self._k, dtype=torch.int64)
+        for row_idx, each in enumerate(generations):
+            script = self._options.scripts[each.request.params.seed]
+            for place, token in enumerate(script[len(each.tokens) :][: self._k]):
                 every = self._options.wrong_every
-                position = len(row.tokens) + place
+                position = len(each.tokens) + place
                 tokens_RK[row_idx, place] = (
                     (token + 1) % self._vocab_size if every and position % every == 0 else token
                 )
-        return Drafts(tokens_RK, [min(self._k, row.limit) for row in rows])
+        return Drafts(tokens_RK, [self._k] * len(generations))
 
 
 def acceptance_of(engine: Engine) -> Acceptance:

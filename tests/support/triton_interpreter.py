@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is that process."""
 
@@ -15,3 +17,21 @@ def assert_passes_interpreted(path: str) -> None:
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
     assert " passed" in child.stdout
+
+
+def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, rounding every term and sum.
+
+    numpy's product, which it takes otherwise, gives a row other bits by the height of the tile and the place in it; a GPU's does not.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(
+        self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object
+    ) -> TensorHandle:
+        total = d.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            total += column[:, None].astype(total.dtype) * row.astype(total.dtype)
+        return TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -35,8 +35,8 @@ def test_weights_and_statistics_arrive_with_their_bits() -> None:
     )
     moment = SecondMoment()
     moment.update(torch.randn(5, 3))
-    tree: MergeTree[SecondMoment] = MergeTree(2)
-    tree.push(moment)
+    tree: MergeTree[SecondMoment] = MergeTree()
+    tree.push(2, moment)
     received = sent(({"attn.q": weight}, tree.nodes(), torch.empty(0, 3)))
     assert isinstance(received, tuple)
     found, nodes, empty = received

@@ -1,7 +1,11 @@
-"""Columns of a block in one launch: a program holds what the columns so far have left behind for a few outputs.
+"""The loops over columns on a GPU: a block in one launch, in which a program computes all columns of a few
+outputs.
 
-It sums over j in another order than torch, so last bits differ from `reference.py`. H and U may have any strides (a factor comes transposed
-from some libraries).
+The program keeps the errors (or the changes) of the columns so far in registers, and sums over them in
+another order than torch, so last bits differ from `reference.py`. H and U may have any strides: some
+libraries return transposed factors.
+
+Shapes: B columns of a block, O outputs.
 """
 
 from typing import Any
@@ -9,21 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.columns.block import DescentBlock
 from compress.kernels.compilers.triton import jit, tl, triton
 from compress.quant.scheme import Scheme
 
 OUTPUTS = 64
+"""Outputs of a program that rounds: with 128 columns and four warps a thread holds 64 numbers in
+registers."""
 WARPS = 4
-"""Outputs of a program: with 128 columns, 64 numbers in the registers of a thread."""
 DESCENT_OUTPUTS = 32
+"""Outputs of a program that descends, one warp."""
 DESCENT_COLUMNS = 16
-"""Outputs of a warp that descends, and columns that it holds in registers at a time: a step is a sum over few lanes, and no barrier."""
+"""Columns that a warp holds in registers at a time: a step sums over few lanes and needs no barrier."""
 
 
 def launch_round(
     w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`round_block` in one launch."""
+    """Run `round_block` as one launch."""
     size, num_outputs = w_BO.shape
     codes_BO = torch.empty_like(w_BO)
     errors_BO = torch.empty_like(w_BO)
@@ -32,41 +39,35 @@ def launch_round(
         BLOCK=triton.next_power_of_2(size),
         OUTPUTS=OUTPUTS,
         num_warps=WARPS,
-        **_numbers(scheme),
+        **_constants(scheme),
     )
     return codes_BO, errors_BO
 
 
 def launch_descend(
-    levels_BO: Tensor,
-    g_BO: Tensor,
-    h_BB: Tensor,
-    pull_B: Tensor,
-    scheme: Scheme,
-    scale_O: Tensor,
-    zero_O: Tensor | None,
+    block: DescentBlock,
     *,
-    slope_BO: Tensor | None = None,
+    curvature_product_BO: Tensor | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`descend_block` in one launch."""
-    size, num_outputs = levels_BO.shape
-    new_BO = torch.empty_like(levels_BO)
-    moves_BO = torch.empty_like(levels_BO)
-    best_O = torch.empty_like(scale_O)
+    """Run `descend_block` as one launch."""
+    size, num_outputs = block.levels_BO.shape
+    new_BO = torch.empty_like(block.levels_BO)
+    moves_BO = torch.empty_like(block.levels_BO)
+    best_O = torch.empty_like(block.scale_O)
     _descend_group[(triton.cdiv(num_outputs, DESCENT_OUTPUTS),)](
         *(
-            levels_BO,
-            g_BO,
-            slope_BO,
-            h_BB,
-            pull_B,
-            scale_O,
-            zero_O,
+            block.levels_BO,
+            block.gradient_BO,
+            curvature_product_BO,
+            block.h_BB,
+            block.inv_diag_B,
+            block.scale_O,
+            block.zero_O,
             new_BO,
             moves_BO,
             best_O,
-            *h_BB.stride(),
+            *block.h_BB.stride(),
             size,
             num_outputs,
         ),
@@ -74,16 +75,18 @@ def launch_descend(
         OUTPUTS=DESCENT_OUTPUTS,
         STORED=_STORED[scale_dtype],
         num_warps=1,
-        **_numbers(scheme),
+        **_constants(block.scheme),
     )
     return new_BO, best_O, moves_BO
 
 
 _STORED = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The number by which the kernel is given the dtype of stored scales."""
 
 
-def _numbers(scheme: Scheme) -> dict[str, Any]:
-    """The numbers that codes are, and products rounded to float32, as the reference has them."""
+def _constants(scheme: Scheme) -> dict[str, Any]:
+    """Return the range and type of the codes; no fused multiply-add, so that products round to float32 as in
+    the reference."""
     return {
         "LOWEST": scheme.min_code,
         "HIGHEST": scheme.max_code,
@@ -96,13 +99,15 @@ def _numbers(scheme: Scheme) -> dict[str, Any]:
 def _nearest(
     x: tl.tensor, zero: tl.tensor, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, FLOAT: tl.constexpr
 ) -> tl.tensor:
-    """The code nearest to x, half to even, as float32. The last bit of 1.5 * 2^23 is 1; x is small beside it or saturates."""
+    """Return the code nearest to x, ties to even, as float32.
+
+    Adding and subtracting 1.5 * 2^23, whose last bit is worth 1, rounds to an integer; an x too large for
+    that saturates anyway.
+    """
     if FLOAT:
         x = tl.minimum(tl.maximum(x, LOWEST), HIGHEST)
         power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        step = tl.maximum(
-            power * 0.125, 0.001953125
-        )  # between neighbours of the grid: three bits of mantissa, down to 2^-9
+        step = tl.maximum(power * 0.125, 0.001953125)  # grid step: three bits of mantissa, at least 2^-9
         return (x / step + 12582912.0 - 12582912.0) * step
     return tl.minimum(tl.maximum(x + 12582912.0 - 12582912.0 + zero, LOWEST), HIGHEST)
 
@@ -145,7 +150,7 @@ def _round(
 
 @jit()
 def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.tensor:
-    """`quant.numerics.storable` of what `_STORED` numbers."""
+    """Return what `quant.numerics.storable` does, for the dtype that `_STORED` gives the number `STORED`."""
     if STORED == 0:
         return scale
     if STORED == 1:
@@ -164,10 +169,10 @@ def _stored(scale: tl.tensor, STORED: tl.constexpr, FLOAT: tl.constexpr) -> tl.t
 @jit()
 def _descend_group(
     levels_ptr: tl.tensor,
-    g_ptr: tl.tensor,
-    slope_ptr: tl.tensor,
+    gradient_ptr: tl.tensor,
+    curvature_product_ptr: tl.tensor,
     h_ptr: tl.tensor,
-    pull_ptr: tl.tensor,
+    inv_diag_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,
     new_ptr: tl.tensor,
@@ -184,34 +189,38 @@ def _descend_group(
     HIGHEST: tl.constexpr,
     FLOAT: tl.constexpr,
 ) -> None:
-    """A few columns at a time stand in registers; what they owe to those before comes in one go, since nothing is stored meanwhile that a
-    load would have to wait for."""
+    """Refit the scales of a block if `curvature_product_ptr` is given, then descend its columns, a few at a
+    time in registers.
+
+    A few columns first add the changes of all columns before them to their gradients, in one go: no store
+    comes in between that a load would have to wait for.
+    """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     mask = outputs < num_outputs
     columns = tl.arange(0, COLUMNS)
     old_scale = tl.load(scale_ptr + outputs, mask=mask, other=1.0)
     zero = tl.zeros_like(old_scale) if zero_ptr is None else tl.load(zero_ptr + outputs, mask=mask, other=0.0)
     scale = old_scale
-    if slope_ptr is not None:
-        fall = tl.zeros_like(scale)
+    if curvature_product_ptr is not None:
+        gradient = tl.zeros_like(scale)
         curvature = tl.zeros_like(scale)
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
             inside = (begin + columns < size)[:, None] & mask[None, :]
             level = tl.load(levels_ptr + at, mask=inside, other=0.0)
-            fall += tl.sum(level * tl.load(g_ptr + at, mask=inside, other=0.0), axis=0)
-            curvature += tl.sum(level * tl.load(slope_ptr + at, mask=inside, other=0.0), axis=0)
-        best = _stored(old_scale - tl.div_rn(fall, curvature), STORED, FLOAT)
+            gradient += tl.sum(level * tl.load(gradient_ptr + at, mask=inside, other=0.0), axis=0)
+            curvature += tl.sum(level * tl.load(curvature_product_ptr + at, mask=inside, other=0.0), axis=0)
+        best = _stored(old_scale - tl.div_rn(gradient, curvature), STORED, FLOAT)
         scale = tl.where((curvature > 0) & (best > 0) & (best < float("inf")), best, old_scale)
-    turn = scale - old_scale
+    scale_delta = scale - old_scale
     tl.store(best_ptr + outputs, scale, mask=mask)
     for begin in range(0, size, COLUMNS):
         here = begin + columns
         at = here[:, None] * num_outputs + outputs[None, :]
         inside = (here < size)[:, None] & mask[None, :]
-        g = tl.load(g_ptr + at, mask=inside, other=0.0)
-        if slope_ptr is not None:
-            g += tl.load(slope_ptr + at, mask=inside, other=0.0) * turn[None, :]
+        g = tl.load(gradient_ptr + at, mask=inside, other=0.0)
+        if curvature_product_ptr is not None:
+            g += tl.load(curvature_product_ptr + at, mask=inside, other=0.0) * scale_delta[None, :]
         for past in range(0, begin, COLUMNS):
             for k in tl.static_range(COLUMNS):
                 move = tl.load(moves_ptr + (past + k) * num_outputs + outputs, mask=mask, other=0.0)
@@ -225,8 +234,8 @@ def _descend_group(
             is_column = (columns == i)[:, None]
             there = mask & (begin + i < size)
             old = tl.load(levels_ptr + (begin + i) * num_outputs + outputs, mask=there, other=0.0)
-            pull = tl.load(pull_ptr + begin + i, mask=begin + i < size, other=0.0)
-            wanted = old * scale - tl.sum(tl.where(is_column, g, 0.0), axis=0) * pull
+            inv_diag = tl.load(inv_diag_ptr + begin + i, mask=begin + i < size, other=0.0)
+            wanted = old * scale - tl.sum(tl.where(is_column, g, 0.0), axis=0) * inv_diag
             level = _nearest(tl.div_rn(wanted, scale), zero, LOWEST, HIGHEST, FLOAT) - zero
             move = (level - old) * scale
             h = tl.load(
@@ -239,13 +248,13 @@ def _descend_group(
             moves = tl.where(is_column, move[None, :], moves)
         tl.store(new_ptr + at, levels, mask=inside)
         tl.store(moves_ptr + at, moves, mask=inside)
-        tl.debug_barrier()  # what comes after reads what other lanes have stored
-    if slope_ptr is not None:
+        tl.debug_barrier()  # later columns load moves that other lanes have stored
+    if curvature_product_ptr is not None:
         for begin in range(0, size, COLUMNS):
             at = (begin + columns)[:, None] * num_outputs + outputs[None, :]
             inside = (begin + columns < size)[:, None] & mask[None, :]
             move = (
                 tl.load(moves_ptr + at, mask=inside, other=0.0)
-                + tl.load(levels_ptr + at, mask=inside, other=0.0) * turn[None, :]
+                + tl.load(levels_ptr + at, mask=inside, other=0.0) * scale_delta[None, :]
             )
             tl.store(moves_ptr + at, move, mask=inside)

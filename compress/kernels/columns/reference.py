@@ -1,19 +1,34 @@
-"""Columns of a block in torch, for any scheme on any device: a column is a few small operations and an update of those to come."""
+"""The loops over columns in torch, for every scheme on every device: a few small operations a column.
+
+The products and their order are those that the package's docstring states; `host.py` and `fused.py` compute
+the same in other orders of summation. A product runs this file where they do not: float codes on a CPU, and
+any codes on CUDA without triton.
+
+Shapes: B columns of a block, O outputs.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from compress.kernels.columns.block import DescentBlock
 from compress.quant.numerics import nearest_codes, storable
 from compress.quant.scheme import Scheme
+
+Descend = Callable[[DescentBlock], tuple[Tensor, Tensor]]
+"""Moves the codes of a block under fixed scales: returns the new levels and the changes of the values, both
+[B, O]."""
 
 
 def round_block(
     w_BO: Tensor, factor_BB: Tensor, scheme: Scheme, scale_BO: Tensor, zero_BO: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and errors e [B, O]."""
-    w_BO, codes_BO, errors_BO = w_BO.clone(), torch.empty_like(w_BO), torch.empty_like(w_BO)
+    """Return codes and errors e, both [B, O]."""
+    w_BO = w_BO.clone()
+    codes_BO = torch.empty_like(w_BO)
+    errors_BO = torch.empty_like(w_BO)
     for i in range(len(w_BO)):
         zero_O = None if zero_BO is None else zero_BO[i]
         codes_BO[i] = nearest_codes(w_BO[i], scheme, scale_BO[i], zero_O)
@@ -23,82 +38,53 @@ def round_block(
     return codes_BO, errors_BO
 
 
-def descend(
-    levels_BO: Tensor,
-    g_BO: Tensor,
-    h_BB: Tensor,
-    pull_B: Tensor,
-    scheme: Scheme,
-    scale_O: Tensor,
-    zero_O: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """New levels, and what they move the values by [B, O], under scales that stay."""
-    if scheme.type == "int":
-        return _descend_integers(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
-    g_BO = g_BO.clone()
-    new_BO = torch.empty_like(levels_BO)
-    moves_BO = torch.empty_like(levels_BO)
-    for i, old_O in enumerate(levels_BO):
-        new_BO[i] = nearest_codes(old_O * scale_O - g_BO[i] * pull_B[i], scheme, scale_O, zero_O)
+def descend(block: DescentBlock) -> tuple[Tensor, Tensor]:
+    """Return the new levels and the changes of the values, both [B, O], under scales that stay."""
+    scale_O = block.scale_O
+    gradient_BO = block.gradient_BO.clone()
+    new_BO = torch.empty_like(block.levels_BO)
+    moves_BO = torch.empty_like(block.levels_BO)
+    for i, old_O in enumerate(block.levels_BO):
+        wanted_O = old_O * scale_O - gradient_BO[i] * block.inv_diag_B[i]
+        codes_O = nearest_codes(wanted_O, block.scheme, scale_O, block.zero_O)
+        new_BO[i] = codes_O if block.zero_O is None else codes_O - block.zero_O
         moves_BO[i] = (new_BO[i] - old_O) * scale_O
-        g_BO.addr_(h_BB[i], moves_BO[i])
+        gradient_BO.addr_(block.h_BB[i], moves_BO[i])
     return new_BO, moves_BO
 
 
 def descend_block(
-    levels_BO: Tensor,
-    g_BO: Tensor,
-    h_BB: Tensor,
-    pull_B: Tensor,
-    scheme: Scheme,
-    scale_O: Tensor,
-    zero_O: Tensor | None,
+    block: DescentBlock,
     *,
-    slope_BO: Tensor | None = None,
+    curvature_product_BO: Tensor | None = None,
     scale_dtype: torch.dtype = torch.float32,
-    descend: Callable[..., tuple[Tensor, Tensor]] = descend,
+    descend: Descend = descend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """New levels, new scales [O] and moves, with the loop over columns of `descend`."""
-    if slope_BO is None:
-        new_BO, moves_BO = descend(levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O)
-        return new_BO, scale_O, moves_BO
+    """Return new levels, scales [O] and changes of the values, with the loop over columns that `descend`
+    is."""
+    if curvature_product_BO is None:
+        new_BO, moves_BO = descend(block)
+        return new_BO, block.scale_O, moves_BO
     best_O = best_scale(
-        scale_O, (g_BO * levels_BO).sum(dim=0), (slope_BO * levels_BO).sum(dim=0), scheme, scale_dtype
+        block.scale_O,
+        (block.gradient_BO * block.levels_BO).sum(dim=0),
+        (curvature_product_BO * block.levels_BO).sum(dim=0),
+        block.scheme,
+        scale_dtype,
     )
-    turn_O = best_O - scale_O
-    new_BO, moves_BO = descend(
-        levels_BO, torch.addcmul(g_BO, slope_BO, turn_O), h_BB, pull_B, scheme, best_O, zero_O
-    )
-    return new_BO, best_O, moves_BO.addcmul_(levels_BO, turn_O)
+    scale_delta_O = best_O - block.scale_O
+    gradient_BO = torch.addcmul(block.gradient_BO, curvature_product_BO, scale_delta_O)
+    new_BO, moves_BO = descend(replace(block, gradient_BO=gradient_BO, scale_O=best_O))
+    return new_BO, best_O, moves_BO.addcmul_(block.levels_BO, scale_delta_O)
 
 
 def best_scale(
-    scale_O: Tensor, fall_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype
+    scale_O: Tensor, gradient_O: Tensor, curvature_O: Tensor, scheme: Scheme, scale_dtype: torch.dtype
 ) -> Tensor:
-    """The stored value nearest to the bottom of a parabola; a scale of zeros only, or whose best is not positive, stays as it is."""
-    best_O = storable(scale_O - fall_O / curvature_O, scheme, scale_dtype).to(torch.float32)
+    """Return the stored value nearest to the minimum of the loss in each scale, float32 [O].
+
+    `gradient_O` and `curvature_O` are half the first and half the second derivative of the loss in the scale.
+    A scale whose codes are all zero, or whose best value is not positive, stays as it is.
+    """
+    best_O = storable(scale_O - gradient_O / curvature_O, scheme, scale_dtype).to(torch.float32)
     return torch.where((curvature_O > 0) & (best_O > 0) & torch.isfinite(best_O), best_O, scale_O)
-
-
-def _descend_integers(
-    levels_BO: Tensor,
-    g_BO: Tensor,
-    h_BB: Tensor,
-    pull_B: Tensor,
-    scheme: Scheme,
-    scale_O: Tensor,
-    zero_O: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """In units of the scales, where a column is five small operations."""
-    g_BO = g_BO / scale_O
-    new_BO = torch.empty_like(levels_BO)
-    steps_BO = torch.empty_like(levels_BO)
-    lowest, highest = (
-        torch.as_tensor(code, device=g_BO.device) - (0 if zero_O is None else zero_O)
-        for code in (scheme.min_code, scheme.max_code)
-    )
-    for i, pull in enumerate(pull_B.tolist()):
-        torch.sub(levels_BO[i], g_BO[i], alpha=pull, out=new_BO[i]).round_().clamp_(lowest, highest)
-        torch.sub(new_BO[i], levels_BO[i], out=steps_BO[i])
-        g_BO[i + 1 :].addr_(h_BB[i, i + 1 :], steps_BO[i])
-    return new_BO, steps_BO.mul_(scale_O)

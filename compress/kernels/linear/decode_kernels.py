@@ -70,7 +70,8 @@ def decode_kernels(
     min_sm: int = MIN_SM,
     rank: int = 20,
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a format, one for each activation; `refusal` adds what only this format refuses."""
+    """Yield the kernels of a format, one for each activation; `refusal` adds what only this format
+    refuses."""
     for activation in ACTIVATIONS:
 
         def supports(problem: Problem, activation: str | None = activation) -> str | None:

@@ -5,19 +5,21 @@ A row's bits are the same in every M and next to any other rows (`hopper_plan.py
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import tile_map
+from compress.kernels.compilers.nvrtc import Function, tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
 from compress.kernels.linear.hopper_plan import CHUNK, STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (
     KernelWeight,
+    Rounding,
     TileMap,
     Variant,
-    function,
     gpu_of,
+    load,
     prepare_rows,
     raw_arguments,
     readable,
@@ -116,9 +118,10 @@ def multiply(
             eps,
         ),
     )
-    function(variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw), device)(
-        chosen.launch, arguments, device=device
-    )
+    normed = raw is not None and raw.weight_K is not None
+    float32 = out_dtype == torch.float32
+    launched = _function(chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw))
+    launched(chosen.launch, arguments, device=device)
     return y_TO
 
 
@@ -127,14 +130,34 @@ def refusal(problem: Problem) -> str | None:
     return "its instructions are sm_90's alone" if problem.sm != 90 else refuse_partial_tile(problem)
 
 
+@functools.cache
+def _function(
+    chosen: Plan,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    device: torch.device,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
+) -> Function:
+    """Compile and load the kernel of a plan, once. Positional arguments and a plan's identity make the lookup
+    of every launch quick: 130 launches of a prompt wait for the host."""
+    variant = variant_of(
+        chosen, shape, dtype, activation, float32_output=float32_output, normed=normed, rounding=rounding
+    )
+    return load(variant, device)
+
+
 def variant_of(
     chosen: Plan,
     shape: Shape,
     dtype: torch.dtype,
     activation: str | None,
-    out_dtype: torch.dtype | None,
     *,
-    raw: RawRows | None = None,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
 ) -> Variant:
     """Return what `hopper.cu` is compiled for to serve a plan."""
     return Variant(
@@ -144,10 +167,10 @@ def variant_of(
         format=shape.format,
         dtype=dtype,
         activation=activation,
-        float32_output=out_dtype == torch.float32,
+        float32_output=float32_output,
         token_tiles=chosen.token_tiles,
-        normed=raw is not None and raw.weight_K is not None,
-        rounding=rounding_of(raw),
+        normed=normed,
+        rounding=rounding,
         macros=(
             ("ROW_GROUPS", chosen.row_groups),
             ("K_SLOTS", chosen.k_slots),

@@ -33,11 +33,12 @@ _KEEP = 8
 on, a kernel of its own is as quick."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """One way to launch `hopper.cu`: `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a
-    stage, and a unit with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With
-    `keep`, blocks prepare the raw row themselves, and a thread keeps that many chunks of it."""
+    """One way to launch `hopper.cu`, compared by identity (`plan` returns the same object for the same
+    arguments): `tiles` row tiles of 16 make a unit, `places` chunks of 128 columns a stage, and a unit
+    with `8 * token_tiles` tokens an item. At most `window` stages are in flight. With `keep`, blocks
+    prepare the raw row themselves, and a thread keeps that many chunks of it."""
 
     token_tiles: int
     tiles: int

@@ -39,7 +39,8 @@ MAX_K = ((1 << 31) - 1) // (127 * 128)
 
 @dataclass(frozen=True)
 class PackedInt8:
-    """Codes int8 [O, I], padded to multiples of 8, and float32 scale [O], not padded; `dtype` is the model's."""
+    """Codes int8 [O, I], padded to multiples of 8, and float32 scale [O], not padded; `dtype` is the
+    model's."""
 
     codes_OI: Tensor
     scale_O: Tensor

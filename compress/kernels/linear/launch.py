@@ -135,9 +135,8 @@ def readable(x_TI: Tensor) -> Tensor:
     return x_TI if x_TI.data_ptr() % 16 == 0 else x_TI.clone()
 
 
-@functools.cache
-def function(variant: Variant, device: torch.device) -> Function:
-    """Compile and load a variant, once for a device."""
+def load(variant: Variant, device: torch.device) -> Function:
+    """Compile and load a variant."""
     gpu = gpu_of(device)
     return Function(
         variant.source, device=device, shared_bytes=gpu.shared_bytes - variant.static_bytes, sm=gpu.sm

@@ -1,4 +1,5 @@
-"""Linear of many rows in bfloat16 or float16: cuBLAS over the weight as the decode kernel keeps it, [O, I]."""
+"""Linear of many rows in bfloat16 or float16: cuBLAS over the weight as the decode kernel keeps it,
+[O, I]."""
 
 import torch
 import torch.nn.functional as F

@@ -6,16 +6,19 @@ file packs its weight as a `KernelWeight` and registers the kernels of `decode_k
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
+from compress.kernels.compilers.nvrtc import Function
 from compress.kernels.linear.launch import (
     KernelWeight,
+    Rounding,
     TileMap,
     Variant,
-    function,
     gpu_of,
+    load,
     prepare_rows,
     raw_arguments,
     readable,
@@ -98,9 +101,30 @@ def stream(
         ),
         *raw_arguments(raw),
     )
-    variant = variant_of(chosen, shape, dtype, activation, out_dtype, raw=raw)
-    function(variant, device)(chosen.launch, arguments, device=device)
+    normed = raw is not None and raw.weight_K is not None
+    float32 = out_dtype == torch.float32
+    launched = _function(chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw))
+    launched(chosen.launch, arguments, device=device)
     return y_TO
+
+
+@functools.cache
+def _function(
+    chosen: Plan,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    device: torch.device,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
+) -> Function:
+    """Compile and load the kernel of a plan, once. Positional arguments and a plan's identity make the lookup
+    of every launch quick: 130 launches of a prompt wait for the host."""
+    variant = variant_of(
+        chosen, shape, dtype, activation, float32_output=float32_output, normed=normed, rounding=rounding
+    )
+    return load(variant, device)
 
 
 def variant_of(
@@ -108,9 +132,10 @@ def variant_of(
     shape: Shape,
     dtype: torch.dtype,
     activation: str | None,
-    out_dtype: torch.dtype | None,
     *,
-    raw: RawRows | None = None,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
 ) -> Variant:
     """Return what `stream.cu` is compiled for to serve a plan."""
     return Variant(
@@ -120,10 +145,10 @@ def variant_of(
         format=shape.format,
         dtype=dtype,
         activation=activation,
-        float32_output=out_dtype == torch.float32,
+        float32_output=float32_output,
         token_tiles=chosen.token_tiles,
-        normed=raw is not None and raw.weight_K is not None,
-        rounding=rounding_of(raw),
+        normed=normed,
+        rounding=rounding,
         macros=(
             ("WGMMA", int(chosen.wgmma)),
             ("RESIDENT", int(chosen.resident)),

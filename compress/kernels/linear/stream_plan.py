@@ -49,10 +49,11 @@ class Cover:
     row_blocks: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """One way to launch `stream.cu`. `resident`: all of x that a block needs stays in its shared memory;
-    `arriving_bytes` of that memory receive sums from the cluster."""
+    """One way to launch `stream.cu`, compared by identity: `plan` returns the same object for the same
+    arguments. `resident`: all of x that a block needs stays in its shared memory; `arriving_bytes` of that
+    memory receive sums from the cluster."""
 
     token_tiles: int
     tiles: int

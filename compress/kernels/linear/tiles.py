@@ -95,7 +95,8 @@ def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str 
 
 
 def tile_refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | None:
-    """Why a kernel in tiles for few rows, or for many of them on a device, cannot serve a problem, or None."""
+    """Why a kernel in tiles for few rows, or for many of them on a device, cannot serve a problem, or
+    None."""
     if problem.activation is not None:
         return "applies no activation"
     if device is not None and problem.device != device:

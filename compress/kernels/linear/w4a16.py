@@ -114,7 +114,8 @@ def _row_pairs(values: Tensor) -> Tensor:
 
 
 def unpack(packed: PackedW4) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of `repack`."""
+    """Return codes int8 [O, I], scales [O, G] and zero points int8 [O, G] or None: the inverse of
+    `repack`."""
     tiles, groups, _ = packed.blocks.shape
     words = packed.blocks[..., :CODE_BYTES].contiguous().view(torch.int32).view(tiles, groups, 2, 8, 4, 4, 1)
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=words.device)

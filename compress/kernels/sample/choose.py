@@ -1,17 +1,20 @@
-"""From logits to tokens: the largest logit of a row, or the largest of l / T + noise. Both are defined by `runtime/sampler.py`.
+"""Choose the token of each row, the largest logit or the largest l / T + noise, as in `runtime/sampler.py`.
 
     _best        (row, span) -> the span's largest logit and the lowest id that has it
-    _best_drawn  (row, span) -> the same for scores s + g among tokens with s >= ln min_p;  s = (l - max l) / T,  scores in float64
+    _best_drawn  (row, span) -> the same for scores s + g among tokens with s >= ln min_p;
+                                s = (l - max l) / T,  scores in float64
     _merge       row         -> the best of its spans, the lowest id among equals
     _filter      row         -> the best among what top_k and top_p keep, without sorting
 
-g is the sampler's noise of (seed, position, token): the hash in unsigned 64-bit integers, logarithms in float64. Rows with temperature 0
-take their largest logit in all. A row's token depends on its own logits, parameters and position.
+g is the sampler's noise of (seed, position, token): the hash in unsigned 64-bit integers, logarithms in
+float64. Rows with temperature 0 take their largest logit in every kernel. A row's token depends on its own
+logits, parameters and position.
 
-What top_k and top_p keep are the first tokens by (s, lowest id). So if the token with the best score is not kept, neither is any behind it,
-and the best of those before it is next: one pass over a row counts the tokens before the candidate, sums their probability and finds that
-next one. A candidate is kept with the probability of what is kept, so with top_p 0.9 nine rows of ten take one pass. The order of sums
-is no matter: probabilities are integers, the likeliest token's 2^40 (`runtime/sampler.py`).
+top_k and top_p keep the first tokens in the order of (s, lowest id). So if the token with the best score is
+not kept, none after it in that order is, and the best of those before it is the next candidate: one pass over
+a row counts the tokens before the candidate, sums their probability and finds the next candidate. A candidate
+is kept with the probability of all kept tokens, so with top_p 0.9 nine rows of ten take one pass. The order
+of the sums does not matter: probabilities are integers, 2^40 for the likeliest token (`runtime/sampler.py`).
 
 Shapes: R rows, V vocabulary, P spans of a row.
 """
@@ -25,14 +28,17 @@ from compress.kernels.compilers.triton import jit, launch_dependents, pdl_option
 
 SPAN = 2048
 DRAWN_SPAN = 1024
-"""Tokens of a program. An H200 takes 128,256 logits of 1 and of 64 rows in 2.6 and 6.8 us, and draws from them in 9.6 and 87 us."""
+"""Number of tokens of one program. For 128,256 logits of 1 and of 64 rows, an H200 takes 2.6 and 6.8 us to
+find the largest, and 9.6 and 87 us to draw."""
 FILTER_SPAN = 4096
 FILTER_WARPS = 32
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How rows are drawn, each [R]: float32 temperature and ln min_p (minus infinity keeps all); int64 seeds and positions."""
+    """The parameters that rows are drawn with, each [R]: float32 temperature and ln min_p (minus infinity
+    keeps all), int64 seeds and positions.
+    """
 
     temperature_R: Tensor
     log_min_p_R: Tensor
@@ -42,30 +48,30 @@ class Draw:
 
 @dataclass(frozen=True)
 class Filter:
-    """Int64 top_k (0 keeps all) and float32 top_p (1 keeps all), each [R]."""
+    """The filters of each row: int64 top_k (0 keeps all) and float32 top_p (1 keeps all), each [R]."""
 
     top_k_R: Tensor
     top_p_R: Tensor
 
 
 def choose(logits_RV: Tensor) -> Tensor:
-    """The largest of each row: tokens int64 [R] of float32 logits."""
+    """Return the token with the largest float32 logit of each row, int64 [R]; the lowest id among equals."""
     logits_RV = logits_RV.contiguous()
     best_RP, ids_RP = _best_of_spans(logits_RV, SPAN)
     return _merge_spans(best_RP, ids_RP)
 
 
 def choose_drawn(logits_RV: Tensor, draw: Draw, filtering: Filter | None = None) -> Tensor:
-    """Tokens int64 [R], drawn where the temperature is above 0, from what `filtering` keeps."""
+    """Return tokens int64 [R], drawn where the temperature is above 0 from what `filtering` keeps, else the
+    largest.
+    """
     (num_rows, vocab_size) = logits_RV.shape
     logits_RV = logits_RV.contiguous()
     best_RP, ids_RP = _best_of_spans(logits_RV, DRAWN_SPAN)
     scores_RP, drawn_RP, mass_RP = (
         torch.empty_like(ids_RP, dtype=dtype) for dtype in (torch.float64, torch.int32, torch.int64)
     )
-    filtered_size = (
-        0 if filtering is None else vocab_size
-    )  # what only `_filter` reads is not written without it
+    filtered_size = 0 if filtering is None else vocab_size  # only `_filter` reads these two
     scaled_RV, scores_RV = (
         logits_RV.new_empty(num_rows, filtered_size, dtype=dtype) for dtype in (torch.float32, torch.float64)
     )
@@ -121,7 +127,7 @@ def _span_constants(ids_RP: Tensor) -> dict[str, int]:
 
 @jit()
 def _lowest(scores: tl.tensor, ids: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """The lowest id whose score is the best; 0 where none is, because the best is not a number."""
+    """Return the lowest id whose score is the best, or 0 where the best is not a number."""
     token = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0)
     return tl.where(token == 0x7FFFFFFF, 0, token)
 
@@ -168,7 +174,9 @@ def _best_drawn(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """For `_filter`, also s and the score of every token, and the probability of the span."""
+    """Find the best score of a span. For `_filter`, also store s and the score of every token, and the
+    probability of the span.
+    """
     launch_dependents(PDL)
     wait(PDL)
     row = tl.program_id(0)
@@ -243,7 +251,11 @@ def _filter(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Ends: every candidate is before the last, and the first of all tokens is kept. Where none has a score, logits are not numbers."""
+    """Find the best candidate that is kept.
+
+    The loop ends: every candidate comes before the last one, and the first of all tokens is kept. If no token
+    has a score, the logits are not numbers.
+    """
     launch_dependents(PDL)
     wait(PDL)
     row = tl.program_id(0)
@@ -284,13 +296,13 @@ def _filter(
 
 @jit()
 def _mass(scaled: tl.tensor) -> tl.tensor:
-    """e^s as an integer, 2^40 for 1."""
+    """Return e^s as an integer, 2^40 for 1."""
     return (tl.exp(scaled) * 1099511627776.0).to(tl.int64)
 
 
 @jit()
 def _gumbel(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """Standard Gumbel noise in float64 of a seed, a position and tokens."""
+    """Return standard Gumbel noise in float64 for a seed, a position and tokens."""
     golden = 0x9E3779B97F4A7C15
     key = _mix(_mix(seed.to(tl.uint64) + golden) + position.to(tl.uint64) * golden)
     bits = _mix(key + (ids + 1).to(tl.uint64) * golden) >> 12
@@ -299,7 +311,7 @@ def _gumbel(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 @jit()
 def _mix(x: tl.tensor) -> tl.tensor:
-    """The finalizer of splitmix64."""
+    """Return the finalizer of splitmix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -1,1 +1,3 @@
-"""The kernels that advance the state of a decode step, plain and speculative."""
+"""Kernels that advance the device state of a decode step: `decode` for plain steps, `verify` for speculative
+ones.
+"""

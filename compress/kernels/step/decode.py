@@ -1,11 +1,15 @@
-"""What a decode step does to its own state: once before the layers, once after the sampler. Two small launches on a GPU, and no transfer.
+"""Advance the state of plain decode steps on the device, in two small launches without a transfer.
 
-    begin_step   x = embedding of the token,  position = context - 1,  slot = block of the position * block size + offset in it
-    end_step     tokens <- chosen,  context <- context + running,  and both chosen and log probabilities to the host
+    begin_step   x = embedding of the token
+                 position = context - 1,   slot = block of the position * block size + offset in it
+    end_step     token   <- chosen token
+                 context <- context + running
+                 chosen token, log probability -> host
 
-The host and the step meet in memory that both can reach (`shared_memory`). When a sequence enters a new block, the step fetches its number
-there, `next_block`, and writes it into the block table. What was chosen is left there, in turns in two places, so that the host may read
-one step while the next one runs: `num_steps` counts the steps begun, and its last bit is the place.
+The host and the kernels exchange values in memory that both reach (`host_memory.py`). When a sequence enters
+a new block, `begin_step` reads the number of the block there (`next_block`) and writes it to the block table.
+`end_step` writes its results to one of two places in turn, so that the host may read one step while the next
+one runs: `num_steps` counts the steps begun, and step n uses place n % 2.
 
 Shapes: R rows, B blocks of the longest sequence, S rows of the state (R or more), V vocabulary, D hidden.
 """
@@ -16,28 +20,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.compilers.triton import (
-    interpreted,
-    jit,
-    launch_dependents,
-    pdl_options,
-    tl,
-    triton,
-    wait,
-)
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.step.host_memory import uses_kernels
 
 _ROWS = 128
-"""Rows of a program of `end_step`."""
+"""Number of rows of one program of `end_step`."""
 _COLUMNS = 1024
-"""Columns of a program of `begin_step`, of one row: 16 bytes of a 16-bit row for each thread of four warps."""
+"""Number of columns of one row in a program of `begin_step`: 16 bytes of a 16-bit row for each thread of four
+warps."""
 
 
 @dataclass(frozen=True)
-class StepState:
-    """What steps read and advance. All int64 but `landed_logprobs`.
+class DecodeBuffers:
+    """The tensors that plain decode steps read and advance. All are int64 but the log probabilities, which
+    are float32.
 
-    `tokens` are fed next; `running` is 1 for a request and 0 for a filler, whose context does not grow; `next_block` is for running rows
-    whose position begins a block. `landed_tokens` and `landed_logprobs` (float32) hold step n at n % 2.
+    `tokens` are the next to be fed. `running` is 1 for a request and 0 for a padding row, whose context does
+    not grow. `next_block` is read for running rows whose position begins a block. The host tensors hold the
+    results of step n at index n % 2.
     """
 
     tokens_S: Tensor
@@ -46,27 +46,20 @@ class StepState:
     block_table_SB: Tensor
     num_steps: Tensor
     next_block_S: Tensor
-    landed_tokens_2S: Tensor
-    landed_logprobs_2S: Tensor
-
-
-def shared_memory(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that kernels on `device` and the host both reach: pinned memory of the host, or the device's own where only torch serves it."""
-    pinned = device.type == "cuda" and _by_kernel(device)
-    return (
-        torch.zeros(shape, dtype=dtype, pin_memory=True)
-        if pinned
-        else torch.zeros(shape, dtype=dtype, device=device)
-    )
+    host_tokens_2S: Tensor
+    host_logprobs_2S: Tensor
 
 
 def begin_step(
-    state: StepState, num_rows: int, embed_VD: Tensor, *, block_size: int
+    state: DecodeBuffers, num_rows: int, embed_VD: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Embedding [R, D], position and slot, int64 [R], of the token that each row feeds; its block is in the table afterwards."""
+    """Return the embedding [R, D] of the token that each row feeds, and its position and slot, int64 [R].
+
+    A block that a row enters is in the block table afterwards.
+    """
     device = state.tokens_S.device
     hidden_size = embed_VD.shape[1]
-    if not _by_kernel(device):
+    if not uses_kernels(device):
         positions_R, slots_R = _begin_by_torch(state, num_rows, block_size)
         return F.embedding(state.tokens_S[:num_rows], embed_VD), positions_R, slots_R
     positions_R, slots_R = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
@@ -91,11 +84,11 @@ def begin_step(
     return x_RD, positions_R, slots_R
 
 
-def end_step(state: StepState, chosen_R: Tensor, logprobs_R: Tensor | None) -> None:
-    """The state after a step that chose these tokens."""
+def end_step(state: DecodeBuffers, chosen_R: Tensor, logprobs_R: Tensor | None) -> None:
+    """Advance the state past a step that chose these tokens, and write the results for the host."""
     device = state.tokens_S.device
     (num_rows,) = chosen_R.shape
-    if not _by_kernel(device):
+    if not uses_kernels(device):
         return _end_by_torch(state, chosen_R, logprobs_R)
     _end[(-(-num_rows // _ROWS),)](
         *(
@@ -106,7 +99,7 @@ def end_step(state: StepState, chosen_R: Tensor, logprobs_R: Tensor | None) -> N
             state.running_S,
             state.num_steps,
         ),
-        *(state.landed_tokens_2S, state.landed_logprobs_2S, num_rows),
+        *(state.host_tokens_2S, state.host_logprobs_2S, num_rows),
         LOGPROBS=logprobs_R is not None,
         STATE_ROWS=state.tokens_S.shape[0],
         ROWS=_ROWS,
@@ -115,11 +108,7 @@ def end_step(state: StepState, chosen_R: Tensor, logprobs_R: Tensor | None) -> N
     )
 
 
-def _by_kernel(device: torch.device) -> bool:
-    return triton is not None and (device.type == "cuda" or interpreted())
-
-
-def _begin_by_torch(state: StepState, num_rows: int, block_size: int) -> tuple[Tensor, Tensor]:
+def _begin_by_torch(state: DecodeBuffers, num_rows: int, block_size: int) -> tuple[Tensor, Tensor]:
     state.num_steps.add_(1)
     positions_R = state.context_lens_S[:num_rows] - 1
     column_R1 = torch.div(positions_R, block_size, rounding_mode="floor").unsqueeze(1)
@@ -130,14 +119,14 @@ def _begin_by_torch(state: StepState, num_rows: int, block_size: int) -> tuple[T
     return positions_R, blocks_R * block_size + positions_R % block_size
 
 
-def _end_by_torch(state: StepState, chosen_R: Tensor, logprobs_R: Tensor | None) -> None:
+def _end_by_torch(state: DecodeBuffers, chosen_R: Tensor, logprobs_R: Tensor | None) -> None:
     num_rows = chosen_R.shape[0]
     state.tokens_S[:num_rows].copy_(chosen_R)
     state.context_lens_S[:num_rows].add_(state.running_S[:num_rows])
     place = state.num_steps % 2
-    state.landed_tokens_2S[:, :num_rows].index_copy_(0, place, chosen_R.unsqueeze(0))
+    state.host_tokens_2S[:, :num_rows].index_copy_(0, place, chosen_R.unsqueeze(0))
     if logprobs_R is not None:
-        state.landed_logprobs_2S[:, :num_rows].index_copy_(0, place, logprobs_R.unsqueeze(0))
+        state.host_logprobs_2S[:, :num_rows].index_copy_(0, place, logprobs_R.unsqueeze(0))
 
 
 @jit()
@@ -158,7 +147,11 @@ def _begin(
     BLOCK_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The host's memory is read past the caches (.cv), and only by rows that begin a block: that takes a microsecond or two."""
+    """Compute one row's embedding, position and slot.
+
+    Only rows that begin a block read the memory of the host, past the caches (.cv): that takes a microsecond
+    or two.
+    """
     launch_dependents(PDL)
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -187,8 +180,8 @@ def _end(
     context_lens_ptr: tl.tensor,
     running_ptr: tl.tensor,
     num_steps_ptr: tl.tensor,
-    landed_tokens_ptr: tl.tensor,
-    landed_logprobs_ptr: tl.tensor,
+    host_tokens_ptr: tl.tensor,
+    host_logprobs_ptr: tl.tensor,
     num_rows: tl.tensor,
     LOGPROBS: tl.constexpr,
     STATE_ROWS: tl.constexpr,
@@ -200,10 +193,10 @@ def _end(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     chosen = tl.load(chosen_ptr + row, mask=mask)
-    landed = tl.load(num_steps_ptr) % 2 * STATE_ROWS + row
-    tl.store(landed_tokens_ptr + landed, chosen, mask=mask)
+    place = tl.load(num_steps_ptr) % 2 * STATE_ROWS + row
+    tl.store(host_tokens_ptr + place, chosen, mask=mask)
     if LOGPROBS:
-        tl.store(landed_logprobs_ptr + landed, tl.load(logprobs_ptr + row, mask=mask), mask=mask)
+        tl.store(host_logprobs_ptr + place, tl.load(logprobs_ptr + row, mask=mask), mask=mask)
     tl.store(tokens_ptr + row, chosen, mask=mask)
     context_len = tl.load(context_lens_ptr + row, mask=mask) + tl.load(running_ptr + row, mask=mask)
     tl.store(context_lens_ptr + row, context_len, mask=mask)

@@ -1,16 +1,19 @@
-"""Where the rows of a speculative step are, and how it ends: how many proposals are kept, the state of the next step, and what came out, to
-the host. Two small launches on a GPU, and no transfer.
+"""Advance the state of speculative decode steps on the device, in two small launches without a transfer.
 
-    place      position of each of the last Q tokens of a context,   slot = block of the position * block size + offset in it
-    count      how many proposals may be kept: those there are, one fewer than tokens are left, and as many as the blocks hold
-    accepted   those before the first that is not what the model chose; another rule than that says it itself
-    advance    last <- the last tokens of (last, tokens 0..accepted),   context <- context + accepted + 1
-    land       count, accepted and the tokens in memory that the host reaches, in turns in two places (`decode_step.py`): step n at n % 2
+    place_rows   for each of the last Q tokens of a context:
+                 position,   slot = block of the position * block size + offset in it
+    end_verify   count    = least of: proposals of the row, tokens left - 1, positions left in its blocks
+                 accepted = proposals before the first that differs from the model's choice
+                            (or as the caller passes it)
+                 last    <- the last N tokens of (last, tokens 0..accepted)
+                 context <- context + accepted + 1
+                 count, accepted and the tokens -> host
 
-A filler row (`running` 0) is left as it is, and lands nothing.
+`count` limits how many proposals may be kept. Results go to one of two places in turn, as in `decode.py`:
+those of step n to place n % 2. A padding row (`RUNNING` 0) keeps its state and writes no results.
 
-Shapes: R rows, S rows of the state (R or more), K proposals, Q tokens of a row: K + 1, or 1 where nothing is proposed; T = R Q; N = K + 1;
-C = N + 4; B blocks of the longest sequence; X = 1 + B; Y = 2 + N.
+Shapes: R rows, S rows of the state (R or more), K proposals, Q tokens of a row: K + 1, or 1 where nothing is
+proposed; T = R Q; N = K + 1; C = N + 4; B blocks of the longest sequence; X = 1 + B; Y = 2 + N.
 """
 
 from dataclasses import dataclass
@@ -18,45 +21,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.triton import (
-    interpreted,
-    jit,
-    launch_dependents,
-    pdl_options,
-    tl,
-    triton,
-    wait,
-)
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.step.host_memory import uses_kernels
 
 CONTEXT = -4
 RUNNING = -3
 END = -2
 STEP = -1
 _TOKENS = 128
-"""Tokens of a program of `_place`."""
+"""Number of tokens of one program of `_place`."""
 _ROWS = 32
-"""Rows of a program of `_end`, one warp: a lane has a row to itself, so that it reads what it will overwrite before it does."""
+"""Number of rows of one program of `_end`, which is one warp: each row has its own lane, which reads a value
+before it overwrites it."""
 
 
 @dataclass(frozen=True)
-class VerifyState:
-    """What speculative steps read and advance. All int64 but `landed_logprobs`.
+class VerifyBuffers:
+    """The tensors that speculative steps read and advance. All are int64 but the log probabilities, which are
+    float32.
 
-    A row of `rows` is its last N tokens (of a shorter sequence zeros before them), and then `CONTEXT`, how many tokens are known, the last
-    of which is yet to be fed; `RUNNING`, 1 for a request and 0 for a filler; `END`, how many tokens it may have in all; `STEP`, how many
-    steps it was in. A row of `held` is how many positions its blocks hold, and then the blocks. `proposed`: how many of its `drafts` are
-    meant.
+    A row of `rows` holds the last N tokens of a sequence (zeros before a shorter one), then at these columns:
+    `CONTEXT`, the number of its tokens, the last of which is the next to be fed; `RUNNING`, 1 for a request
+    and 0 for a padding row; `END`, the number of tokens it may have in all; `STEP`, the number of steps that
+    have served it. A row of `held` holds the number of positions in the row's blocks, then the block numbers.
+    Of a row's `drafts` the first `proposed` count. The host tensors hold the results of step n at index n %
+    2; a row of `host_results` is the count, the number accepted, and the tokens.
     """
 
     rows_SC: Tensor
     held_SX: Tensor
     proposed_S: Tensor
     drafts_SK: Tensor
-    landed_2SY: Tensor
-    landed_logprobs_2SN: Tensor
+    host_results_2SY: Tensor
+    host_logprobs_2SN: Tensor
 
     def counts(self, num_rows: int) -> Tensor:
-        """int64 [R]: the proposals of each row that may be kept."""
+        """Return how many proposals of each row may be kept, int64 [R]."""
         context_lens_R = self.rows_SC[:num_rows, CONTEXT]
         ends_R = self.rows_SC[:num_rows, END]
         may_R = torch.minimum(ends_R - 1, self.held_SX[:num_rows, 0]) - context_lens_R
@@ -66,10 +66,12 @@ class VerifyState:
 def place_rows(
     context_lens_R: Tensor, table_RB: Tensor, q_len: int, *, block_size: int, last_position: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions, none of them above the last, and slots, int64 [T], of the last `q_len` tokens of each context."""
+    """Return positions and slots, int64 [T], of the last `q_len` tokens of each context. Positions are
+    limited to `last_position`.
+    """
     device = context_lens_R.device
     num_tokens = len(context_lens_R) * q_len
-    if not _by_kernel(device):
+    if not uses_kernels(device):
         return _place_by_torch(context_lens_R, table_RB, q_len, block_size, last_position)
     positions_T, slots_T = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(2))
     _place[(-(-num_tokens // _TOKENS),)](
@@ -86,41 +88,41 @@ def place_rows(
 
 
 def leading(keep_RK: Tensor, counts_R: Tensor) -> Tensor:
-    """int64 [R]: how many are kept before the first that is not; only the first `counts` may be."""
+    """Return how many proposals precede the first that is not kept, int64 [R]; at most `counts`."""
     real_RK = torch.arange(keep_RK.shape[1], device=counts_R.device) < counts_R.unsqueeze(1)
     return (keep_RK & real_RK).to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
 def end_verify(
-    state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None
+    state: VerifyBuffers, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None
 ) -> None:
-    """The state after a step that chose these tokens, or from which, with `accepted` given, these come out."""
+    """Advance the state past a step that chose these tokens, and write the results for the host.
+
+    With `accepted_R` given, the tokens are those that the acceptance rule returned; without it, the kernel
+    compares them with the drafts.
+    """
     device = tokens_RQ.device
     (num_rows, q_len) = tokens_RQ.shape
-    if not _by_kernel(device):
+    if not uses_kernels(device):
         return _end_by_torch(state, tokens_RQ, accepted_R, logprobs_RQ)
     (num_state_rows, columns) = state.rows_SC.shape
-    landed_columns = state.landed_2SY.shape[2]
+    result_columns = state.host_results_2SY.shape[2]
     _end[(-(-num_rows // _ROWS),)](
         *(state.rows_SC, state.held_SX, state.proposed_S, state.drafts_SK, tokens_RQ),
         *(tokens_RQ if accepted_R is None else accepted_R, tokens_RQ if logprobs_RQ is None else logprobs_RQ),
-        *(state.landed_2SY, state.landed_logprobs_2SN, num_rows),
+        *(state.host_results_2SY, state.host_logprobs_2SN, num_rows),
         DRAFTS=q_len - 1,
         GIVEN=accepted_R is not None,
         LOGPROBS=logprobs_RQ is not None,
         LAST=columns - 4,
         HELD_COLUMNS=state.held_SX.shape[1],
-        LANDED_COLUMNS=landed_columns,
+        RESULT_COLUMNS=result_columns,
         STATE_ROWS=num_state_rows,
         ROWS=_ROWS,
         num_warps=_ROWS // 32,
         **pdl_options(device),
     )
     return None
-
-
-def _by_kernel(device: torch.device) -> bool:
-    return triton is not None and (device.type == "cuda" or interpreted())
 
 
 def _place_by_torch(
@@ -133,7 +135,7 @@ def _place_by_torch(
 
 
 def _end_by_torch(
-    state: VerifyState, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None
+    state: VerifyBuffers, tokens_RQ: Tensor, accepted_R: Tensor | None, logprobs_RQ: Tensor | None
 ) -> None:
     num_rows, q_len = tokens_RQ.shape
     counts_R = state.counts(num_rows).clamp(max=q_len - 1)
@@ -149,14 +151,14 @@ def _end_by_torch(
         (rows_RC[:, CONTEXT] + came_R, rows_RC[:, RUNNING], rows_RC[:, END], rows_RC[:, STEP] + 1), dim=1
     )
     rows_RC.copy_(torch.where(running_R.unsqueeze(1), torch.cat((next_RN, advanced_R4), dim=1), rows_RC))
-    landing_RY = torch.cat((counts_R.unsqueeze(1), accepted_R.unsqueeze(1), tokens_RQ), dim=1)
+    results_RY = torch.cat((counts_R.unsqueeze(1), accepted_R.unsqueeze(1), tokens_RQ), dim=1)
     for place in range(2):
         here_R1 = (running_R & (rows_RC[:, STEP] % 2 == place)).unsqueeze(1)
-        landed_RY = state.landed_2SY[place, :num_rows, : 2 + q_len]
-        landed_RY.copy_(torch.where(here_R1, landing_RY, landed_RY))
+        host_RY = state.host_results_2SY[place, :num_rows, : 2 + q_len]
+        host_RY.copy_(torch.where(here_R1, results_RY, host_RY))
         if logprobs_RQ is not None:
-            landed_RQ = state.landed_logprobs_2SN[place, :num_rows, :q_len]
-            landed_RQ.copy_(torch.where(here_R1, logprobs_RQ, landed_RQ))
+            host_RQ = state.host_logprobs_2SN[place, :num_rows, :q_len]
+            host_RQ.copy_(torch.where(here_R1, logprobs_RQ, host_RQ))
 
 
 @jit(varying=["num_tokens", "last_position"])
@@ -196,15 +198,15 @@ def _end(
     tokens_ptr: tl.tensor,
     accepted_ptr: tl.tensor,
     logprobs_ptr: tl.tensor,
-    landed_ptr: tl.tensor,
-    landed_logprobs_ptr: tl.tensor,
+    results_ptr: tl.tensor,
+    host_logprobs_ptr: tl.tensor,
     num_rows: tl.tensor,
     DRAFTS: tl.constexpr,
     GIVEN: tl.constexpr,
     LOGPROBS: tl.constexpr,
     LAST: tl.constexpr,
     HELD_COLUMNS: tl.constexpr,
-    LANDED_COLUMNS: tl.constexpr,
+    RESULT_COLUMNS: tl.constexpr,
     STATE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
@@ -234,17 +236,17 @@ def _end(
             accepted += tl.where(same & (accepted == place), 1, 0)
 
     step = tl.load(own_ptr + 3, mask=mask, other=0) + 1
-    landing = step % 2 * STATE_ROWS + row
-    landing_ptr = landed_ptr + landing * LANDED_COLUMNS
-    tl.store(landing_ptr, count, mask=mask)
-    tl.store(landing_ptr + 1, accepted, mask=mask)
+    place_row = step % 2 * STATE_ROWS + row
+    result_ptr = results_ptr + place_row * RESULT_COLUMNS
+    tl.store(result_ptr, count, mask=mask)
+    tl.store(result_ptr + 1, accepted, mask=mask)
     for place in tl.static_range(DRAFTS + 1):
-        tl.store(landing_ptr + 2 + place, tl.load(tokens_ptr + place, mask=mask), mask=mask)
+        tl.store(result_ptr + 2 + place, tl.load(tokens_ptr + place, mask=mask), mask=mask)
         if LOGPROBS:
             logprob = tl.load(logprobs_ptr + row * (DRAFTS + 1) + place, mask=mask)
-            tl.store(landed_logprobs_ptr + landing * LAST + place, logprob, mask=mask)
+            tl.store(host_logprobs_ptr + place_row * LAST + place, logprob, mask=mask)
 
-    for place in tl.static_range(LAST):  # each reads behind where it writes
+    for place in tl.static_range(LAST):  # reads only places after those written so far
         source = place + accepted + 1
         kept = tl.load(last_ptr + source, mask=mask & (source < LAST), other=0)
         new = tl.load(tokens_ptr + source - LAST, mask=mask & (source >= LAST), other=0)

@@ -98,13 +98,13 @@ class PrunePass:
         for cut in self._cuts:
             if cut.tap in state.stats:
                 try:
-                    decided[cut.linear] = state.room.attempt(
+                    decided[cut.linear] = state.run.memory.retry_on_oom(
                         partial(self._decide, cut, state), f"pruning {cut.linear}"
                     )
                 except UsageError as error:
                     raise UsageError(f"layer {state.layer_idx}, {cut.linear}: {error}") from error
-        for rank in range(state.ranks.size):
-            decided |= state.ranks.broadcast(decided, source=rank)
+        for rank in range(state.run.ranks.size):
+            decided |= state.run.ranks.broadcast(decided, source=rank)
         shape = self._arch.layers[state.layer_idx]
         add_biases_(state.weights, self._pruned, shape)
         for cut in self._cuts:

@@ -1,8 +1,10 @@
-"""Quantization = smoother x rounding target x rounder x refiner x scheme. A method is one file: the mathematics of a paper and its options.
+"""Quantization = smoother x rounding target x rounder x refiner x scheme. A method is one file: the
+mathematics of a paper and its options.
 
-A smoother proposes a per-channel scale that is moved in front of a linear group; a rounding target is the weight matrix that rounding
-approximates, if not the linear's own; a rounder turns weights into codes; a refiner improves the codes and scales of any rounder. All read
-the inputs of the group only as statistics. Methods import neither layers, files nor one another; `passes.py` applies them to a layer and
+A smoother proposes a per-channel scale that is moved in front of a linear group; a rounding target is the
+weight matrix that rounding approximates, if not the linear's own; a rounder turns weights into codes; a
+refiner improves the codes and scales of any rounder. All read the inputs of the group only as statistics.
+Methods import neither layers, files nor one another; `passes.py` applies them to a layer and
 `stages/quantize` combines them.
 """
 
@@ -40,8 +42,8 @@ class Rounder(Spec):
     def round(self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype) -> Rounded:
         """Quantize float32 weights [O, I], with scales stored in `scale_dtype`.
 
-        Rows that share no scale are independent, so the linears of a group may be stacked along O, each padded to whole blocks of rows
-        (`quant.numerics.whole_blocks`).
+        Rows that share no scale are independent, so the linears of a group may be stacked along O, each
+        padded to whole blocks of rows (`quant.numerics.whole_blocks`).
         """
 
 
@@ -60,9 +62,11 @@ class Refiner(Spec):
         stats: InputStats,
         outputs: OutputMoment | None = None,
     ) -> Rounded:
-        """Return better codes and scales, of the same shapes and dtypes as those of `weight`, for float32 weights [O, I].
+        """Return better codes and scales, of the same shapes and dtypes as those of `weight`, for float32
+        weights [O, I].
 
-        The weights are stacked as in `Rounder.round`. `outputs`, where a guide provides it, couples the errors of rows.
+        The weights are stacked as in `Rounder.round`. `outputs`, where a guide provides it, couples the
+        errors of rows.
         """
 
 
@@ -75,7 +79,8 @@ class RoundingTarget(Spec):
 
     @abstractmethod
     def target(self, w_OI: Tensor, stats: InputStats) -> Tensor:
-        """Return the float32 weights [O, I] that rounder and refiner approximate, for a linear's own [O, I]; rows are independent."""
+        """Return the float32 weights [O, I] that rounder and refiner approximate, for a linear's own [O, I];
+        rows are independent."""
 
 
 class Smoother(Spec):
@@ -86,8 +91,9 @@ class Smoother(Spec):
         return ()
 
     @abstractmethod
-    def idle(self, scheme: Scheme) -> str | None:
-        """Return why it has no effect on weights of this scheme, as the end of a sentence; None where it has one."""
+    def no_effect_on(self, scheme: Scheme) -> str | None:
+        """Return why it has no effect on weights of this scheme, as the end of a sentence; None where it has
+        one."""
 
     @abstractmethod
     def scale(
@@ -99,10 +105,11 @@ class Smoother(Spec):
         scale_dtype: torch.dtype,
         head_repeat: tuple[int, int],
     ) -> Tensor:
-        """Return a positive float32 scale [I]: the columns of the (stacked) weights are multiplied by it, their producer is divided.
+        """Return a positive float32 scale [I]: the columns of the (stacked) weights are multiplied by it,
+        their producer is divided.
 
-        `head_repeat` = (R, C): columns h * C + c and h' * C + c with h // R == h' // R read one channel and get the same scale; (1, 0)
-        if no two columns do.
+        `head_repeat` = (R, C): columns h * C + c and h' * C + c with h // R == h' // R read one channel and
+        get the same scale; (1, 0) if no two columns do.
         """
 
 

@@ -1,9 +1,11 @@
-"""How smoothers and rounders meet a layer: passes over `LayerState`, each a step of the sequential runner.
+"""The passes of the sequential runner that quantize a layer: report plain rounding, smooth, round.
 
-A smoother's scale is folded into the producer and the statistics move along with it (H' = H / (s s^T)), so the rounder behind it needs no
-second observation. Linears that share an input are rounded as one matrix, stacked along O, and share the scale of a static input; no
-block of rows that has one scale reaches from a linear into the next. Linears without a scheme are passed over, and so is a smoother
-where it does nothing for the scheme behind it.
+A smoother's scale is folded into the producer and the statistics are rescaled with it (H' = H / (s s^T)), so
+the rounder needs no second observation. The linears of a group are rounded as one matrix, stacked along O,
+and share the scale of a static input; no block of rows with one scale extends over two linears. Linears
+without a scheme are left out, and so is a smoother that has no effect on the linears' scheme.
+
+Shapes: O out, I in.
 """
 
 from dataclasses import replace
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.room import rounds_as_one
+from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
@@ -25,7 +27,8 @@ from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 
 class SmoothPass:
-    """Finds and folds the smoother's scale for every pair of a layer, and moves the statistics along."""
+    """A `LayerPass` that finds and folds the smoother's scale for every smoothing pair, and rescales the
+    statistics."""
 
     def __init__(self, smoother: Smoother, schemes: Schemes, stored_dtype: torch.dtype) -> None:
         self._smoother = smoother
@@ -36,17 +39,20 @@ class SmoothPass:
         return self._smoother.needs()
 
     def apply(self, state: LayerState) -> None:
-        """Each scale is found where the statistics of its inputs are, and folded on every rank. No fold touches the columns that a later
-        pair looks at, so all scales may be found before the first is folded."""
+        """Find each scale on the rank that holds the statistics of its inputs, and fold all of them on every
+        rank.
+
+        No fold changes columns that another pair reads, so all scales are found before the first is folded.
+        """
         scales = dict[str, Tensor]()
         for pair in state.pairs:
             scheme = state.scheme(self._schemes, pair.linears)
-            if scheme is not None and not self._smoother.idle(scheme) and pair.tap in state.stats:
-                scales[pair.tap] = state.room.attempt(
+            if scheme is not None and not self._smoother.no_effect_on(scheme) and pair.tap in state.stats:
+                scales[pair.tap] = state.run.memory.retry_on_oom(
                     partial(self._scale, pair, state, scheme), f"smoothing {pair.tap}"
                 )
-        for rank in range(state.ranks.size):
-            scales |= state.ranks.broadcast(scales, source=rank)
+        for rank in range(state.run.ranks.size):
+            scales |= state.run.ranks.broadcast(scales, source=rank)
         for pair in state.pairs:
             if pair.tap not in scales:
                 continue
@@ -56,19 +62,22 @@ class SmoothPass:
             state.rescale_outputs(pair.producer, producer_scale(folded_I, pair))
 
     def _scale(self, pair: SmoothingPair, state: LayerState, scheme: Scheme) -> Tensor:
-        head_repeat = (pair.repeat, pair.head_dim)
+        """Return the scale [I] of one smoothing pair."""
         return self._smoother.scale(
             _stacked(pair.linears, state),
             state.stats[pair.tap],
             scheme,
             scale_dtype=self._stored_dtype,
-            head_repeat=head_repeat,
+            head_repeat=(pair.repeat, pair.head_dim),
         )
 
 
 class RoundPass:
-    """Rounds every group of linears, towards another target and refined if asked, and notes, per linear, the output error that is left of
-    what was aimed at."""
+    """A `LayerPass` that rounds every linear group, and reports each linear's remaining output error.
+
+    The error is relative to the rounding target where there is one, and to the linear's own weights
+    otherwise.
+    """
 
     def __init__(
         self,
@@ -94,6 +103,11 @@ class RoundPass:
         )
 
     def apply(self, state: LayerState) -> None:
+        """Replace the weights of every group that has a scheme by quantized ones.
+
+        Raises:
+            UsageError: the statistics hold NaN or infinity.
+        """
         for group in state.groups:
             scheme = state.scheme(self._schemes, group.linears)
             if scheme is None:
@@ -105,12 +119,12 @@ class RoundPass:
                     alone = (
                         partial(self._one_by_one, linears, stats, state, scheme) if len(linears) > 1 else None
                     )
-                    state.room.attempt(whole, f"rounding {', '.join(linears)}", smaller=alone)
+                    state.run.memory.retry_on_oom(whole, f"rounding {', '.join(linears)}", smaller=alone)
             except UsageError as error:
                 raise UsageError(f"layer {state.layer_idx}, {', '.join(group.linears)}: {error}") from error
 
     def _stacks(self, group: LinearGroup, state: LayerState) -> list[tuple[str, ...]]:
-        """The linears that are rounded as one matrix."""
+        """Return the sets of linears that are rounded as one matrix each."""
         weights = [state.weights[f"{linear}.weight"] for linear in group.linears]
         as_one = rounds_as_one(sum(weight.numel() for weight in weights), on_cpu=not weights[0].is_cuda)
         return [group.linears] if as_one else [(linear,) for linear in group.linears]
@@ -118,55 +132,64 @@ class RoundPass:
     def _one_by_one(
         self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme
     ) -> None:
+        """Round the linears of a stack apart, which needs less memory."""
         for linear in linears:
-            state.room.attempt(partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}")
+            state.run.memory.retry_on_oom(
+                partial(self._round, (linear,), stats, state, scheme), f"rounding {linear}"
+            )
 
     def _round(self, linears: tuple[str, ...], stats: InputStats, state: LayerState, scheme: Scheme) -> None:
-        """Float32 copies of the weights are made where they are read, and not held between; those of a target cost too much for that."""
+        """Round some linears as one matrix.
+
+        The float32 copies of the weights are made each time they are read instead of held, to save memory; a
+        rounding target is too expensive to compute twice.
+        """
         target_OI = None if self._target is None else self._target.target(_stacked(linears, state), stats)
         rows = [state.weights[f"{linear}.weight"].shape[0] for linear in linears]
 
-        def aimed_at() -> list[Tensor]:
+        def targets() -> list[Tensor]:
             return list((_stacked(linears, state) if target_OI is None else target_OI).split(rows))
 
         rounded = self._rounder.round(
-            _in_blocks(aimed_at(), scheme), stats, scheme, scale_dtype=self._stored_dtype
+            _stacked_blocks(targets(), scheme), stats, scheme, scale_dtype=self._stored_dtype
         )
-        final = (
-            rounded
-            if self._refiner is None
-            else self._refiner.refine(
-                _in_blocks(aimed_at(), scheme), rounded.weight, stats, state.output_moment(linears)
+        refined = rounded
+        if self._refiner is not None:
+            refined = self._refiner.refine(
+                _stacked_blocks(targets(), scheme), rounded.weight, stats, state.output_moment(linears)
             )
-        )
-        pieces = _split_rows(replace(final.weight, input_scale=self._input_scale(stats, scheme)), rows)
-        before = _split_rows(rounded.weight, rows)
+        weights = _split_rows(replace(refined.weight, input_scale=self._input_scale(stats, scheme)), rows)
+        unrefined = _split_rows(rounded.weight, rows)
         h_II = stats[SecondMoment].mean()
-        for linear, weight, piece, first in zip(linears, aimed_at(), pieces, before, strict=True):
-            error = output_error(weight, piece.dequantize(), h_II)
-            moved = (
-                {}
-                if self._refiner is None
-                else {"codes_moved": _share_changed(first.codes_OI, piece.codes_OI)}
-            )
-            state.row(linear).update(error_after=error, **{**rounded.facts, **final.facts}, **moved)
-        for linear, piece in zip(linears, pieces, strict=True):
-            state.quantize(linear, piece)
+        for linear, w_OI, weight, before in zip(linears, targets(), weights, unrefined, strict=True):
+            row = state.row(linear)
+            row.update(error_after=output_error(w_OI, weight.dequantize(), h_II))
+            row.update({**rounded.facts, **refined.facts})
+            if self._refiner is not None:
+                row.update(codes_moved=_changed_frac(before.codes_OI, weight.codes_OI))
+        for linear, weight in zip(linears, weights, strict=True):
+            state.quantize(linear, weight)
 
     def _input_scale(self, stats: InputStats, scheme: Scheme) -> Tensor | None:
-        """Raises UsageError: the inputs reached NaN or infinity."""
+        """Return the scale of a static input, a float32 scalar; None for other schemes.
+
+        Raises:
+            UsageError: the inputs reached NaN or infinity.
+        """
         if scheme.activation != "tensor":
             return None
         largest = stats[AbsMax].max()
         if not bool(torch.isfinite(largest)):
             raise UsageError(
-                "the calibration data drives the inputs to NaN or infinity, so they have no range. Check the checkpoint."
+                "the calibration data drives the inputs to NaN or infinity, so they have no range. "
+                "Check the checkpoint."
             )
         return static_input_scale(largest, scheme, self._stored_dtype)
 
 
 class BaselinePass:
-    """Notes the output error of plain nearest rounding before anything is changed: what the methods are compared with."""
+    """A `LayerPass` that reports the output error of plain nearest rounding, to compare the methods with;
+    changes no weight."""
 
     def __init__(self, schemes: Schemes, stored_dtype: torch.dtype) -> None:
         self._schemes = schemes
@@ -181,11 +204,12 @@ class BaselinePass:
             if scheme is None:
                 continue
             for linear in group.linears:
-                state.room.attempt(
-                    partial(self._note, linear, state.stats[group.tap], state, scheme), f"rounding {linear}"
+                state.run.memory.retry_on_oom(
+                    partial(self._report, linear, state.stats[group.tap], state, scheme), f"rounding {linear}"
                 )
 
-    def _note(self, linear: str, stats: InputStats, state: LayerState, scheme: Scheme) -> None:
+    def _report(self, linear: str, stats: InputStats, state: LayerState, scheme: Scheme) -> None:
+        """Set `error_before` in the linear's row of the report."""
         weight = state.weights[f"{linear}.weight"]
         nearest = nearest_weight(weight, scheme, self._stored_dtype)
         state.row(linear).update(
@@ -193,31 +217,34 @@ class BaselinePass:
         )
 
 
-def _in_blocks(weights: list[Tensor], scheme: Scheme) -> Tensor:
-    """One matrix, in which no block of rows reaches from one weight into the next."""
-    filled = [whole_blocks(weight, scheme) for weight in weights]
-    return filled[0] if len(filled) == 1 else torch.cat(filled)
+def _stacked_blocks(weights: list[Tensor], scheme: Scheme) -> Tensor:
+    """Return the weights stacked along O, each padded so that no block of rows extends over two of them."""
+    padded = [whole_blocks(weight, scheme) for weight in weights]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
 
 
 def _stacked(linears: tuple[str, ...], state: LayerState) -> Tensor:
+    """Return the float32 weights of the linears, stacked along O."""
     weights = [state.weights[f"{linear}.weight"] for linear in linears]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _share_changed(before_OI: Tensor, after_OI: Tensor) -> float:
-    """Of codes, compared as bytes."""
+def _changed_frac(before_OI: Tensor, after_OI: Tensor) -> float:
+    """Return the share of codes that differ, compared as bytes."""
     changed = int((before_OI.view(torch.int8) != after_OI.view(torch.int8)).sum())
     return round(changed / before_OI.numel(), 4)
 
 
 def _split_rows(weight: QuantizedWeight, rows: list[int]) -> list[QuantizedWeight]:
+    """Return the weights of the stacked linears, which have so many rows each, without the padding between
+    them."""
     scheme = weight.scheme
-    scale_rows = [scheme.num_scale_rows(each) for each in rows]
-    blocks = weight.codes_OI.split([each * scheme.block_rows for each in scale_rows])
-    codes = [block[:each] for block, each in zip(blocks, rows, strict=True)]
+    scale_rows = [scheme.num_scale_rows(num_rows) for num_rows in rows]
+    padded = weight.codes_OI.split([num_scale_rows * scheme.block_rows for num_scale_rows in scale_rows])
+    codes = [codes_OI[:num_rows] for codes_OI, num_rows in zip(padded, rows, strict=True)]
     scales = weight.scale_OG.split(scale_rows)
     zeros = [None] * len(rows) if weight.zero_point_OG is None else list(weight.zero_point_OG.split(rows))
     return [
-        QuantizedWeight(weight.scheme, *each, weight.input_scale)
-        for each in zip(codes, scales, zeros, strict=True)
+        QuantizedWeight(scheme, codes_OI, scale_OG, zero_OG, weight.input_scale)
+        for codes_OI, scale_OG, zero_OG in zip(codes, scales, zeros, strict=True)
     ]

@@ -1,7 +1,13 @@
-"""Round to nearest: every weight takes the nearest code of its group's scale. The baseline, and the rounding inside every other method.
+"""Round to nearest: every weight takes the nearest code of its group's scale. The baseline of every rounder.
 
-With `scale: min_max` it is the pinned baseline (absmax / 7.5 for four symmetric bits); `mse` and `hessian` search the range of each group
-(see `quant/numerics.py`), which costs no more than the grid and often beats plain GPTQ.
+    c = clamp(round(w / s) + z),   value (c - z) s
+
+With `scale: min_max` it is the pinned baseline (s = absmax / 7.5 for four symmetric bits). `mse` and
+`hessian` search the range of each scale group (`quant/numerics.py`), which costs one rounding of the weights
+for each of 40 ranges and often gives a lower error than plain GPTQ. No weight makes up for the error of
+another.
+
+Shapes: O out, I in, G scale groups.
 """
 
 from typing import Literal
@@ -18,6 +24,8 @@ from compress.quant.scheme import Scheme
 
 @ROUNDERS.register("rtn")
 class Rtn(Rounder):
+    """Rounding to nearest."""
+
     kind: Literal["rtn"] = "rtn"
     scale: ScaleChoice = Field(
         "min_max", description="range of a group: all of it, least squared error, or least output error"

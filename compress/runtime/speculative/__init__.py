@@ -1,9 +1,10 @@
-"""Speculative decoding: a proposer guesses k tokens, the model computes k + 1 rows of a request in one step, and keeps what it would have
-said.
+"""Speculative decoding: a proposer drafts k tokens, and the model verifies them in one step of k + 1 rows a
+request.
 
-A proposer is one file of this package: a frozen dataclass of options, registered by its name, whose `build` gives a `Proposer`. It may say
-anything; what comes out is decided by the model's own logits (`acceptance.py`). `verify.py` runs the step, `speculation.py` puts them
-together for the engine.
+A proposer is one file of this package: a frozen dataclass of options, registered by its name, whose `build`
+returns a `Proposer`. It may propose anything: which tokens are kept depends on the model's own logits
+(`acceptance.py`). `verify.py` runs the step, `decoding.py` launches steps for the engine, and
+`speculation.py` has the options and counts that callers see.
 """
 
 from compress.plugins import PluginSet

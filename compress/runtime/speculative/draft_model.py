@@ -1,12 +1,13 @@
-"""A smaller model of the same vocabulary writes k tokens, one after the other, and the model reads them at once.
+"""A draft model: a smaller model of the same vocabulary proposes k tokens, one after the other.
 
-The draft has its own weights and its own pages, under the block numbers of the model's cache. It sees every chunk of a prompt that the
-model sees. In a step it is first fed the last two tokens of a sequence: the last is new to it, and the one before may be, if all k
-proposals of the step before were kept (otherwise its keys and values are written again as they are). Then it is fed what it chose, k - 1
-times.
+The draft model has its own weights, and its own pages with the block numbers of the target model's cache. It
+prefills every chunk of a prompt that the target model prefills. In a step it is first fed the last two tokens
+of a request: the last is new to it, and so is the one before it if all k proposals of the last step were kept
+(otherwise its keys and values are written again, unchanged). Then it is fed its own choice, k - 1 times.
 
-With the rule "coupled" it chooses with the model's own noise, and so agrees more often than chance; with "rejection" with noise of its own,
-and hands on the distributions. On CUDA all k passes are one graph.
+With the rule "coupled" it draws with the target model's own noise, and so agrees more often than by chance.
+With "rejection" it draws with noise of its own and returns the distributions. On CUDA all k passes are one
+graph.
 
 Shapes: R rows, S rows of the state, K tokens proposed, V vocabulary.
 """
@@ -21,42 +22,48 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.models.weights import WeightSource
+from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.loader import load_model
 from compress.runtime.model_runner import Features, ModelRunner, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
+from compress.runtime.scheduler import Generation
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
-from compress.runtime.speculative.graphs import Graphs
-from compress.runtime.speculative.proposer import Drafts, Pages, Setting
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @PROPOSERS.register("draft_model")
 @dataclass(frozen=True)
 class DraftModel:
-    """Weights of the draft, any that the runtime serves."""
+    """Options of a draft model: its weights, of any model that the runtime serves."""
 
     source: WeightSource
 
-    def build(self, setting: Setting) -> "DraftModelProposer":
-        """Raises UsageError where the vocabularies differ."""
+    def build(self, setting: ProposerSetting) -> "DraftModelProposer":
+        """Load the draft model.
+
+        Raises:
+            UsageError: its vocabulary has another size than the target model's.
+        """
         draft = self.source.arch
         target = setting.arch
         if draft.vocab_size != target.vocab_size:
             raise UsageError(
-                f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft must have the model's tokenizer."
+                f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}: a draft "
+                "must have the model's tokenizer."
             )
         return DraftModelProposer(self.source, setting)
 
 
 class DraftModelProposer:
-    """Loaded when made; its pages follow with `begin`."""
+    """A loaded draft model. Its pages are allocated by `begin`."""
 
     feature_layers = ()
     on_device = True
 
-    def __init__(self, source: WeightSource, setting: Setting) -> None:
+    def __init__(self, source: WeightSource, setting: ProposerSetting) -> None:
         self._arch = source.arch
         self._setting = setting
         self._weights = load_model(source, setting.deployment)
@@ -64,22 +71,27 @@ class DraftModelProposer:
         self.weight_bytes = self._weights.weight_bytes
         self.kv_bytes_per_token = kv_bytes_per_token(source.arch, self._kv_format)
 
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Raises UsageError where the draft has fewer positions than the engine serves."""
-        if self._arch.max_position < pages.max_model_len:
+    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+        """Allocate the pages of the draft model.
+
+        Raises:
+            UsageError: the draft model has fewer positions than the engine serves.
+        """
+        if self._arch.max_position < sizes.max_model_len:
             raise UsageError(
-                f"the draft model has {self._arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
-                f"set max_model_len to {self._arch.max_position} at most, or take a draft of longer context."
+                f"the draft model has {self._arch.max_position} positions and the engine serves sequences "
+                f"of {sizes.max_model_len} tokens; set max_model_len to {self._arch.max_position} at most, "
+                "or choose a draft model with a longer context."
             )
         device = self._setting.deployment.device
         cache = KVCache(
             self._arch,
-            num_blocks=pages.num_blocks,
-            block_size=pages.block_size,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
             kv_format=self._kv_format,
             device=device,
         )
-        self._runner = ModelRunner(self._weights, cache, max_model_len=pages.max_model_len)
+        self._runner = ModelRunner(self._weights, cache, max_model_len=sizes.max_model_len)
         self._graphs: Graphs[Tensor] = Graphs(device, self._setting.deployment.max_batch_size)
         self._probs_SKV: Tensor | None = None
         if self._setting.draws:
@@ -87,23 +99,25 @@ class DraftModelProposer:
             self._probs_SKV = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def kernel_report(self) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
         return self._runner.kernel_report()
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Writes the draft's keys and values; no logits are wanted."""
+        """Write the keys and values of the draft model, without logits."""
         self._runner.prefill(replace(batch, wanted_rows_W=batch.wanted_rows_W[:0]), short=short)
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """It reads tokens alone."""
+        """Ignore hidden states: it reads tokens alone."""
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        """k tokens for every row, whatever its limit."""
-        size = self._graphs.num_rows(len(rows))
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
+        """Propose k tokens for every request, also where fewer may be kept."""
+        num_rows = self._graphs.num_rows(len(generations))
         plan = replace(state.plan, logprobs=False)
-        tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
-        return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
+        tokens_RK = self._graphs.run((num_rows, plan), lambda: self._draft(state, num_rows, plan))
+        return Drafts(tokens_RK[: len(generations)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
+        """Run the k passes; return the proposed tokens [R, K]."""
         sampling = state.sampling.first(num_rows)
         context_lens_R = state.context_lens_S[:num_rows]
         if self._probs_SKV is not None:

@@ -1,19 +1,24 @@
-"""An EAGLE-3 head (`models/eagle3.py`) writes k tokens from the model's own hidden states, and the model reads them at once.
+"""An EAGLE-3 head (arXiv 2503.01840; `models/eagle3.py`): it proposes k tokens from the target model's own
+hidden states.
 
-Row t of the head is made of the hidden state of token t and the embedding of token t + 1, so a chunk of a prompt that feeds tokens s..e
-gives the rows s - 1..e - 1. Its keys and values lie in pages of its own, under the block numbers of the model's cache.
+Row t of the head reads the hidden state of token t and the embedding of token t + 1, so a chunk of a prompt
+that feeds tokens s..e to the target gives the rows s - 1..e - 1. The head's keys and values have pages of
+their own, with the block numbers of the target's cache.
 
-Fused hidden states f are kept in rings: those of a request's last positions, under the number of its first block, which is nobody else's
-while it runs. A verification writes up to k + 1 of them, those of rejected tokens included, which are overwritten when their positions come
-again. A step first feeds the last k + 1 rows: what is new among them had keys and values of the head's own hidden states, if any. Then
-it feeds what it chose, with the hidden state it was chosen from, k - 1 times. Of a shorter sequence it feeds some that are yet to come,
-at which nothing looks. So all it needs to know of a sequence is its length, its last tokens and its blocks.
+Fused hidden states f of the last positions of a request are kept in a ring, at the number of the request's
+first block, which no other request has while it runs. A verification writes up to k + 1 of them. Those of
+rejected tokens are overwritten when their positions come again. A step first feeds the last k + 1 rows: the
+new ones among them replace keys and values that the head computed from its own hidden states. Then it feeds
+its own choice k - 1 times, with the hidden state that the choice was made from. If a sequence is shorter than
+k + 1, it also feeds positions after its end, whose results are never read. So all that a step needs of a
+request are its length, its last tokens and its blocks.
 
-Logits are those of the target's whole vocabulary, minus infinity outside the head's, so that it draws with the model's noise of a token
-where the rule is "coupled", and hands on whole distributions where it is "rejection". On CUDA all k passes are one graph.
+Logits span the target's whole vocabulary, with minus infinity outside the head's. So with the rule "coupled"
+the head draws with the target's noise of each token, and with "rejection" it returns whole distributions. On
+CUDA all k passes are one graph.
 
-Shapes: R requests, S rows of the state, K tokens proposed, Q tokens of a request that are fed, T rows, L of them that are kept, N slots of
-the rings, D hidden, V vocabulary, W the head's.
+Shapes: R requests, S rows of the state, K tokens proposed, Q tokens of a request that are fed, T rows, L of
+them that are kept, N slots of the rings, D hidden, V vocabulary, W vocabulary of the head.
 """
 
 from collections.abc import Sequence
@@ -31,42 +36,48 @@ from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
 from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
 from compress.runtime.fused_linear import FusedLinear
+from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
 from compress.runtime.layer_runner import LayerRunner
 from compress.runtime.loader import LayerWeights, fuse, fuse_groups
 from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
+from compress.runtime.scheduler import Generation
 from compress.runtime.speculative import PROPOSERS
 from compress.runtime.speculative.acceptance import PROPOSAL_STREAM, stream
-from compress.runtime.speculative.graphs import Graphs
-from compress.runtime.speculative.proposer import Drafts, Pages, Setting
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @PROPOSERS.register("eagle3")
 @dataclass(frozen=True)
 class Eagle3:
-    """The head, made for the model that it proposes for."""
+    """Options of an EAGLE-3 head: its weights, trained for the target model."""
 
     head: Eagle3Head
 
-    def build(self, setting: Setting) -> "Eagle3Proposer":
-        """Raises UsageError where the head is another model's."""
+    def build(self, setting: ProposerSetting) -> "Eagle3Proposer":
+        """Load the head.
+
+        Raises:
+            UsageError: the head was made for a model of another vocabulary, hidden size or depth.
+        """
         facts = self.head.facts
         target = setting.arch
         found = (facts.arch.vocab_size, facts.arch.hidden_size)
         wanted = (target.vocab_size, target.hidden_size)
         if found != wanted or facts.layer_ids[-1] > target.num_layers:
             raise UsageError(
-                f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, and reads it after layer "
-                f"{facts.layer_ids[-1]}; this one has {wanted[0]} tokens, hidden size {wanted[1]} and {target.num_layers} layers."
+                f"the EAGLE-3 head was made for a model of {found[0]} tokens and hidden size {found[1]}, "
+                f"and reads it after layer {facts.layer_ids[-1]}; this one has {wanted[0]} tokens, hidden "
+                f"size {wanted[1]} and {target.num_layers} layers."
             )
         return Eagle3Proposer(self.head, setting)
 
 
 @dataclass(frozen=True)
 class Eagle3Weights:
-    """The head as it runs. `layer.attn_norm` is the norm of the embedding."""
+    """The weights of a head in the layouts of its kernels. `layer.attn_norm` is the norm of the embedding."""
 
     fc: FusedLinear
     hidden_norm: Tensor
@@ -76,11 +87,16 @@ class Eagle3Weights:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes that one pass of the head reads."""
         return sum(each.weight_bytes for each in (self.fc, *self.layer.fused_linears, self.head))
 
 
 def load_eagle3(head: Eagle3Head, deployment: Deployment) -> Eagle3Weights:
-    """Raises EnvironmentUnfit where no kernel supports a linear."""
+    """Fuse the linears of a head and repack its weights for a deployment.
+
+    Raises:
+        EnvironmentUnfit: no kernel supports a linear.
+    """
     arch = head.facts.arch
     prefix = "layers.0."
     own = {
@@ -105,11 +121,11 @@ def load_eagle3(head: Eagle3Head, deployment: Deployment) -> Eagle3Weights:
 
 
 class Eagle3Proposer:
-    """Loaded when made; its pages follow with `begin`."""
+    """A loaded EAGLE-3 head. Its pages are allocated by `begin`."""
 
     on_device = True
 
-    def __init__(self, head: Eagle3Head, setting: Setting) -> None:
+    def __init__(self, head: Eagle3Head, setting: ProposerSetting) -> None:
         deployment = setting.deployment
         arch = head.facts.arch
         self.feature_layers = head.facts.layer_ids
@@ -118,39 +134,43 @@ class Eagle3Proposer:
         self._weights = load_eagle3(head, deployment)
         self._kv_format = DENSE_FORMATS[deployment.dtype]
         self._ring = 2 * (setting.k + 1)
-        """A step reads the last k + 1 positions, and up to k more were written behind them."""
+        """Positions in the ring of a request: a step reads the last k + 1, and up to k more follow them."""
         self.weight_bytes = self._weights.weight_bytes
         ring_bytes = self._ring * arch.hidden_size * deployment.dtype.itemsize
         self.kv_bytes_per_token = kv_bytes_per_token(arch, self._kv_format) + -(
             -ring_bytes // setting.block_size
         )
 
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Raises UsageError where the head has fewer positions than the engine serves."""
+    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+        """Allocate pages, rings and logits.
+
+        Raises:
+            UsageError: the head has fewer positions than the engine serves.
+        """
         deployment = self._setting.deployment
         arch = self._head.facts.arch
         own = self._head.embed_VD
-        if arch.max_position < pages.max_model_len:
+        if arch.max_position < sizes.max_model_len:
             raise UsageError(
-                f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of {pages.max_model_len} tokens; "
-                f"set max_model_len to {arch.max_position} at most."
+                f"the EAGLE-3 head has {arch.max_position} positions and the engine serves sequences of "
+                f"{sizes.max_model_len} tokens; set max_model_len to {arch.max_position} at most."
             )
         device = deployment.device
         dtype = deployment.dtype
-        self._block_size = pages.block_size
+        self._block_size = sizes.block_size
         self._embed_VD = embed_VD if own is None else own.to(device=device, dtype=dtype)
         cache = KVCache(
             arch,
-            num_blocks=pages.num_blocks,
-            block_size=pages.block_size,
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
             kv_format=self._kv_format,
             device=device,
         )
         self._kv = cache.layer(0)
-        self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=pages.max_model_len)
+        self._layers = LayerRunner(arch, deployment, self._kv_format, max_model_len=sizes.max_model_len)
         self._max_rows = max(deployment.max_decode_rows, SHORT_PROMPT_ROWS)
         self._rings_ND = torch.zeros(
-            pages.num_blocks * self._ring, arch.hidden_size, dtype=dtype, device=device
+            sizes.num_blocks * self._ring, arch.hidden_size, dtype=dtype, device=device
         )
         self._graphs: Graphs[Tensor] = Graphs(device, deployment.max_batch_size)
         self._vocabulary_W = self._head.vocabulary_W.to(device)
@@ -166,13 +186,15 @@ class Eagle3Proposer:
         )
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """As of a model with one layer, and `fc`."""
+        """Return rows of `Engine.kernel_report`: of `fc`, of the layer, of the head and of the other ops."""
         weights = self._weights
         rows = [row for each in weights.layer.fused_linears for row in each.report(0)]
         return [*weights.fc.report(None), *rows, *weights.head.report(None), *self._layers.kernel_report()]
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Writes the head's keys and values of a chunk, and what the next chunk or the first step reads of it."""
+        """Write the head's keys and values of the chunks, and to the rings what the next chunk or the first
+        step reads.
+        """
         assert features is not None
         phase: Phase = "decode" if short else "prefill"
         starts = [
@@ -198,7 +220,7 @@ class Eagle3Proposer:
         self._rings_ND[kept_slots_L1.flatten()] = fused_TD[kept_L]
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """Keeps what the next step reads."""
+        """Write to the rings the fused hidden states that the next step reads."""
         fused_TD = torch.cat(
             [self._weights.fc(part, "decode") for part in features.rows_TE.split(self._max_rows)]
         )
@@ -208,20 +230,21 @@ class Eagle3Proposer:
         )
         self._rings_ND[self._ring_slots(state.table_SB[:num_rows], positions_RQ).flatten()] = fused_TD
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        """k tokens for every row, whatever its limit."""
-        size = self._graphs.num_rows(len(rows))
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
+        """Propose k tokens for every request, also where fewer may be kept."""
+        num_rows = self._graphs.num_rows(len(generations))
         plan = replace(state.plan, logprobs=False)
-        tokens_RK = self._graphs.run((size, plan), lambda: self._draft(state, size, plan))
-        return Drafts(tokens_RK[: len(rows)], probs_SKV=self._probs_SKV)
+        tokens_RK = self._graphs.run((num_rows, plan), lambda: self._draft(state, num_rows, plan))
+        return Drafts(tokens_RK[: len(generations)], probs_SKV=self._probs_SKV)
 
     def _draft(self, state: SpeculativeState, num_rows: int, plan: SamplingPlan) -> Tensor:
+        """Run the k passes; return the proposed tokens [R, K]."""
         sampling = state.sampling.first(num_rows)
         lens_R = state.context_lens_S[:num_rows]
         tokens = []
         if self._probs_SKV is not None:
             sampling = stream(sampling, PROPOSAL_STREAM)
-        hidden_RD = self._read(state, num_rows)
+        hidden_RD = self._first_hidden(state, num_rows)
         for step in range(state.k):
             logits_RV = self._logits(hidden_RD)
             tokens_R1 = sample_rows(logits_RV, sampling, lens_R + step, plan).tokens_R.unsqueeze(1)
@@ -232,11 +255,11 @@ class Eagle3Proposer:
                 hidden_RD = self._hidden(state, tokens_R1, hidden_RD, lens_R + step)
         return torch.cat(tokens, dim=1)
 
-    def _read(self, state: SpeculativeState, num_rows: int) -> Tensor:
-        """[R, D] of each sequence's last row, after the last k + 1 rows were fed: rows t of tokens t + 1."""
+    def _first_hidden(self, state: SpeculativeState, num_rows: int) -> Tensor:
+        """Feed the last k + 1 rows of each sequence; return the hidden state [R, D] of its last row."""
         lens_R = state.context_lens_S[:num_rows]
         q_len = state.k + 1
-        fed_R = (lens_R - 1).clamp(min=q_len)  # rows in the cache then
+        fed_R = (lens_R - 1).clamp(min=q_len)  # rows in the cache afterwards
         steps_Q = torch.arange(q_len, device=state.device)
         positions_RQ = (fed_R - q_len).unsqueeze(1) + steps_Q
         columns_RQ = ((fed_R - lens_R + 1).unsqueeze(1) + steps_Q).clamp(max=q_len - 1)
@@ -249,7 +272,9 @@ class Eagle3Proposer:
     def _hidden(
         self, state: SpeculativeState, tokens_RQ: Tensor, hidden_TD: Tensor, context_lens_R: Tensor
     ) -> Tensor:
-        """g [T, D] of rows at the end of contexts of this length, made of these tokens and hidden states."""
+        """Return g [T, D] of rows that read these tokens and hidden states at the ends of contexts of these
+        lengths.
+        """
         q_len = tokens_RQ.shape[1]
         outputs = []
         layer = self._weights.layer
@@ -261,34 +286,37 @@ class Eagle3Proposer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        """(q, k and v side by side, what the layer adds to)."""
+        """Return q, k and v, concatenated, and the residual that the layer adds to."""
         weights = self._weights
         norm = self._layers.norm
         normed_TD = norm(hidden_TD, weights.hidden_norm)
         pair = torch.cat(
             (norm(F.embedding(tokens_T, self._embed_VD), weights.layer.attn_norm), normed_TD), dim=1
         )
-        return weights.layer.qkv(
-            pair, phase
-        ), normed_TD if self._head.facts.norm_before_residual else hidden_TD
+        residual_TD = normed_TD if self._head.facts.norm_before_residual else hidden_TD
+        return weights.layer.qkv(pair, phase), residual_TD
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
-        """Float32 [R, V]; overwritten by the next call."""
+        """Return float32 logits [R, V] of the target's vocabulary, which the next call overwrites."""
         head = self._weights.head
         logits_RV = self._logits_SV[: len(hidden_RD)]
         normed = self._layers.normed(hidden_RD, self._weights.norm, head, "decode")
         return logits_RV.index_copy_(1, self._vocabulary_W, head(normed, "decode", out_dtype=torch.float32))
 
     def _ring_slots(self, table_RB: Tensor, positions_RQ: Tensor) -> Tensor:
-        """[R, Q]."""
+        """Return the slots [R, Q] of these positions in the rings."""
         return table_RB[:, :1] * self._ring + positions_RQ % self._ring
 
 
 def _chunk_rows(
     starts: Sequence[int], query_lens: Sequence[int], ring: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which tokens of ragged chunks give a row of the head: all but the first of a sequence; and which hidden state goes with each, counted
-    from those before the chunks, [R], and on through those of the chunks. Then the last tokens of each chunk, and whose they are."""
+    """Return the indices that prefill reads and keeps, for ragged chunks that begin at `starts`.
+
+    `rows_T` are the tokens that give a row of the head: all but the first of a sequence. `sources_T` are
+    their hidden states, among R of the positions before the chunks and then those of the chunks. `kept_L` are
+    the last tokens of each chunk, which the rings keep, and `owners_L` their sequences.
+    """
     rows = list[int]()
     sources = list[int]()
     kept = list[int]()

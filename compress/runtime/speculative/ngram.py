@@ -1,8 +1,9 @@
-"""Prompt lookup: what followed the last time the sequence ended like this (arXiv 2304.04487; as "prompt lookup decoding" by A. Saxena,
-2023).
+"""Prompt lookup (arXiv 2304.04487; "prompt lookup decoding", A. Saxena, 2023): propose what followed the same
+tokens earlier.
 
-The longest ending of `max_ngram` to `min_ngram` tokens that occurred before, at its latest occurrence, and the tokens that came after it. A
-search through the request's own tokens, on the host: it costs no weights, no cache and no state, and each step waits for the one before.
+The last `max_ngram` tokens of a request, or fewer down to `min_ngram`, are searched for among its earlier
+tokens. The proposal is what followed their latest occurrence. The search runs on the host, so it needs no
+weights, no cache and no state, and each step waits for the tokens of the one before.
 """
 
 from collections.abc import Sequence
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.runtime.model_runner import Features, PrefillBatch
+from compress.runtime.scheduler import Generation
 from compress.runtime.speculative import PROPOSERS
-from compress.runtime.speculative.proposer import Drafts, Pages, Setting
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.speculative.proposer import CacheSizes, Drafts, ProposerSetting
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @PROPOSERS.register("ngram")
 @dataclass(frozen=True)
 class NGram:
-    """Endings of `max_ngram` tokens are looked for first, then shorter ones down to `min_ngram`.
+    """Options of prompt lookup: the last `max_ngram` tokens are searched for first, then fewer down to
+    `min_ngram`.
 
     Raises:
-        UsageError: no such lengths.
+        UsageError: the lengths are not 1 <= min_ngram <= max_ngram.
     """
 
     max_ngram: int = 4
@@ -36,14 +39,18 @@ class NGram:
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise UsageError(
-                f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= max_ngram."
+                f"ngram: min_ngram is {self.min_ngram} and max_ngram {self.max_ngram}; 1 <= min_ngram <= "
+                "max_ngram."
             )
 
-    def build(self, setting: Setting) -> "NGramProposer":
+    def build(self, setting: ProposerSetting) -> "NGramProposer":
+        """Return the proposer; there is nothing to load."""
         return NGramProposer(self, setting.k)
 
 
 class NGramProposer:
+    """Looks up proposals in the tokens of each request. It keeps nothing between steps."""
+
     weight_bytes = kv_bytes_per_token = 0
     feature_layers = ()
     on_device = False
@@ -53,29 +60,33 @@ class NGramProposer:
         self._k = k
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """No kernels."""
+        """Return no rows: it runs no kernels."""
         return []
 
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Nothing is kept."""
+    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+        """Allocate nothing."""
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        """Fewer than k where the earlier occurrence is near the end, none where there is none."""
-        drafts = [continuation(np.array(row.tokens), min(self._k, row.limit), self._options) for row in rows]
-        tokens_RK = torch.zeros(len(rows), self._k, dtype=torch.int64)
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
+        """Propose what followed the last tokens of each request: fewer than k near its end, none if they are
+        new.
+        """
+        drafts = [continuation(np.array(each.tokens), self._k, self._options) for each in generations]
+        tokens_RK = torch.zeros(len(generations), self._k, dtype=torch.int64)
         for row_idx, each in enumerate(drafts):
             tokens_RK[row_idx, : len(each)] = torch.from_numpy(each)
         return Drafts(tokens_RK, [len(each) for each in drafts])
 
 
 def continuation(tokens: NDArray[np.int64], limit: int, options: NGram) -> NDArray[np.int64]:
-    """At most `limit` tokens that followed the latest earlier occurrence of the sequence's ending."""
+    """Return at most `limit` tokens that followed the latest earlier occurrence of the last tokens of a
+    sequence.
+    """
     for length in range(min(options.max_ngram, len(tokens) - 1), options.min_ngram - 1, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         found = np.flatnonzero((windows == tokens[-length:]).all(axis=1))

@@ -1,8 +1,9 @@
-"""What a proposer is: it sees prompts as they are prefilled and running sequences as they stand, and proposes how each goes on.
+"""The interface of a proposer: it sees prompts as they are prefilled, and proposes how each running request
+goes on.
 
-A proposer may keep what it likes for each position in pages of its own: they are addressed by the block tables of the model it proposes
-for, so that admission, preemption and the end of a request are the scheduler's business alone. What it holds of rejected tokens is
-overwritten when their positions come again.
+A proposer may keep a cache of its own, in pages that the block tables of the target model address. So
+admission, preemption and the end of a request remain the scheduler's business alone. Entries of rejected
+tokens are overwritten when their positions come again.
 
 Shapes: R requests, S rows of the state (R or more), K tokens proposed, V vocabulary, D hidden.
 """
@@ -16,13 +17,16 @@ from torch import Tensor
 from compress.models.arch import Arch
 from compress.runtime.deployment import Deployment
 from compress.runtime.model_runner import Features, PrefillBatch
-from compress.runtime.speculative.state import RunningRow, SpeculativeState
+from compress.runtime.scheduler import Generation
+from compress.runtime.speculative.state import SpeculativeState
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a proposer is built for; `block_size` is that of the model's cache. `draws`: proposals are drawn with noise of their own, and
-    their probabilities are wanted."""
+class ProposerSetting:
+    """The facts a proposer is built from: target model, deployment, k tokens a step, block size of the cache.
+
+    With `draws`, proposals are drawn with noise of their own, and their distributions are wanted.
+    """
 
     arch: Arch
     deployment: Deployment
@@ -32,8 +36,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Pages:
-    """Blocks of the model's cache, which a proposer's own pages share the numbers of."""
+class CacheSizes:
+    """The sizes of the target model's cache. A proposer's own pages have the same block numbers."""
 
     num_blocks: int
     block_size: int
@@ -42,8 +46,12 @@ class Pages:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Proposed tokens int64 [R, K], of which row r has `counts[r]`, or all K where that is None; the distributions float64 [S, K, V] that
-    they were drawn from, in the same memory at every step, or None where a proposal is certain."""
+    """Proposed tokens int64 [R, K], of which the first `counts[r]` of row r count, or all K where that is
+    None.
+
+    `probs_SKV` are the float64 distributions that they were drawn from, in the same memory at every step, or
+    None where a proposal is certain.
+    """
 
     tokens_RK: Tensor
     counts: Sequence[int] | None = None
@@ -51,41 +59,61 @@ class Drafts:
 
 
 class Proposer(Protocol):
-    """Proposes for the requests of one engine. `weight_bytes` a step of it reads, `kv_bytes_per_token` of its pages; `feature_layers`:
-    after how many of the model's layers it wants to see the hidden states, none at all where it is empty. `on_device`: it reads nothing but
-    the state on the device, so that it can propose before the host knows what the last step gave."""
+    """Proposes tokens for the requests of one engine. `weight_bytes` are read by one call of `propose`.
+
+    `on_device`: it reads nothing but the state on the device, so it can propose before the host has read the
+    last step.
+    """
 
     @property
     def weight_bytes(self) -> int: ...
 
     @property
-    def kv_bytes_per_token(self) -> int: ...
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of its own pages for one position."""
 
     @property
-    def feature_layers(self) -> tuple[int, ...]: ...
+    def feature_layers(self) -> tuple[int, ...]:
+        """The numbers of layers of the target model after which it reads the hidden states; empty if it reads
+        none.
+        """
 
     @property
     def on_device(self) -> bool: ...
 
     def kernel_report(self) -> list[dict[str, Any]]:
-        """Rows as of `ModelRunner.kernel_report`."""
+        """Return rows of `Engine.kernel_report`."""
 
-    def begin(self, pages: Pages, embed_VD: Tensor) -> None:
-        """Called once, when the model's cache has its size, with the model's embedding."""
+    def begin(self, sizes: CacheSizes, embed_VD: Tensor) -> None:
+        """Allocate its pages. Called once, when the size of the model's cache is known, with the model's
+        embedding.
+        """
 
     def prefill(self, batch: PrefillBatch, features: Features | None, *, short: bool) -> None:
-        """The model computed these chunks of prompts, with these hidden states if any are wanted."""
+        """Read chunks of prompts that the model has prefilled, with their hidden states if it reads any."""
 
     def verified(self, features: Features, state: SpeculativeState, *, q_len: int) -> None:
-        """The model fed the last token of each row of `state` and `q_len` - 1 proposed ones behind it, with these hidden states: those of
-        rejected tokens among them. Called only where hidden states are wanted, within the step that is captured as a graph."""
+        """Read the hidden states of a verification step: of the last token of each row and the `q_len` - 1
+        proposals after it.
 
-    def propose(self, rows: Sequence[RunningRow], state: SpeculativeState) -> Drafts:
-        """How each sequence goes on. `state` holds the same rows on the device, and may be a step ahead of them for who is `on_device`."""
+        Rejected tokens are among them. Called only if `feature_layers` is not empty, within the step that is
+        captured as a graph.
+        """
+
+    def propose(self, generations: Sequence[Generation], state: SpeculativeState) -> Drafts:
+        """Propose how each request goes on.
+
+        `state` holds the same requests on the device. If the proposer is `on_device`, it may be a step ahead
+        of `generations`.
+        """
 
 
 class ProposerOptions(Protocol):
-    """Options of one kind of proposer: a frozen dataclass."""
+    """The options of one kind of proposer: a frozen dataclass."""
 
-    def build(self, setting: Setting) -> Proposer:
-        """Raises UsageError where it cannot propose for this model."""
+    def build(self, setting: ProposerSetting) -> Proposer:
+        """Load the proposer.
+
+        Raises:
+            UsageError: it cannot propose for this model.
+        """

@@ -1,17 +1,23 @@
-"""How much KL each scheme would cost each group of linears, from one backward pass over the source model (arXiv 2306.07629 weighs by the
-same Fisher matrix; HAWQ, arXiv 1905.03696, allocates bits by second order).
+"""The KL that each scheme would cost in each linear group, predicted from one backward pass over the source
+model.
 
-Rounding the linears over one input x moves their outputs by d_t = Q(W) q(x_t) - W x_t at each position t. To second order
+arXiv 2306.07629 weighs errors by the same Fisher matrix; HAWQ (arXiv 1905.03696) allocates bits by second
+order.
+
+Rounding the linears that read one input x moves their outputs by d_t = Q(W) q(x_t) - W x_t at each position
+t. To second order
 
     KL a token  ~  1/2 E[(sum_t g_t . d_t)^2] / T  ~  1/2 E[sum_t (g_t . d_t)^2] / T
 
-with g_t the gradient of the loss at that output for labels drawn from the model itself (`calibrate/gradients.py`). The second form, the
-one computed here, takes errors at different positions as uncorrelated; the first is noisy, one number a sample. All linears of a group
-move together. Q is rounding to nearest with searched scales, q what the scheme does to inputs, both exact.
+where g_t is the gradient of the loss at that output for labels drawn from the model itself
+(`calibrate/gradients.py`). The second form, which is computed here, takes errors at different positions as
+uncorrelated; the first is noisy, with one number a sample. All linears of a group are rounded at once. Q is
+rounding to nearest with searched scales, q is what the scheme does to inputs; both are exact.
 
-Against the KL that was measured of the bundled model with one group rounded at a time (32 groups x 4 schemes, 32 samples of 512 tokens for
-the estimate): rank correlation 0.994, sums of a scheme within 12 %. The first form has 0.984; with the diagonal of the Fisher matrix over
-outputs 0.993; with that and E[x x^T] instead of the tokens themselves, which sees no rounding of inputs, 0.988 and FP8 2.4 times too low.
+Compared with the KL measured on the bundled model with one group rounded at a time (32 groups x 4 schemes, 32
+samples of 512 tokens for the prediction), the rank correlation is 0.994 and the sums of a scheme agree within
+12 %. The first form has 0.984. The diagonal of the Fisher matrix over outputs gives 0.993; with E[x x^T] in
+place of the tokens, which sees no rounding of inputs, 0.988 and an FP8 2.4 times too low.
 
 Shapes: T tokens of one sample, I in, O out.
 """
@@ -31,7 +37,8 @@ from compress.quant.scheme import Scheme
 
 
 class Sensitivities(GradientVisitor):
-    """A `GradientVisitor`. `loss` is (layer, tap) -> scheme name -> nats of KL a token."""
+    """Predictions of the loss of every scheme in every linear group, from the gradients of one backward
+    pass."""
 
     def __init__(self, schemes: Sequence[Scheme], stored_dtype: torch.dtype) -> None:
         self._schemes = schemes
@@ -43,6 +50,7 @@ class Sensitivities(GradientVisitor):
 
     @property
     def loss(self) -> dict[tuple[int, str], dict[str, float]]:
+        """(layer, tap) -> scheme name -> nats of KL a token."""
         return {
             key: {scheme: total / 2 / self._tokens[key] for scheme, total in sums.items()}
             for key, sums in sorted(self._sums.items())

@@ -1,7 +1,8 @@
-"""`distill`: the dense weights, or a smaller model of their own config, learn to say what a teacher says; resumable at any instant, by
-several ranks together. The result is a dense model.
+"""`distill`: the dense weights, or a smaller model of their own config, learn to say what a teacher says;
+resumable at any instant, by several ranks together. The result is a dense model.
 
-spec.py   what a recipe may say    text.py   windows to train and to measure on    models.py   teacher and student
+spec.py   what a recipe may say    text.py   windows to train and to measure on    models.py   teacher and
+          student
 learning.py   what `draft` has too    estimate.py   for `compress plan`
 """
 
@@ -113,7 +114,7 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
     spec=Distill,
     estimate=estimate,
     depends=_depends,
-    together=distill_together,
+    on_all_ranks=distill_together,
     reshape=reshape,
 )
 def distill(spec: Distill, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:

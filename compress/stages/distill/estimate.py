@@ -1,7 +1,9 @@
 """What a distillation will need, from shapes alone, for `compress plan`.
 
-operations   a token of training: 6 of the student's weights, 2 of the teacher's, and attention; held-out text: 2 and 2
-memory       student: float32 master, gradient and two moments, 16 bytes a weight (LoRA: 2, and 16 of its own); teacher: its own width;
+operations   a token of training: 6 of the student's weights, 2 of the teacher's, and attention; held-out
+             text: 2 and 2
+memory       student: float32 master, gradient and two moments, 16 bytes a weight (LoRA: 2, and 16 of its
+             own); teacher: its own width;
              what a micro-batch leaves for the backward pass; a few float32 [slice, vocabulary]
 disk         the result, the training tokens, and while it runs the state: 12 bytes a trained weight
 """
@@ -88,8 +90,8 @@ def _notes(spec: Distill, student: Arch, teacher: Arch) -> list[str]:
         else f"{spec.teacher}, taken to be of the source's size"
     )
     return [
-        f"{student.num_params / 1e6:,.1f} M parameters learn from {of} ({what}, {spec.loss.kind}), {trained:,} tokens in "
-        f"{spec.num_steps:,} steps",
+        f"{student.num_params / 1e6:,.1f} M parameters learn from {of} ({what}, {spec.loss.kind}), "
+        f"{trained:,} tokens in {spec.num_steps:,} steps",
         f"{spec.data}: {spec.num_windows:,} windows of {spec.seq_len}, {spec.eval_samples} held out",
     ]
 
@@ -102,13 +104,14 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
         other = load_card(judge)
         if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
             raise UsageError(
-                f"{stage} trains on {spec.data} and validate judges on the same text, which would then prove nothing. Give one of them "
-                "another data card, or another `part` of it."
+                f"{stage} trains on {spec.data} and validate judges on the same text, which would then prove "
+                "nothing. Give one of them another data card, or another `part` of it."
             )
 
 
 def _activations(spec: Learning, arch: Arch, width: int) -> int:
-    """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and layer, or one hidden vector."""
+    """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and
+    layer, or one hidden vector."""
     tokens = spec.micro_batch * spec.seq_len
     of_layers = [
         10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size

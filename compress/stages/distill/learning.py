@@ -1,5 +1,5 @@
-"""What every training against a teacher has in common, of a student that takes its place and of a draft that proposes to it: what a recipe
-says of text, loss and steps, and what the training loop makes of it."""
+"""What every training against a teacher has in common, of a student that takes its place and of a draft that
+proposes to it: what a recipe says of text, loss and steps, and what the training loop makes of it."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -27,8 +27,8 @@ class Loss(Spec):
 
     kind: Kind = Field(
         "forward_kl",
-        description="forward_kl covers what the teacher may say, reverse_kl keeps to it, js lies between; tv is what speculative sampling "
-        "rejects of the student's proposals, lk its -log(1 - tv)",
+        description="forward_kl covers what the teacher may say, reverse_kl keeps to it, js lies between; tv "
+        "is what speculative sampling rejects of the student's proposals, lk its -log(1 - tv)",
     )
     temperature: float = Field(1.0, gt=0, description="logits of both are divided by it")
     hard_frac: float = Field(
@@ -40,7 +40,8 @@ class Loss(Spec):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs beside the student",
+        description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs "
+        "beside the student",
     )
 
     def divergence(self) -> Divergence:
@@ -48,7 +49,8 @@ class Loss(Spec):
 
 
 class Sample(Spec):
-    """Text that the teacher writes: each window begins with tokens of the data and goes on as the teacher samples."""
+    """Text that the teacher writes: each window begins with tokens of the data and goes on as the teacher
+    samples."""
 
     prompt_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
@@ -94,7 +96,8 @@ class Learning(Spec):
     def _possible(self) -> Self:
         if self.sample is not None and self.sample.prompt_tokens >= self.seq_len:
             raise ValueError(
-                f"sample: prompt_tokens {self.sample.prompt_tokens} leaves nothing to write of seq_len {self.seq_len}."
+                f"sample: prompt_tokens {self.sample.prompt_tokens} leaves nothing to write of seq_len "
+                f"{self.seq_len}."
             )
         if self.batch_size % self.micro_batch:
             raise ValueError(
@@ -102,8 +105,9 @@ class Learning(Spec):
             )
         if self.num_windows < self.batch_size:
             raise ValueError(
-                f"{self.tokens} tokens in {self.passes} pass(es) are {self.num_windows} windows of {self.seq_len}, fewer than a batch of "
-                f"{self.batch_size}. Give more tokens, or a smaller batch_size."
+                f"{self.tokens} tokens in {self.passes} pass(es) are {self.num_windows} windows of "
+                f"{self.seq_len}, fewer than a batch of {self.batch_size}. Give more tokens, or a smaller "
+                "batch_size."
             )
         return self
 

@@ -81,7 +81,8 @@ def build_student(
         )
         if digest == teacher.digest:
             raise UsageError(
-                f"distill: student and teacher are the same model, {teacher.name}. Prune before it, or name another teacher."
+                f"distill: student and teacher are the same model, {teacher.name}. Prune before it, or name "
+                "another teacher."
             )
         weights = open_weights(path)
         check_dense(weights.arch)
@@ -106,14 +107,15 @@ def check_pair(teacher: NamedTeacher, student: Arch, inputs: Inputs) -> None:
     """Raises UsageError: the two do not speak of the same tokens."""
     if teacher.weights.arch.vocab_size != student.vocab_size:
         raise UsageError(
-            f"the teacher {teacher.name} has {teacher.weights.arch.vocab_size} tokens and the student {student.vocab_size}: their "
-            "distributions cannot be compared. Name a teacher with the same tokenizer."
+            f"the teacher {teacher.name} has {teacher.weights.arch.vocab_size} tokens and the student "
+            f"{student.vocab_size}: their distributions cannot be compared. Name a teacher with the same "
+            "tokenizer."
         )
     if (teacher.path / "tokenizer.json").is_file() and teacher.path != inputs.source.path:
         (_, theirs) = load_tokenizer(teacher.path)
         (_, ours) = load_tokenizer(inputs.source.path)
         if theirs != ours:
             raise UsageError(
-                f"the teacher {teacher.name} has another tokenizer.json than {inputs.source.name}, so the same id may be another token. "
-                "Name a teacher with the same tokenizer."
+                f"the teacher {teacher.name} has another tokenizer.json than {inputs.source.name}, so the "
+                "same id may be another token. Name a teacher with the same tokenizer."
             )

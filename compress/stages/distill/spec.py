@@ -1,4 +1,5 @@
-"""What a recipe may say of distillation: teacher and student, beside what every training has (`learning.py`)."""
+"""What a recipe may say of distillation: teacher and student, beside what every training has
+(`learning.py`)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -82,8 +83,8 @@ class Distill(Learning):
         """Raises UsageError: as far as the recipe says, the student is its own teacher."""
         if self.teacher == SOURCE and self.student is None and "prune" not in specs:
             raise UsageError(
-                "distill: the student would be the source itself, its own teacher. Put a prune stage before it, or give `student` or "
-                "`teacher`."
+                "distill: the student would be the source itself, its own teacher. Put a prune stage before "
+                "it, or give `student` or `teacher`."
             )
 
 
@@ -91,6 +92,7 @@ def check_dense(arch: Arch) -> None:
     """Raises UnsupportedFormat when the student's weights are codes."""
     if said := arch.config.get("quantization_config"):
         raise UnsupportedFormat(
-            f"the student is quantized already (quant_method '{said.get('quant_method')}'), and training moves weights, not codes. Name "
-            "the dense model that it was made from, and quantize after distilling."
+            f"the student is quantized already (quant_method '{said.get('quant_method')}'), and training "
+            "moves weights, not codes. Name the dense model that it was made from, and quantize after "
+            "distilling."
         )

@@ -1,4 +1,5 @@
-"""The text of a distillation: windows of a data card, a few of them held out, or windows that the teacher goes on writing itself."""
+"""The text of a distillation: windows of a data card, a few of them held out, or windows that the teacher
+goes on writing itself."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,8 @@ SAMPLED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Text:
-    """Windows int32 [N, S+1] to train on and to measure on; the bytes that the latter's predicted tokens stand for."""
+    """Windows int32 [N, S+1] to train on and to measure on; the bytes that the latter's predicted tokens
+    stand for."""
 
     training: TokenSet
     held_out_NS: Tensor
@@ -35,12 +37,14 @@ class Text:
         return {"title": card["title"], "license": card["license"], "digest": self.training.digest()}
 
     def with_training(self, tokens_NS: Tensor) -> "Text":
-        """The same with other windows to train on, which go by the facts of the text that they were made from."""
+        """The same with other windows to train on, which go by the facts of the text that they were made
+        from."""
         return replace(self, training=replace(self.training, tokens_NS=tokens_NS))
 
 
 def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
-    """Both from one draw: a larger sample begins with the smaller one, so the held-out windows are the first and keep their byte count."""
+    """Both from one draw: a larger sample begins with the smaller one, so the held-out windows are the first
+    and keep their byte count."""
 
     def draw(num_samples: int) -> TokenSet:
         tokens, _ = read_tokens(
@@ -75,7 +79,8 @@ def prepared_text(
 def sampled(
     sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device
 ) -> Tensor:
-    """The windows with all but their first tokens written by the teacher, end-of-text tokens as they come; resumable."""
+    """The windows with all but their first tokens written by the teacher, end-of-text tokens as they come;
+    resumable."""
     length = prompts_NS.shape[1]
     engine: Engine | None = None
     parts: list[Tensor] = []

@@ -1,7 +1,8 @@
-"""`draft`: a small model learns to propose tokens that the compressed model accepts, trained against that very model; resumable at any
-instant, by several ranks together.
+"""`draft`: a small model learns to propose tokens that the compressed model accepts, trained against that
+very model; resumable at any instant, by several ranks together.
 
-spec.py   what a recipe may say    inits/   where a draft begins and what it is, one kind a file    quantized.py   the draft in codes
+spec.py   what a recipe may say    inits/   where a draft begins and what it is, one kind a file
+          quantized.py   the draft in codes
 """
 
 from collections.abc import Mapping
@@ -74,7 +75,7 @@ def draft_together(spec: Draft, inputs: Inputs, ctx: Context) -> tuple[Made, Tex
     spec=Draft,
     estimate=estimate,
     depends=_depends,
-    together=draft_together,
+    on_all_ranks=draft_together,
 )
 def draft(spec: Draft, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     made, text = draft_together(spec, inputs, ctx)

@@ -1,4 +1,5 @@
-"""A trained draft in codes: the stage `quantize` as it is, over the draft's weights and the text that it was trained on."""
+"""A trained draft in codes: the stage `quantize` as it is, over the draft's weights and the text that it was
+trained on."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""An EAGLE-3 head in codes: every linear rounded against the inputs that it has where the head drafts from the training text, on the
-target's hidden states and on its own. It is one layer, which nothing follows, so all inputs are those of the dense head.
+"""An EAGLE-3 head in codes: every linear rounded against the inputs that it has where the head drafts from
+the training text, on the target's hidden states and on its own. It is one layer, which nothing follows, so
+all inputs are those of the dense head.
 
 Shapes: N windows, B batch, S sequence.
 """
@@ -18,6 +19,7 @@ from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, param
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 INPUTS = {
@@ -40,22 +42,26 @@ def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
     for name in ("guide", "smooth", "target", "tune"):
         if getattr(spec, name) is not None:
             raise UsageError(
-                f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say `{name}: null`."
+                f"draft: quantize: {name} is for whole models, an EAGLE-3 head takes round and refine. Say "
+                f"`{name}: null`."
             )
     if not isinstance(spec.scheme, str) or spec.overrides:
         raise UsageError(
-            "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and overrides."
+            "draft: quantize: all linears of an EAGLE-3 head have one scheme; leave out mixed precision and "
+            "overrides."
         )
-    found = spec.possible_schemes(facts.arch)[0]
+    found = possible_schemes(spec, facts.arch)[0]
     if found is None or found.layers.activation == "tensor" or found.layers.block_rows > 1:
         raise UsageError(
-            f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have their own scales."
+            f"draft: quantize: an EAGLE-3 head in {spec.scheme} is not offered; take one whose rows have "
+            "their own scales."
         )
     for linear in INPUTS:
         columns = parameter_shapes(facts)[f"{linear}.weight"][1]
         if found.layers.group_size is not None and columns % found.layers.group_size:
             raise UnsupportedFormat(
-                f"draft: {linear} has {columns} columns, no multiple of {found.layers.group_size} as {spec.scheme} wants."
+                f"draft: {linear} has {columns} columns, no multiple of {found.layers.group_size} as "
+                f"{spec.scheme} wants."
             )
     return found
 

@@ -6,20 +6,17 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from compress.recipe import ByKind, Spec
+from compress.stages import specs_of
 from compress.stages.distill.learning import Learning, Loss
 from compress.stages.draft.inits import INITS, Init
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.quantize.spec import Quantize
 
 
-def _inits() -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], init) for name, init in INITS.items()}
-
-
 class Draft(Learning):
     """A small model that proposes tokens to the compressed one, and how it learns to be believed."""
 
-    init: Annotated[Spec, ByKind(_inits)] = Field(
+    init: Annotated[Spec, ByKind(lambda: specs_of(INITS))] = Field(
         Pruned(), description="what the draft is before it is trained"
     )
     loss: Loss = Loss(kind="lk")
@@ -29,7 +26,8 @@ class Draft(Learning):
     lr: float = Field(3e-3, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
     quantize: Quantize | None = Field(
         None,
-        description="as the stage of that name, calibrated on the training text; left out, the draft stays dense",
+        description="as the stage of that name, calibrated on the training text; left out, the draft stays "
+        "dense",
     )
 
     @model_validator(mode="before")
@@ -44,7 +42,8 @@ class Draft(Learning):
     def _refuse_what_is_not_served(self) -> Self:
         if self.quantize is not None and self.quantize.kv_cache is not None:
             raise ValueError(
-                "quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave out `kv_cache`."
+                "quantize: a draft's keys and values stay in 16 bits, whatever the cache of the model. Leave "
+                "out `kv_cache`."
             )
         return self
 

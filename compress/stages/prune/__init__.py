@@ -1,5 +1,5 @@
-"""`prune`: heads, FFN channels and layers go; what stays makes up for them, layer by layer on the already pruned input, resumable at each
-layer. The result is a smaller dense model of the same family.
+"""`prune`: heads, FFN channels and layers go; what stays makes up for them, layer by layer on the already
+pruned input, resumable at each layer. The result is a smaller dense model of the same family.
 
 spec.py     what a recipe may say        widths.py   numbers that consumers of the result can have
 round.py    one round of it              search.py   `target`: how much goes of what
@@ -25,7 +25,7 @@ from compress.models.canonical import OUTER_NAME, layer_name
 from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.prune.costs import depends
+from compress.stages.budget.times import depends
 from compress.stages.prune.estimate import estimate, reshape
 from compress.stages.prune.round import Round, forget, prune_round
 from compress.stages.prune.search import search
@@ -34,13 +34,17 @@ from compress.stages.prune.widths import between
 
 
 def _depends(spec: Prune, device: str) -> Mapping[str, str]:
-    """As of `quantize`: a device computes in its own dtype."""
-    more = {} if spec.target is None else depends(spec.target, device)
-    return {**computes_in(device), **more}
+    """Return the dtype that the device computes in, and where measured or tabled times decide the widths,
+    what these depend on."""
+    times = {}
+    if spec.target is not None and spec.target.latency_frac is not None:
+        times = depends(spec.target.device, device)
+    return {**computes_in(device), **times}
 
 
 def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch, dict[str, Any]]:
-    """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and facts."""
+    """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and
+    facts."""
     source = _source(spec, inputs)
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
@@ -74,7 +78,7 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     spec=Prune,
     estimate=estimate,
     depends=_depends,
-    together=prune_rounds,
+    on_all_ranks=prune_rounds,
     reshape=reshape,
 )
 def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:

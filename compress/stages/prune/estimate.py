@@ -9,14 +9,16 @@ from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
-from compress.stages.calibrate import Calibrate
+from compress.stages.calibrate import calibration_of
 from compress.stages.prune.spec import Prune
+from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 LAUNCHES = 20
 """Small operations of each column that second order takes out."""
 SOLVES = {"cpu": 4.0, "cuda": 20.0}
-"""Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of float64."""
+"""Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of
+float64."""
 
 
 def reshape(spec: Prune, arch: Arch) -> Arch:
@@ -29,12 +31,12 @@ def reshape(spec: Prune, arch: Arch) -> Arch:
 
 
 def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
-    """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few cubes of the widths."""
+    """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few
+    cubes of the widths."""
     arch = spec.seen(facts.arch)
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
-    calib = facts.specs.get("calibrate") or Calibrate()
-    assert isinstance(calib, Calibrate)
+    calib = calibration_of(facts)
     work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
@@ -50,7 +52,8 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     if spec.target is not None:
         _check_groups(spec, facts)
         notes.append(
-            f"{spec.target.text}: what goes is decided by losses that are measured first; the plan goes on with the model as it is"
+            f"{spec.target.text}: what goes is decided by losses that are measured first; the plan goes on "
+            "with the model as it is"
         )
     num_walks = spec.rounds + (0 if spec.target is None else 9)
     return Estimate(
@@ -68,19 +71,21 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
 
 
 def _check_groups(spec: Prune, facts: PlanFacts) -> None:
-    """Raises UsageError: a width that the search may come to is not whole groups of the quantization behind it."""
+    """Raises UsageError: a width that the search may come to is not whole groups of the quantization behind
+    it."""
     quantize = facts.specs.get("quantize")
     if not isinstance(quantize, Quantize) or set(spec.axes) == {"depth"}:
         return
     schemes = [
-        each for model in quantize.possible_schemes(facts.arch) if model is not None for each in model.all
+        each for model in possible_schemes(quantize, facts.arch) if model is not None for each in model.all
     ]
     odd = sorted(
         {each.name for each in schemes if each.group_size is not None and spec.multiple % each.group_size}
     )
     if odd:
         raise UsageError(
-            f"prune: `multiple: {spec.multiple}` may leave widths that the groups of {', '.join(odd)} do not divide. Make it a multiple of "
+            f"prune: `multiple: {spec.multiple}` may leave widths that the groups of {', '.join(odd)} do not "
+            "divide. Make it a multiple of "
             "the group size."
         )
 
@@ -100,7 +105,8 @@ def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
             and round(wanted := cut.keep if isinstance(cut.keep, int) else cut.keep * whole) != found
         ):
             notes.append(
-                f"{axis}: keep {cut.keep:g} of {whole} is {wanted:g}; {found} is the nearest number that consumers take"
+                f"{axis}: keep {cut.keep:g} of {whole} is {wanted:g}; {found} is the nearest number that "
+                "consumers take"
             )
     return notes
 
@@ -124,6 +130,7 @@ def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
     params = f"{before.num_params / 1e6:,.1f} M -> {after.num_params / 1e6:,.1f} M parameters"
     heads_go = old.num_heads != new.num_heads and before.family == "qwen2"
     vllm = [
-        "vLLM takes the head dimension of a Qwen2 from hidden size and heads, and will not load this; transformers does"
+        "vLLM takes the head dimension of a Qwen2 from hidden size and heads, and will not load this; "
+        "transformers does"
     ]
     return [f"{', '.join(changed)}; {params}", method, *(vllm if heads_go else [])]

@@ -1,7 +1,9 @@
-"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and channels of those that stay.
+"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and
+channels of those that stay.
 
-What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before anything is decided by it, and a
-round that is complete says so, so that a resumed run decides the same and goes through no finished round again.
+What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before
+anything is decided by it, and a round that is complete says so, so that a resumed run decides the same and
+goes through no finished round again.
 """
 
 import json
@@ -18,7 +20,7 @@ from compress.artifact.tensors import load_tensors, save_tensors
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import walk
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.digest import canonical_json
 from compress.methods.prune import LAYER_SCORERS, Compensation, Scorer
@@ -89,7 +91,7 @@ def prune_round(
         )
         step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
         rows = run_sequential(
-            subset, tokens_NS, [step], directory, ctx, scheme=None, compute_dtype=dtype, pruned=pruned
+            subset, tokens_NS, Compression([step], pruned=pruned), directory, ctx, compute_dtype=dtype
         )
     elif leads:
         _copy(subset, directory, ctx)

@@ -1,11 +1,14 @@
 """`target` of the prune stage: how much goes of heads, FFN and depth, by what each was measured to lose.
 
-    measure    each axis alone, cut to a few levels by the recipe's own method on some calibration samples: KL to the source on others
-    predict    the KL of a combination is the sum over axes of the piecewise-linear curve through what was measured
+    measure    each axis alone, cut to a few levels by the recipe's own method on some calibration samples: KL
+               to the source on others
+    predict    the KL of a combination is the sum over axes of the piecewise-linear curve through what was
+               measured
     choose     among all legal combinations that keep the target, the one of least predicted KL
 
-Costs are those of `costs.py`. Sums leave out that heads and channels of one layer make up for one another, and that damage adds up faster
-than linearly; the report has the curve and what was measured, so that both can be looked at.
+Costs are those of `costs.py`. Sums leave out that heads and channels of one layer make up for one another,
+and that damage adds up faster than linearly; the report has the curve and what was measured, so that both can
+be looked at.
 
 Each measurement lies in the scratch directory as soon as it is made.
 """
@@ -30,7 +33,7 @@ from compress.models.pruning import HeadUnit, Widths
 from compress.models.weights import WeightSource
 from compress.stages.prune.costs import SEARCH_NAME, costs_of
 from compress.stages.prune.round import Round, forget, prune_round
-from compress.stages.prune.spec import Axis, Target
+from compress.stages.prune.spec import Axis, PruningBudget
 from compress.stages.prune.widths import legal_channels, legal_heads, with_heads
 
 LOSSES_NAME = "losses.json"
@@ -50,9 +53,10 @@ class Combination:
 
 
 def search(
-    target: Target, how: Round, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, multiple: int
+    target: PruningBudget, how: Round, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, multiple: int
 ) -> tuple[Widths, dict[str, Any]]:
-    """The widths that keep the target at the least predicted KL, and the facts that explain them. All ranks come here together.
+    """The widths that keep the target at the least predicted KL, and the facts that explain them. All ranks
+    come here together.
 
     Raises:
         UsageError: no combination keeps it, or there are too few samples to judge by.
@@ -67,7 +71,8 @@ def search(
     whole = cost[Widths.of(arch)]
     if min(costs) > target.limit * whole:
         raise UsageError(
-            f"the target {target.text} cannot be kept: with half of {', '.join(target.prune)} the model still costs "
+            f"the target {target.text} cannot be kept: with half of {', '.join(target.prune)} the model "
+            "still costs "
             f"{min(costs) / whole:.3f} of the source. Allow more, or let more go (`prune`)."
         )
     measured = _measured(target, how, source, tokens_NS, ctx, choices)
@@ -126,18 +131,20 @@ def _combined(arch: Arch, choices: Mapping[Axis, Sequence[int]], unit: HeadUnit)
 
 
 def _measured(
-    target: Target,
+    target: PruningBudget,
     how: Round,
     source: WeightSource,
     tokens_NS: Tensor,
     ctx: Context,
     choices: Mapping[Axis, Sequence[int]],
 ) -> dict[Axis, dict[int, float]]:
-    """Axis -> number kept -> KL of the source pruned along that axis alone, on samples that it was not pruned on."""
+    """Axis -> number kept -> KL of the source pruned along that axis alone, on samples that it was not pruned
+    on."""
     judged = max(1, target.num_samples // 4)
     if len(tokens_NS) < 2 * judged + 1:
         raise UsageError(
-            f"a target is searched on {target.num_samples + judged} calibration samples and there are {len(tokens_NS)}."
+            f"a target is searched on {target.num_samples + judged} calibration samples and there are "
+            f"{len(tokens_NS)}."
         )
     fitted_NS = tokens_NS[: min(target.num_samples, len(tokens_NS) - judged)]
     judging_NS = tokens_NS[-judged:]
@@ -190,7 +197,8 @@ def _predicted(widths: Widths, measured: Mapping[Axis, Mapping[int, float]]) -> 
 
 
 def _interpolated(keep: int, curve: Mapping[int, float]) -> float:
-    """On the line through what was measured; a level that lost less than one that keeps more counts as much."""
+    """On the line through what was measured; a level that lost less than one that keeps more counts as
+    much."""
     points = []
     worst = 0.0
     for each in sorted(curve, reverse=True):

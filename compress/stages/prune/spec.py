@@ -1,4 +1,5 @@
-"""What a recipe may say of pruning: how much stays of heads, FFN and depth, or how small or fast the model is to be."""
+"""What a recipe may say of pruning: how much stays of heads, FFN and depth, or how small or fast the model is
+to be."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,13 +8,14 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UnsupportedFormat, UsageError
-from compress.kernels.latency import latency_table
 from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compensation
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
 from compress.recipe import ByKind, Spec, checked_by, list_to_tuple
+from compress.stages import specs_of
+from compress.stages.budget.spec import StepRows, TimedDevice
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
@@ -29,7 +31,8 @@ class Heads(Spec):
     """Query heads that stay in every layer."""
 
     keep: Keep = Field(
-        description="a share of the query heads (0.75), or their number (24); the nearest legal number is taken"
+        description="a share of the query heads (0.75), or their number (24); the nearest legal number is "
+        "taken"
     )
     unit: HeadUnit = Field(
         "kv_group",
@@ -54,18 +57,13 @@ class Depth(Spec):
     )
 
 
-def _known_device(device: str | None) -> None:
-    if device is not None:
-        latency_table(device)
-
-
-def _different(names: Sequence[str]) -> None:
+def _check_axes(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         raise UsageError("name every axis once.")
 
 
-class Target(Spec):
-    """One limit, and what may go to keep it."""
+class PruningBudget(Spec):
+    """One limit of size or of time, and what may be removed to keep it."""
 
     params_frac: float | None = Field(
         None, gt=0, lt=1, description="parameters of the whole model, as a share of the source's"
@@ -73,19 +71,16 @@ class Target(Spec):
     latency_frac: float | None = Field(
         None, gt=0, lt=1, description="time of a decode step in 16 bits, as a share of the source's"
     )
-    prune: Annotated[tuple[Axis, ...], BeforeValidator(list_to_tuple), checked_by(_different)] = Field(
-        AXES, min_length=1, description="what may go"
+    prune: Annotated[tuple[Axis, ...], BeforeValidator(list_to_tuple), checked_by(_check_axes)] = Field(
+        AXES, min_length=1, description="what may be removed"
     )
     unit: HeadUnit = Field(
         "kv_group",
         description="of heads: KV heads with their query heads, or the same number of query heads of each",
     )
-    rows: int = Field(1, ge=1, le=128, description="tokens of the step whose time counts: the batch size")
+    rows: StepRows = 1
     context: int = Field(1024, ge=0, description="positions in the cache of each sequence of that step")
-    device: Annotated[str | None, checked_by(_known_device)] = Field(
-        None,
-        description="whose kernel times count, by a table that ships (`NVIDIA H200`); left out, those of this device are measured",
-    )
+    device: TimedDevice = None
     num_samples: int = Field(
         16,
         ge=2,
@@ -98,7 +93,8 @@ class Target(Spec):
             raise ValueError("a target is one of params_frac and latency_frac.")
         if self.params_frac is not None and (self.rows != 1 or self.device is not None):
             raise ValueError(
-                "params_frac is a number of parameters, which depends on neither rows nor device. Leave them out."
+                "params_frac is a number of parameters, which depends on neither rows nor device. Leave them "
+                "out."
             )
         return self
 
@@ -115,10 +111,6 @@ class Target(Spec):
         return f"latency_frac {self.latency_frac:g} for {self.rows} x {self.context} positions on {self.device or 'this device'}"
 
 
-def _specs(methods: Any) -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], method) for name, method in methods.items()}
-
-
 def kinds_by_name(raw: Any) -> Any:
     """`score: obs` is `score: {kind: obs}`."""
     if not isinstance(raw, Mapping):
@@ -130,11 +122,11 @@ def kinds_by_name(raw: Any) -> Any:
 
 
 def scorers() -> Mapping[str, type[Spec]]:
-    return _specs(SCORERS)
+    return specs_of(SCORERS)
 
 
 def compensations() -> Mapping[str, type[Spec]]:
-    return _specs(COMPENSATIONS)
+    return specs_of(COMPENSATIONS)
 
 
 class Prune(Spec):
@@ -143,19 +135,20 @@ class Prune(Spec):
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
     depth: Depth | None = Field(None, description="layers that stay; left out, all do")
-    target: Target | None = Field(
+    target: PruningBudget | None = Field(
         None,
         description="instead of those three: how small or fast the model is to be, and what may go for it",
     )
     multiple: int = Field(
         128,
         ge=1,
-        description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple of this",
+        description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple "
+        "of this",
     )
     as_mistral: bool = Field(
         False,
-        description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama whose heads do not divide its "
-        "hidden size",
+        description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama "
+        "whose heads do not divide its hidden size",
     )
     score: Annotated[Spec, ByKind(scorers)] = Obs()
     compensate: Annotated[Spec, ByKind(compensations)] = LeastSquares()
@@ -230,12 +223,14 @@ class Prune(Spec):
         said = arch.config.get("quantization_config")
         if said:
             raise UnsupportedFormat(
-                f"the model is quantized already (quant_method '{said.get('quant_method')}'), and pruning puts new weights in the place of "
+                f"the model is quantized already (quant_method '{said.get('quant_method')}'), and pruning "
+                "puts new weights in the place of "
                 "codes. Name the dense model that it was made from, and quantize after pruning."
             )
         if not arch.is_uniform:
             raise UsageError(
-                "the layers of this model differ in width; pruning keeps the same numbers in every layer, which it cannot say here."
+                "the layers of this model differ in width; pruning keeps the same numbers in every layer, "
+                "which it cannot say here."
             )
         compensation = cast(Compensation, self.compensate)
         of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
@@ -244,6 +239,7 @@ class Prune(Spec):
         ]
         if compensation.needs_bias and without:
             raise UsageError(
-                f"compensate: bias needs a bias in {' and '.join(without)}, and the config of a {arch.family} model has no word for one. "
+                f"compensate: bias needs a bias in {' and '.join(without)}, and the config of a "
+                f"{arch.family} model has no word for one. "
                 "Take `compensate: least_squares`, which needs none."
             )

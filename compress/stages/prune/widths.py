@@ -1,7 +1,8 @@
 """How much stays, as a recipe says it, and the nearest number that a consumer of the pruned model can have.
 
-Legal are: heads in whole KV groups, or the same number in every group; heads times their dimension, and FFN channels, a multiple of the
-recipe's `multiple`; for a Llama, heads that divide the hidden size, because `transformers` takes no others. All of them is always legal.
+Legal are: heads in whole KV groups, or the same number in every group; heads times their dimension, and FFN
+channels, a multiple of the recipe's `multiple`; for a Llama, heads that divide the hidden size, because
+`transformers` takes no others. All of them is always legal.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ def with_heads(arch: Arch, widths: Widths, num_heads: int, unit: HeadUnit) -> Wi
 
 
 def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: int) -> list[Widths]:
-    """The widths after every round, in equal steps of legal numbers; rounds in which nothing would go are left out."""
+    """The widths after every round, in equal steps of legal numbers; rounds in which nothing would go are
+    left out."""
     start = Widths.of(arch)
     steps: list[Widths] = []
     for idx in range(1, rounds + 1):

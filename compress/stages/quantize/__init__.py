@@ -1,10 +1,12 @@
-"""`quantize`: smoother x target x rounder x refiner x scheme over every decoder linear, layer by layer, resumable at each layer; the head,
-if asked, after them, by plain rounding to nearest.
+"""`quantize`: round every decoder linear to codes, layer by layer, resumable after each layer; then the head,
+if it has a scheme.
 
-spec.py      what a recipe may say           layers.py     the linears, compressed layer by layer
-mixed.py     `scheme: {kind: mixed}` of it   costs.py      bytes and times of schemes    choose.py   the schemes of mixed precision
-tune.py      scales, trained end to end
-sizes.py     bytes on disk                   estimate.py   for `compress plan`
+How codes are found is a combination of smoother, rounding target, rounder and refiner, for any scheme. The
+head is rounded to nearest.
+
+spec.py       what a recipe states            layers.py     the linears, compressed layer by layer
+schemes.py    the scheme of each linear       tune.py       scales, trained end to end
+estimate.py   for `compress plan`             ../budget/    mixed precision
 """
 
 from collections.abc import Mapping
@@ -28,23 +30,30 @@ from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.stages import STAGES, Inputs, Port
-from compress.stages.quantize.choose import depends
+from compress.stages.budget.spec import Mixed
+from compress.stages.budget.times import depends
 from compress.stages.quantize.estimate import estimate
 from compress.stages.quantize.layers import quantize_layers
-from compress.stages.quantize.mixed import Mixed
+from compress.stages.quantize.schemes import check_model
 from compress.stages.quantize.spec import Quantize
-from compress.stages.quantize.tune import place_of
+from compress.stages.quantize.tune import tuned_directory
 
 HEAD_ROWS = 8192
-"""Rows of a head that are rounded at once; rows are independent."""
+"""Rows of a head that are rounded at once; rows are independent of one another."""
 
 
 def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
-    """The kind of device and what it computes in: neither goes on from the other's resume points. And the order of overrides, which a
-    mapping in the key does not keep."""
+    """Return what decides the result besides recipe and inputs.
+
+    That is the kind of device and its compute dtype, because neither resumes from the other's files; the
+    order of overrides, which a mapping in the cache key does not keep; and what the times of a budget of time
+    depend on.
+    """
     order = {"overrides": digest_json(list(spec.overrides))} if spec.overrides else {}
-    mixed = depends(spec.scheme, device) if isinstance(spec.scheme, Mixed) else {}
-    return {**computes_in(device), **order, **mixed}
+    times = {}
+    if isinstance(spec.scheme, Mixed) and spec.scheme.budget.is_time:
+        times = depends(spec.scheme.budget.device, device)
+    return {**computes_in(device), **order, **times}
 
 
 @STAGES.stage(
@@ -55,18 +64,19 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
     spec=Quantize,
     estimate=estimate,
     depends=_depends,
-    together=quantize_layers,
+    on_all_ranks=quantize_layers,
 )
 def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     source = open_weights(inputs[Port.DENSE].path)
-    spec.check_model(source.arch)
+    check_model(spec, source.arch)
     if source.arch.dtype not in ("bfloat16", "float16", "float32"):
         raise UnsupportedFormat(
             f"the model's dtype '{source.arch.dtype}' is not one that scales can be stored in."
         )
     scheme, explained, rows = quantize_layers(spec, inputs, ctx)
+    directory = tuned_directory(ctx.scratch, explained)
     for name in map(layer_name, range(source.arch.num_layers)):
-        place(place_of(ctx.scratch, explained) / name, out.path / name)
+        place(directory / name, out.path / name)
     if scheme is None or scheme.head is None:
         place(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME)
     else:
@@ -90,8 +100,9 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     )
 
 
-def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.device) -> None:
-    """The outer weights with codes for the head; blocks of rows, because float32 copies of a whole head would be the peak of the stage."""
+def _quantize_head(stored: Path, path: Path, scheme: Scheme, device: torch.device) -> None:
+    """Write the outer weights with codes for the head. Blocks of rows are rounded in turn, because float32
+    copies of a whole head would be the peak of the stage."""
     outer = load_weights(stored, None)
     rows = dense(outer["head.weight"]).split(HEAD_ROWS)
     blocks = [nearest_weight(each.to(device), scheme, each.dtype) for each in rows]
@@ -99,11 +110,12 @@ def _quantize_head(stored: Path, place: Path, scheme: Scheme, device: torch.devi
         torch.cat([part.cpu() for part in parts])
         for parts in zip(*((b.codes_OI, b.scale_OG) for b in blocks), strict=True)
     )
-    save_weights(place, outer | {"head.weight": QuantizedWeight(scheme, codes, scales)})
+    save_weights(path, outer | {"head.weight": QuantizedWeight(scheme, codes, scales)})
 
 
 def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
-    """What the manifest says of a quantized KV cache: its format and, where scales are calibrated, what they do to each layer."""
+    """Return the manifest's facts of a quantized KV cache: its format and, where scales are calibrated, what
+    they do to each layer."""
     if (kv_format := spec.kv_format()) is None:
         return {}
     cached = [row for row in rows if "cache" in row]

@@ -1,36 +1,48 @@
-"""What quantizing will need, from shapes alone: bytes at its peak and on disk, operations and launches, for `compress plan`."""
+"""The estimate of quantizing for `compress plan`, from shapes alone: peak bytes, bytes on disk, operations
+and launches."""
+
+from dataclasses import replace
 
 from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.quantize.awq import Awq
-from compress.methods.quantize.descent import PHASES, Descent
+from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
 from compress.models.arch import Arch
 from compress.quant.numerics import GRID_SIZE
 from compress.quant.scheme import DENSE, ModelScheme
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.stages import Estimate, PlanFacts
-from compress.stages.calibrate import Calibrate
-from compress.stages.quantize.mixed import Mixed, scheme_or_dense
-from compress.stages.quantize.sizes import linear_bytes, most_linear_bytes, outer_bytes
+from compress.stages.budget.spec import Mixed, scheme_or_dense
+from compress.stages.calibrate import calibration_of
+from compress.stages.quantize.schemes import (
+    check_model,
+    linear_bytes,
+    most_linear_bytes,
+    outer_bytes,
+    possible_schemes,
+)
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import RECOMPUTED_TOKENS, Tune
 
-COLUMNS_OF_A_LAUNCH = 128
-"""That are rounded, or descended, in one on a GPU (`kernels/columns`)."""
-LOSS = {"cpu": 1.0, "cuda": 1.5}
-EXACT = {"cpu": 1.0, "cuda": 5.0}
-"""Cost of a product of a weight with its statistic, in products at the assumed rate: of one that decides or reports, on a GPU three in bf16
-with what surrounds them, and of one in float32 (51 against 250 TFLOP/s, H200)."""
+COLUMNS_PER_LAUNCH = 128
+"""Columns that one launch rounds, or descends, on a GPU (`kernels/columns`)."""
+LOSS_COST = {"cpu": 1.0, "cuda": 1.5}
+"""Cost of a product of a weight with its statistic that decides or reports, in products at the assumed rate;
+on a GPU it is three products in bf16 with what surrounds them."""
+EXACT_COST = {"cpu": 1.0, "cuda": 5.0}
+"""Cost of such a product in float32: 51 against 250 TFLOP/s on an H200."""
 
 
 def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
-    """One layer at a time, so nothing but the disk and the time grows with their number; see `calibrate/estimate.py`. With a target, also
-    the activations of the source model, and their moments with the others."""
+    """Return what quantizing needs. One layer is at hand at a time, so only disk and time grow with their
+    number (`calibrate/estimate.py`).
+
+    Mixed precision, a guide and tuning add their own passes; the peak is that of the largest.
+    """
     arch = facts.arch
-    scheme = spec.possible_schemes(facts.arch)[-1]
-    spec.check_model(arch)
-    calib = facts.specs.get("calibrate") or Calibrate()
-    assert isinstance(calib, Calibrate)
+    scheme = possible_schemes(spec, arch)[-1]
+    check_model(spec, arch)
+    calib = calibration_of(facts)
     work = Work(
         arch,
         calib.num_samples,
@@ -39,105 +51,102 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         facts.num_ranks,
         compares=spec.target is not None,
         factorises=isinstance(spec.round, Gptq) or spec.target is not None,
-        in_turn=spec.true_sequential,
+        true_sequential=spec.true_sequential,
     )
-    kv_format = spec.kv_format()
-    kv_note = (
-        []
-        if kv_format is None
-        else [f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token"]
-    )
-    peak = peak_bytes(work)
-    total = sum(flops(work, products=_products(spec, facts.device)))
-    if isinstance(spec.scheme, Mixed):
-        before, more = _effort(
-            spec.scheme, arch, num_samples=calib.num_samples, seq_len=calib.seq_len, width=work.width
-        )
-        peak = max(peak, before)
-        total = total + more
-    host = host_bytes(work)
-    on_host = (
-        [f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"]
-        if host
-        else []
-    )
-    if spec.guide is not None:
-        held, more = guide_effort(work, spec.guide)
-        peak = peak if host else max(peak, held)
-        total = total + more
-        on_host += (
-            [f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"]
-            if host
-            else []
-        )
-    if spec.tune is not None and scheme is not None:
-        held, more = _tuning_effort(spec.tune, arch, work, linear_bytes(arch, scheme))
-        peak = max(peak, held)
-        total = total + more
-    return Estimate(
-        peak,
+    notes = [_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}"]
+    if (kv_format := spec.kv_format()) is not None:
+        notes.append(f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token")
+    layers = Estimate(
+        peak_bytes(work),
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
-        total,
+        sum(flops(work, products=_products(spec, facts.device))),
         num_launches=_launches(spec, facts.device, num_columns(work)),
-        notes=(
-            _scheme_note(spec, scheme, arch),
-            f"{spec.preset or 'method'}: {spec.method()}",
-            *kv_note,
-            *on_host,
-        ),
+        notes=tuple(notes),
         in_tiles=work.in_tiles,
     )
+    found = layers
+    if isinstance(spec.scheme, Mixed):
+        found = _with_pass(found, *_sensitivity_effort(spec.scheme, work))
+    host = host_bytes(work)
+    if host:
+        note = f"{host / 2**30:.1f} GiB of pinned host memory a GPU, for the layer that is read ahead"
+        found = _with_note(found, note)
+    if spec.guide is not None:
+        held, operations = guide_effort(work, spec.guide)
+        found = _with_pass(found, 0 if host else held, operations)
+        if host:
+            note = f"{held / 2**30:.1f} GiB of host memory for the gradients that guide the calibration"
+            found = _with_note(found, note)
+    if spec.tune is not None and scheme is not None:
+        found = _with_pass(found, *_tuning_effort(spec.tune, work, linear_bytes(arch, scheme)))
+    return found
 
 
-def _sweeps(spec: Quantize) -> tuple[int, int]:
-    """Visits to every code: of all rows at once, and of rows by phases."""
+def _with_pass(found: Estimate, peak: int, operations: float) -> Estimate:
+    """Return the estimate with one more pass over the model, of that peak in bytes and so many operations."""
+    return replace(found, peak_bytes=max(found.peak_bytes, peak), flops=found.flops + operations)
+
+
+def _with_note(found: Estimate, note: str) -> Estimate:
+    return replace(found, notes=(*found.notes, note))
+
+
+def _visits(spec: Quantize) -> tuple[int, int]:
+    """Return how often descent visits every code: with all rows at once, and with the rows in phases."""
     return (spec.refine.sweeps, spec.refine.coupled_rounds) if isinstance(spec.refine, Descent) else (0, 0)
 
 
 def _products(spec: Quantize, device: str) -> float:
-    """The error before and after, each beside what it is a share of, a loss for each scale that AWQ tries, and what is done in float32:
-    factors and their use, sweeps, and targets (in float64, as two)."""
+    """Return the cost of all products of a weight with its statistic, in products at the assumed rate.
+
+    These are the error before and after, each with the norm that it is divided by; a loss for each scale that
+    AWQ tries; and in float32 the factors of GPTQ and their use, the sweeps of descent, and rounding targets
+    (in float64, counted twice).
+    """
     if spec.only_cache:
         return 0.0
     losses = 4 + (2 * spec.smooth.num_ratios + 1 if isinstance(spec.smooth, Awq) else 0)
-    exact = (
-        (2 if isinstance(spec.round, Gptq) else 0)
-        + 2 * sum(_sweeps(spec))
-        + (6 if spec.target is not None else 0)
-    )
-    return LOSS[device] * losses + EXACT[device] * exact
+    factors = 2 if isinstance(spec.round, Gptq) else 0
+    targets = 6 if spec.target is not None else 0
+    return LOSS_COST[device] * losses + EXACT_COST[device] * (factors + 2 * sum(_visits(spec)) + targets)
 
 
 def _launches(spec: Quantize, device: str, num_columns: int) -> int:
-    """Small operations one after the other. A CPU takes the time of three for each column that is rounded or descended, and of less than
-    one where only the rows of a phase are. On a GPU a block of columns is one launch: where it is descended it takes as long as thirteen
-    small ones (190 us on an H200, 8B shape), with a product behind it, and what GPTQ's loop and the search of scales take is still best
-    said by columns: 18 us for both there."""
+    """Return the number of small operations that run one after the other.
+
+    A CPU takes the time of three for each column that is rounded or descended, and of less than one for a
+    column of which a phase holds only some rows. On a GPU a block of columns is one launch: descending it
+    takes as long as thirteen small operations (190 us on an H200, 8B shape), and a product follows. The loop
+    of GPTQ and the search of scales take 18 us a column there, both counted in.
+    """
     if spec.only_cache:
         return 0
     rounds = isinstance(spec.round, Gptq)
     searches = getattr(spec.round, "scale", "min_max") != "min_max"
-    sweeps, coupled = _sweeps(spec)
-    visits = sweeps + coupled * PHASES
+    sweeps, coupled = _visits(spec)
     if device == "cpu":
-        return int((3 * (rounds + sweeps) + 0.6 * coupled * PHASES) * num_columns)
-    return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_OF_A_LAUNCH
+        return int((3 * (rounds + sweeps) + 0.6 * coupled * NUM_ROW_SETS) * num_columns)
+    visits = sweeps + coupled * NUM_ROW_SETS
+    return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_PER_LAUNCH
 
 
-def _tuning_effort(tune: Tune, arch: Arch, work: Work, num_code_bytes: int) -> tuple[int, float]:
-    """Peak bytes and operations of tuning scales: the source's model beside codes, whose scales train in float32 with a gradient and two
-    moments, and the inputs of the layers of a batch, or all that a layer keeps where it does not run again."""
+def _tuning_effort(tune: Tune, work: Work, num_code_bytes: int) -> tuple[int, float]:
+    """Return peak bytes and operations of tuning scales.
+
+    The source's model is held next to the codes, whose scales train in float32 with a gradient and two
+    moments. For the backward pass a layer keeps its input of a batch, or all its values where it is not
+    computed again.
+    """
+    arch = work.arch
     batch = tune.batch_size * work.seq_len
-    kept = 1 if batch > RECOMPUTED_TOKENS else 12
+    recomputed = batch > RECOMPUTED_TOKENS
+    kept = 1 if recomputed else 12
     passes = (
-        8 if kept > 1 else 10
-    )  # twice a forward for the teacher, the student and its recomputation; backward twice that
+        10 if recomputed else 8
+    )  # two a forward: teacher, student, recomputation; a backward is two forwards
     params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
-    held = (
-        work.width * arch.num_params
-        + 2 * num_code_bytes
-        + kept * batch * arch.hidden_size * arch.num_layers * work.width
-    )
+    activations = kept * batch * arch.hidden_size * arch.num_layers * work.width
+    held = work.width * arch.num_params + 2 * num_code_bytes + activations
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
 
 
@@ -145,38 +154,34 @@ def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:
     if not isinstance(spec.scheme, Mixed):
         return f"{DENSE if scheme is None else scheme.name}, {arch.num_layers} layers one at a time"
     return (
-        f"each projection of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the least predicted KL with "
-        f"{spec.scheme.budget.text}; linears of layers at most {most_linear_bytes(spec, arch) / 1e9:.3f} GB"
+        f"each linear group of {arch.num_layers} layers gets one of {', '.join(spec.scheme.schemes)}: the "
+        f"least predicted KL with {spec.scheme.budget.text}; linears of layers at most "
+        f"{most_linear_bytes(spec, arch) / 1e9:.3f} GB"
     )
 
 
-def _effort(spec: Mixed, arch: Arch, *, num_samples: int, seq_len: int, width: int) -> tuple[int, float]:
-    """Peak bytes and floating-point operations of the sensitivities: inputs of every layer are kept, a layer is there once for each scheme,
-    with its statistics and what the search for scales makes of one linear."""
-    num_tokens = min(spec.num_samples, num_samples) * seq_len
+def _sensitivity_effort(spec: Mixed, work: Work) -> tuple[int, float]:
+    """Return peak bytes and operations of measuring sensitivities.
+
+    The inputs of every layer are kept. Of one layer there are its weights, a copy of them for each scheme,
+    its statistics, and what the search for scales takes for one linear.
+    """
+    arch = work.arch
+    num_tokens = min(spec.num_samples, work.num_samples) * work.seq_len
     schemes = [scheme for scheme in map(scheme_or_dense, spec.schemes) if scheme is not None]
     layer = max(arch.layers, key=lambda each: each.intermediate_size)
     shapes = [layer.linear_shape(name, arch.hidden_size) for name in layer.linears]
     params = sum(n * k for n, k in shapes)
     largest = max(n * k for n, k in shapes)
-    hessians = 4 * sum(
-        {
-            layer.linears[name]: layer.linear_shape(name, arch.hidden_size)[1] ** 2 for name in layer.linears
-        }.values()
-    )
-    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * width
-    peak += (
-        params * width * (1 + len(schemes))
-        + 2 * hessians
-        + 8 * 4 * largest
-        + 6 * 4 * seq_len * arch.vocab_size
-    )
-    products = 4 + sum(
-        1 if scheme.activation is None else 2 for scheme in schemes
-    )  # two forwards, one with statistics, one backward
+    moments = 4 * sum(layer.group_shape(group, arch.hidden_size)[1] ** 2 for group in layer.groups)
+    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.width
+    peak += params * work.width * (1 + len(schemes)) + 2 * moments
+    peak += 8 * 4 * largest + 6 * 4 * work.seq_len * arch.vocab_size
+    # four for two forwards, one with statistics, and a backward; a scheme that rounds inputs takes two more
+    # products, others one
+    products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)
     walks = products * 2.0 * arch.num_linear_params * num_tokens
-    searches = (
-        sum(2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes)
-        * arch.num_layers
+    searches = sum(
+        2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes
     )
-    return peak, walks + searches
+    return peak, walks + searches * arch.num_layers

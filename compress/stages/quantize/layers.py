@@ -1,4 +1,5 @@
-"""The layers of a quantized model, compressed one after the other by all ranks together: which scheme each linear gets, and the passes."""
+"""The layers of a quantized model: the scheme of each linear, and the passes that compress layer after
+layer."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -9,22 +10,20 @@ from torch import Tensor
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
 from compress.export import open_weights
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
 from compress.methods.quantize.passes import BaselinePass, RoundPass, SmoothPass
-from compress.models.overrides import decide
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.scheme import ModelScheme, Schemes
 from compress.stages import Inputs, Port
-from compress.stages.quantize.choose import choose
-from compress.stages.quantize.costs import units_of
-from compress.stages.quantize.mixed import Mixed
-from compress.stages.quantize.sizes import outer_bytes
+from compress.stages.budget.choose import choose
+from compress.stages.budget.spec import Mixed
+from compress.stages.quantize.schemes import mixed_schemes, model_scheme, outer_bytes
 from compress.stages.quantize.spec import Quantize
 from compress.stages.quantize.tune import tune_scales
 
@@ -32,7 +31,7 @@ from compress.stages.quantize.tune import tune_scales
 def quantization_passes(
     spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype
 ) -> list[LayerPass]:
-    """The passes of a spec, in order; none where all weights stay dense."""
+    """Return the passes of a spec in their order; none where all weights stay dense."""
     if schemes is None:
         return []
     passes: list[LayerPass] = [BaselinePass(schemes, stored_dtype)]
@@ -47,8 +46,15 @@ def quantization_passes(
 def quantize_layers(
     spec: Quantize, inputs: Inputs, ctx: Context
 ) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
-    """Compress every layer into the scratch directory, on all ranks together: schemes, facts of how they were chosen, and the rows of the
-    layer report. Rank 0 chooses. Where nothing depends on activations, a token goes through the layers."""
+    """Compress every layer into the scratch directory, on all ranks.
+
+    Rank 0 chooses the schemes. Where neither weights nor scales depend on activations, a single token goes
+    through the layers.
+
+    Returns:
+        The schemes (None: all dense), facts of how they were chosen and tuned, and the rows of the layer
+            report.
+    """
     source = open_weights(inputs[Port.DENSE].path)
     stored_dtype = getattr(torch, source.arch.dtype)
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
@@ -59,23 +65,25 @@ def quantize_layers(
     in_dtype = compute_dtype(ctx.device, stored_dtype)
     if spec.guide is not None and ctx.ranks.rank == 0:
         make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
-    ctx.ranks.broadcast(None)  # nobody reads the guide before it is written
+    ctx.ranks.broadcast(None)  # the guide is written before any rank reads it
     passes = quantization_passes(spec, scheme, stored_dtype)
     kv_scales = spec.kv_format() == FP8_STATIC
     rows = run_sequential(
         source,
         tokens_NS if passes or kv_scales else tokens_NS[:1, :1],
-        passes,
+        Compression(
+            passes,
+            scheme=scheme,
+            kv_scales=kv_scales,
+            guide=None if spec.guide is None else GuideFiles(ctx.scratch),
+            true_sequential=spec.true_sequential,
+        ),
         ctx.scratch,
         ctx,
-        scheme=scheme,
         compute_dtype=in_dtype,
-        kv_scales=kv_scales,
-        guide=None if spec.guide is None else GuideFiles(ctx.scratch),
-        in_turn=spec.true_sequential,
     )
     if spec.tune is not None and scheme is not None:
-        ctx.ranks.broadcast(None)  # nobody reads layers before they are written
+        ctx.ranks.broadcast(None)  # the layers are written before any rank reads them
         explained = {
             **explained,
             "tuning": tune_scales(spec.tune, source, scheme, tokens, ctx, compute_dtype=in_dtype),
@@ -86,13 +94,14 @@ def quantize_layers(
 def _schemes(
     spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context
 ) -> tuple[ModelScheme | None, dict[str, Any]]:
-    """The scheme of every linear, None where all stay dense, and facts of how it was chosen where it was."""
+    """Return the scheme of every linear, None where all stay dense, and facts of the choice where there was
+    one."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):
-        return spec.model_scheme(arch), {}
+        return model_scheme(spec, arch), {}
     chosen, facts = choose(
         spec.scheme,
-        units_of(spec.scheme, decide(spec.patterns, arch), arch),
+        mixed_schemes(spec, spec.scheme, arch),
         source,
         tokens_NS,
         ctx,

@@ -1,4 +1,5 @@
-"""What a recipe says of quantization: smoother x target x rounder x refiner x scheme, presets for them, exceptions, head, KV cache."""
+"""The recipe keys of `quantize`: scheme, smoother, rounding target, rounder, refiner, presets for them,
+overrides, head and KV cache."""
 
 import json
 from collections.abc import Mapping
@@ -7,22 +8,22 @@ from typing import Annotated, Any, Self, cast
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from compress.calibrate.guide import Guide
-from compress.errors import UnsupportedFormat, UsageError, did_you_mean
+from compress.errors import UsageError, did_you_mean
 from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
-from compress.models.arch import Arch
-from compress.models.overrides import decide, overridden
 from compress.quant.kv import KV_CACHES, kv_cache_named
-from compress.quant.scheme import DENSE, SCHEMES, ModelScheme, Scheme, commonest, scheme_named
+from compress.quant.scheme import DENSE, SCHEMES, Scheme, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
-from compress.stages.quantize.costs import units_of
-from compress.stages.quantize.mixed import Mixed, scheme_or_dense
+from compress.stages import specs_of
+from compress.stages.budget.spec import Mixed, scheme_or_dense
 from compress.stages.quantize.tune import Tune
 
 HEAD_SCHEMES = tuple(
     each.name for each in SCHEMES.values() if each.num_bits == 8 and each.activation != "tensor"
 )
+"""Schemes that an output head can have: 8 bits, and no calibrated input scale, because a head is rounded
+without calibration."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"round": {"kind": "rtn", "scale": "hessian"}},
     "balanced": {
@@ -41,35 +42,40 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "tune": {"kind": "scales"},
     },
 }
-"""What a preset says for the keys that a recipe leaves out. Mean KL at W4A16_G128 on the bundled model, three seeds
-(`scripts/bench_quality.py`, H200, `benchmarks/quality.json`): plain rounding 0.0917, fast 0.0510, GPTQ with min-max scales 0.0361; with
-searched scales and descent 0.0304, towards the source 0.0268, linears in turn 0.0229, tokens weighed 0.0225, rows coupled (balanced)
-0.0204, best 0.0190.
+"""The keys that each preset fills in where a recipe leaves them out.
+
+Mean KL at W4A16_G128 on the bundled model, three seeds (`scripts/bench_quality.py`, H200,
+`benchmarks/quality.json`): plain rounding 0.0917, fast 0.0510, GPTQ with min-max scales 0.0361; with searched
+scales and descent 0.0304, with the source's outputs as rounding target 0.0268, with true_sequential 0.0229,
+with weighed tokens 0.0225, with coupled rows (balanced) 0.0204, best 0.0190.
 """
 
 
-def _specs(methods: Any) -> Mapping[str, type[Spec]]:
-    return {name: cast(type[Spec], method) for name, method in methods.items()}
+def _is_unset(value: object) -> bool:
+    """Return whether a key that was added later has its default. It is left out of the cache key then, so
+    that older results keep theirs."""
+    return not value
 
 
-def _preset_named(name: str | None) -> None:
+def _check_preset(name: str | None) -> None:
     if name is not None and name not in PRESETS:
         raise UsageError(f"unknown preset '{name}'.{did_you_mean(name, PRESETS)}")
 
 
-def _scheme_of_a_head(name: str | None) -> None:
+def _check_head(name: str | None) -> None:
     if name is not None and scheme_named(name).name not in HEAD_SCHEMES:
         raise UsageError(
-            f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, not {name}."
+            f"a head is rounded to nearest, without calibration, so it takes {' or '.join(HEAD_SCHEMES)}, "
+            f"not {name}."
         )
 
 
-def _kv_cache(name: str | None) -> None:
+def _check_kv_cache(name: str | None) -> None:
     if name is not None:
         kv_cache_named(name)
 
 
-def _schemes_of_overrides(overrides: Mapping[str, str]) -> None:
+def _check_overrides(overrides: Mapping[str, str]) -> None:
     for name in overrides.values():
         scheme_or_dense(name)
 
@@ -79,7 +85,7 @@ def _kind_of_scheme(value: Any) -> str:
 
 
 class Quantize(Spec):
-    """Which codes weights get, and how scales and roundings are found."""
+    """The codes that weights get, and how scales and codes are found."""
 
     scheme: Annotated[
         Annotated[
@@ -92,118 +98,120 @@ class Quantize(Spec):
         Discriminator(_kind_of_scheme),
     ] = Field(
         "W4A16_G128",
-        description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or `{{kind: mixed}}`, which chooses "
-        "among several",
+        description=f"one of {', '.join(SCHEMES)}; `{DENSE}`, for a KV cache alone or with overrides; or "
+        f"`{{kind: mixed}}`, which chooses among several",
     )
-    overrides: Annotated[dict[str, str], checked_by(_schemes_of_overrides)] = Field(
+    overrides: Annotated[dict[str, str], checked_by(_check_overrides)] = Field(
         default_factory=dict,
-        exclude_if=lambda overrides: not overrides,  # as `kv_cache`
-        description=f"linears with another scheme: shell pattern over canonical names (`layers.0.*`, `*.ffn.down`) -> scheme or `{DENSE}`; "
-        "the first pattern that matches decides",
+        exclude_if=_is_unset,
+        description="linears with another scheme: shell pattern over canonical names (`layers.0.*`, "
+        f"`*.ffn.down`) -> scheme or `{DENSE}`; the first pattern that matches decides",
         json_schema_extra={"additionalProperties": {"enum": [*SCHEMES, DENSE]}},
     )
-    head: Annotated[str | None, checked_by(_scheme_of_a_head)] = Field(
+    head: Annotated[str | None, checked_by(_check_head)] = Field(
         None,
         description=f"scheme of the output head, {' or '.join(HEAD_SCHEMES)}; left out, it stays dense",
         json_schema_extra={"enum": [*HEAD_SCHEMES, None]},
     )
-    preset: Annotated[str | None, checked_by(_preset_named)] = Field(
+    preset: Annotated[str | None, checked_by(_check_preset)] = Field(
         None,
-        exclude=True,  # what is kept, in cache keys, locks and manifests, is what it stands for
-        description="`fast`, `balanced` or `best` settings for those of guide, smooth, target, round, refine, tune and true_sequential "
-        "that are left out",
+        exclude=True,  # cache keys, locks and manifests hold the keys that it fills in
+        description="`fast`, `balanced` or `best`: fills in guide, smooth, target, round, refine, tune and "
+        "true_sequential where they are left out",
         json_schema_extra={"enum": [*PRESETS, None]},
     )
     guide: Guide | None = Field(
         None,
-        exclude_if=lambda guide: guide is None,  # as `kv_cache`
-        description="what counts in the calibration, by gradients of the model's own predictions; left out, every token and row the same",
+        description="weigh tokens and rows of the calibration by gradients of the model's own predictions; "
+        "left out, all weigh the same",
+        exclude_if=_is_unset,
     )
-    smooth: Annotated[Spec, ByKind(lambda: _specs(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: _specs(TARGETS))] | None = None
-    round: Annotated[Spec, ByKind(lambda: _specs(ROUNDERS))] = Gptq()
-    refine: Annotated[Spec, ByKind(lambda: _specs(REFINERS))] | None = None
+    smooth: Annotated[Spec, ByKind(lambda: specs_of(SMOOTHERS))] | None = None
+    target: Annotated[Spec, ByKind(lambda: specs_of(TARGETS))] | None = None
+    round: Annotated[Spec, ByKind(lambda: specs_of(ROUNDERS))] = Gptq()
+    refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = None
     true_sequential: bool = Field(
         False,
-        exclude_if=lambda in_turn: not in_turn,  # as `kv_cache`
-        description="the linears of a layer are rounded one group after the other, each behind those before it; not with `smooth`",
+        exclude_if=_is_unset,
+        description="round the linear groups of a layer one after the other, each on the outputs of the "
+        "rounded groups before it; not with `smooth`",
     )
     tune: Tune | None = Field(
         None,
-        exclude_if=lambda tune: tune is None,  # as `kv_cache`
-        description="scales trained end to end against the source, once every layer is rounded; the whole model must fit the device",
+        description="train the scales end to end against the source once every layer is rounded; the whole "
+        "model must fit the device",
+        exclude_if=_is_unset,
     )
-    kv_cache: Annotated[str | None, checked_by(_kv_cache)] = Field(
+    kv_cache: Annotated[str | None, checked_by(_check_kv_cache)] = Field(
         None,
-        exclude_if=lambda name: (
-            name is None
-        ),  # so that what was made before there was this key keeps its cache key
-        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of each layer; the others find a "
-        "scale for each position and head as they go; left out, keys and values stay in 16 bits",
+        description="KV cache to serve with: `fp8` calibrates a scale for the keys and one for the values of "
+        "each layer; the others find a scale for each position and head while serving; left out, keys and "
+        "values stay in 16 bits",
         json_schema_extra={"enum": [*KV_CACHES, None]},
+        exclude_if=_is_unset,
     )
 
     @model_validator(mode="before")
     @classmethod
     def _expand_preset(cls, raw: Any) -> Any:
-        """An explicit key stands, `null` included; it replaces the whole of what the preset has under that key."""
-        if (
-            not isinstance(raw, Mapping)
-            or not isinstance(raw.get("preset"), str)
-            or raw["preset"] not in PRESETS
-        ):
-            return raw  # None, or a value that its field refuses
-        filled = {**PRESETS[raw["preset"]], **raw}
+        """Fill in the keys of the preset. An explicit key, `null` included, replaces all that the preset has
+        under it."""
+        name = raw.get("preset") if isinstance(raw, Mapping) else None
+        if not isinstance(name, str) or name not in PRESETS:
+            return raw  # no preset, or a value that its field refuses
+        filled = {**PRESETS[name], **raw}
         if filled.get("smooth") is not None and "true_sequential" not in raw:
             filled.pop(
                 "true_sequential", None
-            )  # the two exclude one another, and the recipe asks for the first
+            )  # the two exclude each other, and the recipe asks for `smooth`
         return filled
 
     @model_validator(mode="after")
-    def _refuse_what_nothing_guides(self) -> Self:
+    def _check_coupled_rounds(self) -> Self:
         if self.guide is None and isinstance(self.refine, Descent) and self.refine.coupled_rounds:
             raise ValueError(
-                "refine: coupled_rounds need to know which rows err together: add `guide: {kind: gradients}`, or leave them out"
+                "refine: coupled_rounds need the gradients of a guide, which tell how errors of rows add up: "
+                "add `guide: {kind: gradients}`, or leave them out"
             )
         return self
 
     @model_validator(mode="after")
-    def _refuse_what_does_nothing(self) -> Self:
-        if self.only_cache:
-            said = [
-                name
-                for name in ("preset", "guide", "smooth", "target", "refine", "tune", "head")
-                if getattr(self, name) is not None
-            ]
-            said += ["true_sequential"] if self.true_sequential else []
-            said += ["round"] if self.round != Gptq() else []
-            if said:
-                raise ValueError(
-                    f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out {' and '.join(said)}."
-                )
-            if self.kv_cache is None:
-                raise ValueError(
-                    f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage instead."
-                )
+    def _check_dense(self) -> Self:
+        if not self.only_cache:
+            return self
+        optional = ("preset", "guide", "smooth", "target", "refine", "tune", "head")
+        given = [name for name in optional if getattr(self, name) is not None]
+        given += ["true_sequential"] if self.true_sequential else []
+        given += ["round"] if self.round != Gptq() else []
+        if given:
+            raise ValueError(
+                f"`scheme: {DENSE}` quantizes the KV cache alone and rounds no weight: leave out "
+                f"{' and '.join(given)}."
+            )
+        if self.kv_cache is None:
+            raise ValueError(
+                f"`scheme: {DENSE}` without `kv_cache` and overrides quantizes nothing. Leave out the stage "
+                "instead."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_smoother(self) -> Self:
         if self.smooth is None:
             return self
         if self.true_sequential:
             raise ValueError(
-                "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one of the two, or say "
-                "`true_sequential: false`."
+                "true_sequential: a smoother folds scales into linears that are codes by then. Leave out one "
+                "of the two, or set `true_sequential: false`."
             )
-        names = [
-            *(self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)),
-            *self.overrides.values(),
-        ]
-        schemes = [scheme for scheme in map(scheme_or_dense, names) if scheme is not None]
-        reasons = [cast(Smoother, self.smooth).idle(scheme) for scheme in schemes]
+        names = self.scheme.schemes if isinstance(self.scheme, Mixed) else (self.scheme,)
+        schemes = [scheme_or_dense(name) for name in (*names, *self.overrides.values())]
+        quantized = [scheme for scheme in schemes if scheme is not None]
+        reasons = [cast(Smoother, self.smooth).no_effect_on(scheme) for scheme in quantized]
         if reasons and None not in reasons:
             kind = self.smooth.model_dump()["kind"]
-            raise ValueError(
-                f"smooth: {kind} does nothing for {' and '.join(dict.fromkeys(s.name for s in schemes))}: {reasons[0]}"
-            )
+            every = " and ".join(dict.fromkeys(scheme.name for scheme in quantized))
+            raise ValueError(f"smooth: {kind} does nothing for {every}: {reasons[0]}")
         return self
 
     @property
@@ -211,73 +219,29 @@ class Quantize(Spec):
         """Whether weights stay as they are and the KV cache alone is quantized."""
         return self.scheme == DENSE and not self.overrides
 
-    def method(self) -> str:
-        """Everything that finds scales and codes in one line, every setting said: what a preset stands for can be read here."""
-        if self.only_cache:
-            return "none: weights stay dense"
-        parts = {
-            name: getattr(self, name) for name in ("guide", "smooth", "target", "round", "refine", "tune")
-        }
-        said = [f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None]
-        return "; ".join([*said, *(["true_sequential"] if self.true_sequential else [])])
-
-    def model_scheme(self, arch: Arch) -> ModelScheme | None:
-        """None where all weights stay dense.
-
-        Raises:
-            UsageError: an override decides nothing, or linears over one input would differ.
-        """
-        assert isinstance(self.scheme, str), "mixed precision is known when it is solved"
-        return (
-            None
-            if self.only_cache
-            else overridden(scheme_or_dense(self.scheme), self.patterns, arch, head=self.head_scheme)
-        )
-
-    def possible_schemes(self, arch: Arch) -> list[ModelScheme | None]:
-        """What the model may come to have: each scheme everywhere, and last all of them, if they are still to be chosen.
-
-        Raises:
-            UsageError: as `model_scheme`.
-        """
-        if not isinstance(self.scheme, Mixed):
-            return [self.model_scheme(arch)]
-        units = units_of(self.scheme, decide(self.patterns, arch), arch)
-        picks = [
-            [unit.schemes[min(idx, len(unit.schemes) - 1)] for unit in units]
-            for idx in range(len(self.scheme.schemes))
-        ]
-        picks.append([unit.schemes[idx % len(unit.schemes)] for idx, unit in enumerate(units)])
-        possible = [
-            {linear: scheme for unit, scheme in zip(units, each, strict=True) for linear in unit.linears}
-            for each in picks
-        ]
-        return [commonest(each, head=self.head_scheme) for each in possible if any(each.values())]
-
     @property
     def patterns(self) -> dict[str, Scheme | None]:
+        """Pattern of an override -> its scheme, None for dense."""
         return {pattern: scheme_or_dense(name) for pattern, name in self.overrides.items()}
 
     @property
     def head_scheme(self) -> Scheme | None:
+        """The scheme of the head, None where it stays dense."""
         return None if self.head is None else scheme_named(self.head)
 
     def kv_format(self) -> str | None:
+        """Return the format of the KV cache, None where keys and values stay in 16 bits."""
         return None if self.kv_cache is None else kv_cache_named(self.kv_cache)
 
-    def check_model(self, arch: Arch) -> None:
-        """Raises UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the embedding."""
-        said = arch.config.get("quantization_config")
-        if said:
-            raise UnsupportedFormat(
-                f"the model is quantized already (quant_method '{said.get('quant_method')}'): codes of codes would add a second error to "
-                "the first. Name the dense model that it was made from."
-            )
-        if self.head is not None and arch.tied_head:
-            raise UnsupportedFormat(
-                f"the model's head is tied to its embedding, which stays dense: a head in {self.head} would be a second, different matrix, "
-                "and no format has a place for it. Leave out `head`."
-            )
+    def method(self) -> str:
+        """Return everything that finds scales and codes in one line, with every setting that a preset filled
+        in."""
+        if self.only_cache:
+            return "none: weights stay dense"
+        names = ("guide", "smooth", "target", "round", "refine", "tune")
+        parts = {name: getattr(self, name) for name in names}
+        lines = [f"{name}: {_settings(each)}" for name, each in parts.items() if each is not None]
+        return "; ".join([*lines, *(["true_sequential"] if self.true_sequential else [])])
 
 
 def _settings(spec: Spec) -> str:

@@ -1,6 +1,7 @@
-"""`tune`: the scales of the layers that rounding left, trained end to end against the source on the calibration text (`distill/scales.py`).
+"""`tune`: train the scales of the rounded layers end to end against the source, on the calibration text
+(`distill/scales.py`).
 
-An eighth of the samples is held out. Should what is tuned keep less of it than what was there, nothing is changed.
+An eighth of the samples is held out. The tuned scales are kept only where they lower the KL on those.
 """
 
 from collections.abc import Mapping
@@ -25,9 +26,10 @@ from compress.recipe import Spec
 
 DIRECTORY = "tuned"
 HELD_OUT = 8
-"""One of so many samples is held out, and at least one."""
+"""One of this many samples is held out, and at least one."""
 RECOMPUTED_TOKENS = 1 << 13
-"""Tokens of a batch from which on layers run again in the backward pass."""
+"""Tokens of a batch from which on the backward pass computes the layers again instead of keeping their
+values."""
 
 
 class Tune(Spec):
@@ -50,12 +52,13 @@ def tune_scales(
     *,
     compute_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Train the scales of the layers in the scratch directory, on all ranks together, and write the layers that became better into
-    `DIRECTORY` there; facts for the report.
+    """Train the scales of the layers in the scratch directory, on all ranks, and return facts for the report.
+
+    Tuned layers are written into `DIRECTORY` of the scratch directory where they lower the held-out KL.
 
     Raises:
         UsageError: too few samples, or a loss that is not finite.
-        Interrupted: asked to stop; the same call goes on from there.
+        Interrupted: the run was asked to stop; the same call resumes there.
     """
     device = torch.device(ctx.device)
     directory = ctx.scratch / DIRECTORY
@@ -63,7 +66,8 @@ def tune_scales(
     training_NS = _without(tokens.tokens_NS, HELD_OUT)
     if len(training_NS) < spec.batch_size:
         raise UsageError(
-            f"tuning scales takes at least {spec.batch_size} calibration samples beside those held out; give more samples."
+            f"tuning scales takes at least {spec.batch_size} calibration samples besides those held out; "
+            "give more samples."
         )
 
     def layer(idx: int) -> Weights:
@@ -91,12 +95,12 @@ def tune_scales(
 
     num_bytes = max(1, tokens.num_bytes * len(held_out_NS) // len(tokens.tokens_NS))
 
-    def look() -> dict[str, float]:
+    def measure_held_out() -> dict[str, float]:
         return measure(
             student, teacher, held_out_NS, device, compute_dtype=compute_dtype, ranks=ctx.ranks
         ).recovery(num_bytes)
 
-    curve = learn(training, config, Measurements(look, steps_of_epoch), ctx)
+    curve = learn(training, config, Measurements(measure_held_out, steps_of_epoch), ctx)
     kl = [row["kl"] for row in curve if "kl" in row]
     keeps = kl[-1] < kl[0]
     if keeps and ctx.ranks.rank == 0:
@@ -114,11 +118,12 @@ def tune_scales(
     }
 
 
-def place_of(scratch: Path, facts: Mapping[str, Any]) -> Path:
-    """Where the layers lie that the stage ends with."""
+def tuned_directory(scratch: Path, facts: Mapping[str, Any]) -> Path:
+    """Return the directory of the stage's final layers: the tuned ones where tuning kept them, else the
+    scratch directory."""
     return scratch / DIRECTORY if facts.get("tuning", {}).get("kept") else scratch
 
 
 def _without(tokens_NS: torch.Tensor, every: int) -> torch.Tensor:
-    """All rows but each `every`-th, the first among these."""
+    """Return the rows without rows 0, `every`, 2 x `every` and so on."""
     return tokens_NS[torch.arange(len(tokens_NS)) % every != 0]

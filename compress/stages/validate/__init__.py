@@ -1,9 +1,12 @@
-"""`validate`: what the artifact proves about itself against the source model: accuracy, latency, gates, report.
+"""`validate`: measure the artifact against its source, compare the numbers with the recipe's gates, and write the report.
 
 Both models run through the bundled runtime's own path; the numbers that are gated are the numbers that would be served.
 
-spec.py   what a recipe may say    measure.py   every measurement: accuracy, speed.py (latency, roofline), speculation.py (with a draft)
-journey.py   stage by stage    evidence.py   all that is not measured    estimate.py   for `plan`
+    spec.py        the stage's keys in a recipe
+    measure.py     all measurements: accuracy, speed.py (latency, roofline), proposers.py (speculation)
+    evidence.py    facts that are read, not measured: sizes, schemes, licences, data
+    journey.py     one row for each model between source and candidate
+    estimate.py    memory and work, for `plan`
 """
 
 import json
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.manifest import open_artifact
+from compress.artifact.manifest import Manifest, open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.data.card import identity, load_card
@@ -22,7 +25,7 @@ from compress.digest import digest_json
 from compress.export import serve_command
 from compress.machine import device_key, environment_facts
 from compress.quant.scheme import ModelScheme
-from compress.stages import STAGES, Inputs, Port
+from compress.stages import STAGES, Input, Inputs, Port
 from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
@@ -38,11 +41,26 @@ from compress.stages.validate.evidence import (
 )
 from compress.stages.validate.journey import Journey
 from compress.stages.validate.measure import Measured, measure
+from compress.stages.validate.proposers import draft_facts, draft_method, draft_path
 from compress.stages.validate.spec import QUANTIZE, Speculation, Validate, read_gates
-from compress.stages.validate.speculation import draft_facts, draft_method, draft_path
 from compress.validate import stats
 from compress.validate.card import render_markdown_card
 from compress.validate.gates import GateResult, evaluate
+from compress.validate.parts import Part
+from compress.validate.parts.accuracy import AccuracyPart
+from compress.validate.parts.artifact import ArtifactPart
+from compress.validate.parts.gates import GatesPart
+from compress.validate.parts.journey import JourneyPart
+from compress.validate.parts.kernels import KernelsPart
+from compress.validate.parts.kv_cache import KVCachePart
+from compress.validate.parts.latency import LatencyPart
+from compress.validate.parts.layers import LayersPart
+from compress.validate.parts.mixed import MixedPart
+from compress.validate.parts.provenance import ProvenancePart
+from compress.validate.parts.pruning import PruningPart
+from compress.validate.parts.recovery import RecoveryPart
+from compress.validate.parts.roofline import RooflinePart
+from compress.validate.parts.speculation import SpeculationPart
 from compress.validate.report import build_report, render_html
 
 REPORT_JSON = "report.json"
@@ -50,7 +68,7 @@ REPORT_HTML = "report.html"
 
 
 def _depends(spec: Validate, device: str) -> Mapping[str, str]:
-    """The evaluation text, and the machine: a latency is never reused on another."""
+    """Return digests of the evaluation text and of the machine: a latency is never reused on another machine."""
     facts = environment_facts(torch.device(device))
     machine = {name: facts.get(name) for name in ("device_key", "device", "threads", "driver")}
     stated = {} if spec.speculative is None else spec.speculative.data
@@ -60,7 +78,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
 
 @STAGES.stage(
     "validate",
-    version=3,
+    version=4,
     takes=(Port.SOURCE, (Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)),
     uses=(Port.CALIB, Port.QUANTIZED, Port.DENSE, Port.DRAFT),
     gives=Port.EVIDENCE,
@@ -69,6 +87,7 @@ def _depends(spec: Validate, device: str) -> Mapping[str, str]:
     depends=_depends,
 )
 def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
+    """Write the report as JSON and as a page, and the model card."""
     report = prove(spec, inputs, ctx)
     write_atomic(out.path / REPORT_JSON, (json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
     write_atomic(out.path / REPORT_HTML, render_html(report).encode())
@@ -97,15 +116,55 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     measured = measure(spec, inputs, candidate.path, ctx)
     device = torch.device(ctx.device)
     manifest = open_artifact(candidate.path).manifest
-    made = dense_facts(inputs)
+    dense = dense_facts(inputs)
     scheme = None if manifest.scheme is None else ModelScheme.from_json(manifest.scheme)
     sizes = sizes_of(measured.paths["source"], candidate.path)
     draft = draft_path(inputs)
     draft_bytes = None if draft is None else size_of(draft)
     kv_cache = served_cache(manifest, measured.candidate)
     quantized = quantization(inputs)
-    speculation = measured.speculation
-    artifact = {
+    gates = _gates(spec, measured, sizes, device, quantized=Port.QUANTIZED in inputs.ports)
+    journey = _journey(measured, dense, draft_bytes, quantized=scheme is not None)
+    parts: list[Part] = [
+        GatesPart(gates),
+        AccuracyPart(measured.accuracy["source", "candidate"]),
+        JourneyPart(journey.rows()),
+        LatencyPart(measured.latency.get("source", ()), measured.latency.get("candidate", ())),
+        RooflinePart(measured.roofs),
+        KernelsPart(measured.candidate.kernel_report()),
+        LayersPart(layer_rows(inputs, scheme), quantized.get("guided", False), quantized.get("tuning")),
+        ArtifactPart(_artifact(inputs, candidate, manifest, scheme, sizes, kv_cache, draft_bytes)),
+        ProvenancePart(
+            calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
+            environment=environment_facts(device),
+        ),
+    ]
+    if kv_cache is not None:
+        parts.append(KVCachePart(kv_cache))
+    if measured.speculation is not None:
+        facts = measured.conditions | measured.speculation.as_json() | {"draft": draft_facts(inputs)}
+        parts.append(SpeculationPart(facts))
+    if "mixed" in quantized:
+        parts.append(MixedPart(quantized["mixed"]))
+    if "pruning" in dense:
+        parts.append(PruningPart(dense["pruning"]))
+    if "distillation" in dense:
+        parts.append(RecoveryPart(dense["distillation"]))
+    pruned = ", pruned," if "pruning" in dense else ""
+    form = "dense weights" if scheme is None else scheme.name
+    return build_report(title=f"{inputs.source.name}{pruned} in {form}", parts=parts)
+
+
+def _artifact(
+    inputs: Inputs,
+    candidate: Input,
+    manifest: Manifest,
+    scheme: ModelScheme | None,
+    sizes: list[dict[str, Any]],
+    kv_cache: Mapping[str, Any] | None,
+    draft_bytes: int | None,
+) -> dict[str, Any]:
+    return {
         "digest": candidate.digest,
         "source": inputs.source.name,
         "source_revision": inputs.source.revision,
@@ -117,35 +176,13 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         "sizes": sizes,
         **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),
     }
-    return build_report(
-        title=f"{inputs.source.name}{', pruned,' if 'pruning' in made else ''} in {'dense weights' if scheme is None else scheme.name}",
-        artifact=artifact,
-        layers=layer_rows(inputs, scheme),
-        guided=quantized.get("guided", False),
-        tuning=quantized.get("tuning"),
-        mixed=quantized.get("mixed"),
-        **made,
-        stages=_journey(measured, made, draft_bytes, quantized=scheme is not None).rows(),
-        accuracy=measured.accuracy["source", "candidate"],
-        latency_source=measured.latency.get("source", ()),
-        latency_candidate=measured.latency.get("candidate", ()),
-        kernels=measured.candidate.kernel_report(),
-        roofline=measured.roofs,
-        speculation=None
-        if speculation is None
-        else {**measured.conditions, **speculation.as_json(), "draft": draft_facts(inputs)},
-        gates=_gates(spec, measured, sizes, device, quantized=Port.QUANTIZED in inputs.ports),
-        calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
-        environment=environment_facts(device),
-        kv_cache=kv_cache,
-    )
 
 
 def _journey(
-    measured: Measured, made: Mapping[str, Any], draft_bytes: int | None, *, quantized: bool
+    measured: Measured, dense: Mapping[str, Any], draft_bytes: int | None, *, quantized: bool
 ) -> Journey:
     return Journey(
-        made=made,
+        dense_facts=dense,
         quantized=quantized,
         sizes={side: size_of(path) for side, path in measured.paths.items()},
         draft_bytes=draft_bytes,
@@ -158,16 +195,22 @@ def _journey(
 def _gates(
     spec: Validate, measured: Measured, sizes: list[dict[str, Any]], device: torch.device, *, quantized: bool
 ) -> list[GateResult]:
-    """Latency gates look at the first batch size, those of the size at the model without its draft. `quantized`: the recipe has quantized,
-    and what it quantized is the source unless it was measured too."""
+    """Compare what was measured with the limits of the recipe.
+
+    Gates on latency look at the first batch size, those on size at the model without its draft. `quantized`: the recipe has quantized, and
+    what it quantized is the source unless other weights were measured too.
+    """
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}
     whole = measured.accuracy["source", "candidate"]
     metrics = whole.metrics() | {"size_ratio": stats.Estimate.exact(total["candidate"] / total["source"])}
+    unproven: dict[str, str] = {}
     if quantized:
         alone = measured.accuracy.get(("dense", "candidate"), whole).metrics()
         metrics |= {f"{QUANTIZE}.{name}": value for name, value in alone.items()}
     if latency := measured.latency.get("candidate"):
         metrics |= latency[0].metrics()
+        unproven |= latency[0].unproven()
     if measured.speculation is not None:
         metrics |= measured.speculation.metrics
-    return evaluate(read_gates(spec.gates), metrics, device=device_key(device))
+        unproven |= measured.speculation.unproven
+    return evaluate(read_gates(spec.gates), metrics, device=device_key(device), unproven=unproven)

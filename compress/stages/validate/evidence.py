@@ -13,7 +13,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.validate.report import ranges
+from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
 
@@ -46,7 +46,10 @@ def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any
     rows = quantization(inputs).get("layers", [])
     if scheme is None or not scheme.exceptions:
         return rows
-    return [{**row, "scheme": name_of(scheme.of(f"layers.{row['layer']}.{row['linear']}"))} for row in rows]
+    return [
+        {**row, "scheme": name_of(scheme.for_linear(f"layers.{row['layer']}.{row['linear']}"))}
+        for row in rows
+    ]
 
 
 def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:

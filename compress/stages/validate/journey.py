@@ -1,7 +1,7 @@
-"""What each stage of a recipe did to size, accuracy and latency: one row for each model on the way from the source to what is served.
+"""What each stage of a recipe did to size, accuracy and latency: one row for each model on the way from the source to the candidate.
 
-A pruned model that was then trained is gone when validation comes: its size is known, its speed is that of the trained one, and its
-accuracy is what the training saw when it began, on text of its own.
+A pruned model that was then trained no longer exists when validation runs. Its row has its size, and the KL that training measured when it
+began, on text of its own.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,19 @@ from compress.validate.latency import LatencyRow
 from compress.validate.speculation import SpeculationEvidence
 
 Json = dict[str, Any]
-PRUNED = "KL where training began, on held-out windows of its own data"
+PRUNED = "KL at the start of training, on held-out windows of its own data"
 
 
 @dataclass(frozen=True)
 class Journey:
-    """`sizes` in bytes and `latency` by model (`source`, `dense`, `candidate`), `accuracy` by pair of models; what lacks was not measured.
+    """Measurements of the models on the way, and the rows that they make.
 
-    `dense` is what pruning and training left, if they did anything and quantization came after; `made` says what they did.
+    `sizes` in bytes and `latency` are by model (`source`, `dense`, `candidate`), `accuracy` by pair of models; missing entries were not
+    measured. `dense` are the weights that pruning and training left, where they did anything and quantization came after; `dense_facts`
+    has their `pruning` and `distillation`.
     """
 
-    made: Mapping[str, Any]
+    dense_facts: Mapping[str, Any]
     quantized: bool
     sizes: Mapping[str, int]
     draft_bytes: int | None
@@ -32,12 +34,12 @@ class Journey:
     speculation: SpeculationEvidence | None
 
     def rows(self) -> list[Json]:
-        """Empty where there is nothing between the source and the one candidate to compare."""
+        """Return the rows; none where the candidate is the only model after the source."""
         whole = self.accuracy["source", "candidate"]
         rows = [self._row("source", "source", ppl=whole.ppl_source.value)]
-        if "pruning" in self.made and "distillation" in self.made:
-            rows.append({"stage": "pruned", "size_bytes": self.made["pruning"]["after"]["size_bytes"]})
-            rows[-1] |= {"kl_source": self.made["distillation"]["before"]["kl"], "note": PRUNED}
+        if "pruning" in self.dense_facts and "distillation" in self.dense_facts:
+            rows.append({"stage": "pruned", "size_bytes": self.dense_facts["pruning"]["after"]["size_bytes"]})
+            rows[-1] |= {"kl_source": self.dense_facts["distillation"]["before"]["kl"], "note": PRUNED}
         if self.quantized and "dense" in self.sizes:
             rows.append(self._row(self._dense_name, "dense", compared=True))
         rows.append(
@@ -49,9 +51,9 @@ class Journey:
 
     @property
     def _dense_name(self) -> str:
-        if "distillation" in self.made:
-            return "recovered" if "pruning" in self.made else "trained"
-        return "pruned" if "pruning" in self.made else "dense"
+        if "distillation" in self.dense_facts:
+            return "recovered" if "pruning" in self.dense_facts else "trained"
+        return "pruned" if "pruning" in self.dense_facts else "dense"
 
     def _row(self, name: str, model: str, *, ppl: float | None = None, compared: bool = False) -> Json:
         row: Json = {"stage": name, "size_bytes": self.sizes[model]}
@@ -64,10 +66,11 @@ class Journey:
             row["kl_before"] = self.accuracy["dense", model].kl_mean.value
         if rows := self.latency.get(model):
             row |= {"batch_size": rows[0].batch_size, "tpot_ms": rows[0].tpot_ms_p50.value}
+            row |= {"unstable": True} if rows[0].tpot_instability else {}
         return row
 
     def _with_draft(self, served: Json) -> Json:
-        """The same model, so the same accuracy."""
+        """Return the row of the candidate with its draft: the same model, so the same accuracy."""
         assert self.draft_bytes is not None
         row = {
             **served,
@@ -75,13 +78,14 @@ class Journey:
             "size_bytes": served["size_bytes"] + self.draft_bytes,
             "kl_before": 0.0,
         }
-        row |= {"tpot_ms": None, "note": ""}
+        row |= {"tpot_ms": None, "note": "", "unstable": False}
         if self.speculation is not None:
             speed = self.speculation.speed[0]
             where = f"{speed.proposer}, on text, temperature {speed.temperature:g}"
             row |= {
                 "batch_size": speed.batch_size,
                 "tpot_ms": speed.tpot_ms,
-                "note": f"{where}; plainly {speed.tpot_ms_plain:.3g} ms there",
+                "note": f"{where}; {speed.tpot_ms_plain:.3g} ms without the draft",
+                "unstable": speed.unstable,
             }
         return row

@@ -13,12 +13,11 @@ from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
 from compress.errors import UsageError
 from compress.export import open_weights
-from compress.machine import measure_bandwidth, measure_matmul_rate
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
+from compress.stages.validate.proposers import proposers_of, speculate
 from compress.stages.validate.spec import Validate
-from compress.stages.validate.speculation import proposers_of, speculate
-from compress.stages.validate.speed import roofs_of, time_engine
+from compress.stages.validate.speed import time_models
 from compress.validate.accuracy import Accuracy, measure_pairs
 from compress.validate.latency import LatencyRow
 from compress.validate.roofline import RooflineRow
@@ -27,9 +26,9 @@ from compress.validate.speculation import SpeculationEvidence
 
 @dataclass(frozen=True)
 class Measured:
-    """Models are `source`, `dense` (what was quantized, where it is neither of the others) and `candidate`, which stays loaded.
+    """All measurements. Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were quantized.
 
-    `latency` has no rows where none was asked for; `speculation` is the evidence and its conditions.
+    `latency` and `roofs` are empty where the recipe has `latency: null`; `conditions` are those of `speculation`, for the report.
     """
 
     paths: Mapping[str, Path]
@@ -44,7 +43,7 @@ class Measured:
 
 
 def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) -> Measured:
-    """One model after the other where time is measured, all of them side by side where text is read.
+    """Load all models, score the evaluation text with each, time them in turn, and decode with the drafts there are.
 
     Raises:
         UsageError: the models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
@@ -52,7 +51,7 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     device = torch.device(ctx.device)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
     proposers = proposers_of(spec.speculative, inputs)
-    num_steps = 2 + (len(paths) if spec.latency is not None else 0) + bool(proposers)
+    num_steps = 2 + (len(spec.latency.batch_sizes) if spec.latency is not None else 0) + bool(proposers)
     steps = count()
     ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
     engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
@@ -70,14 +69,13 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     latency: dict[str, list[LatencyRow]] = {}
     roofs: list[RooflineRow] = []
     if spec.latency is not None:
-        bandwidth = measure_bandwidth(device)
-        for side, engine in engines.items():
-            ctx.boundary(next(steps), num_steps, f"latency of the {side}")
-            latency[side] = time_engine(engine, spec.latency.of(side), ctx.seed, bandwidth)
-        roofs = roofs_of(
-            candidate, latency["candidate"], bandwidth, measure_matmul_rate(device, candidate.dtype)
+        latency, roofs = time_models(
+            engines,
+            spec.latency,
+            seed=ctx.seed,
+            progress=lambda size: ctx.boundary(next(steps), num_steps, f"latency at batch {size}"),
         )
-    del engines  # room for engines that speculate
+    del engines  # frees the source: engines that speculate need the memory
     speculation = None
     conditions = dict[str, Any]()
     if proposers:
@@ -90,7 +88,7 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
 
 
 def _dense_path(inputs: Inputs) -> dict[str, Path]:
-    """The weights that were quantized, where they are another model than the source."""
+    """Return the path of the weights that were quantized, where they are another model than the source."""
     dense = inputs.ports.get(Port.DENSE)
     if dense is None or Port.QUANTIZED not in inputs.ports or dense.digest == inputs.source.digest:
         return {}
@@ -122,8 +120,7 @@ def _engines(
 def _accuracy(
     engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device
 ) -> dict[tuple[str, str], Accuracy]:
-    """Of the candidate against the source; and, where there is one between them, of that against the source and of the candidate against
-    that."""
+    """Return the accuracy of the candidate against the source; with a model in between, also of each step by itself."""
     sides = list(engines)
     pairs = [
         ("source", "candidate"),

@@ -46,10 +46,6 @@ class Latency(Spec):
     repeats: int = Field(5, ge=2)
     warmups: int = Field(1, ge=0)
 
-    def of(self, side: str) -> "Latency":
-        """What is timed of a model: of one between source and candidate, the first batch size."""
-        return self.model_copy(update={"batch_sizes": self.batch_sizes[:1]}) if side == "dense" else self
-
 
 EMBEDDED = "builtin://python-eval"
 

@@ -64,11 +64,11 @@ def test_a_stream_gives_the_same_text_in_pieces_of_whole_characters(llm: LLM, st
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, stop=stop)
     (whole,) = llm.generate("héllo", params)
     stream = llm.stream("héllo", params)
-    assert stream.output is None
+    with pytest.raises(UsageError, match="has not ended"):
+        stream.output  # noqa: B018
     pieces = list(stream)
     assert "".join(pieces) == whole.text
     assert all(pieces)
-    assert stream.output is not None
     assert stream.output.token_ids == whole.token_ids
     assert stream.output.finish_reason == whole.finish_reason
 

@@ -1,13 +1,16 @@
 """Statistics: what they sum, and that the bits do not depend on how the work was split."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.calibrate.observe import PIECE_TOKENS, Shards
-from compress.calibrate.stats import NUM_SHARDS, AbsMax, AbsMean, MergeTree, SecondMoment, shard_bounds
+from compress.calibrate.layer_run import PIECE_TOKENS, LayerRun, shards_of_rank
+from compress.calibrate.stats import AbsMax, AbsMean, MergeTree, SecondMoment
+from compress.context import NUM_SHARDS
 
 Kind = type[SecondMoment] | type[AbsMean]
 KINDS: list[Kind] = [SecondMoment, AbsMean]
@@ -25,9 +28,9 @@ def samples(num: int = 23, size: int = 12) -> list[Tensor]:
 
 def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment | AbsMean]:
     stats: list[SecondMoment | AbsMean] = []
-    for begin, end in shard_bounds(len(xs)):
+    for shard in shards_of_rank(len(xs)).values():
         stat = kind()
-        for x_TD in xs[begin:end]:
+        for x_TD in xs[shard.start : shard.stop]:
             stat.update(x_TD)
         stats.append(stat)
     return stats
@@ -35,8 +38,8 @@ def shards(kind: Kind, xs: list[Tensor]) -> list[SecondMoment | AbsMean]:
 
 def merged(stats: list[SecondMoment | AbsMean]) -> SecondMoment | AbsMean:
     tree: MergeTree[SecondMoment | AbsMean] = MergeTree()
-    for stat in stats:
-        tree.push(stat)
+    for idx, stat in enumerate(stats):
+        tree.push(idx, stat)
     return tree.root()
 
 
@@ -60,9 +63,9 @@ def test_trees_over_any_runs_of_shards_join_to_the_same_bits(kind: Kind, cuts: s
     joined = MergeTree[SecondMoment | AbsMean]()
     edges = [0, *sorted(cuts), NUM_SHARDS]
     for begin, end in zip(edges, edges[1:], strict=False):
-        part = MergeTree[SecondMoment | AbsMean](begin)
-        for stat in stats[begin:end]:
-            part.push(stat)
+        part = MergeTree[SecondMoment | AbsMean]()
+        for idx in range(begin, end):
+            part.push(idx, stats[idx])
         for node in part.nodes():
             joined.join(node)
     assert torch.equal(joined.root().mean(), whole)
@@ -108,7 +111,7 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
 
     tree: MergeTree[Name] = MergeTree()
     for idx in range(num):
-        tree.push(Name(str(idx)))
+        tree.push(idx, Name(str(idx)))
         assert len(tree._pending) == (idx + 1).bit_count()
     text = tree.root().text
     assert text.replace("(", "").replace(")", "").split() == [str(idx) for idx in range(num)]
@@ -153,10 +156,10 @@ def test_half_precision_inputs_are_summed_in_float32() -> None:
 
 @given(st.integers(0, 300))
 def test_shards_cut_the_samples_into_even_runs(num_samples: int) -> None:
-    bounds = shard_bounds(num_samples)
-    assert [idx for begin, end in bounds for idx in range(begin, end)] == list(range(num_samples))
-    assert len(bounds) == min(num_samples, NUM_SHARDS)
-    sizes = [end - begin for begin, end in bounds]
+    shards = shards_of_rank(num_samples)
+    assert list(shards) == list(range(min(num_samples, NUM_SHARDS)))
+    assert [idx for shard in shards.values() for idx in shard] == list(range(num_samples))
+    sizes = [len(shard) for shard in shards.values()]
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
@@ -169,7 +172,7 @@ def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(nu
         stat = AbsMax()
         for x_TD in xs[rank::num_ranks]:
             stat.update(x_TD)
-        tree.push(stat)
+        tree.push(rank, stat)
     total = tree.root()
     assert float(total.max()) == max(float(x_TD.abs().max()) for x_TD in xs)
     total.rescale_(scale_D)
@@ -179,24 +182,24 @@ def test_the_range_of_inputs_is_that_of_all_tokens_and_follows_a_folded_scale(nu
 @pytest.mark.parametrize(
     ("num_samples", "seq_len", "ranks"), [(128, 512, 1), (11, 13, 3), (37, 700, 2), (5, 4096, 1), (2, 64, 3)]
 )
-def test_pieces_are_whole_samples_of_one_shard_and_the_same_whoever_owns_it(
+def test_pieces_are_whole_samples_of_one_shard_and_the_same_for_any_number_of_ranks(
     num_samples: int, seq_len: int, ranks: int
 ) -> None:
+    alone = LayerRun.on_one_rank(torch.zeros(num_samples, seq_len, 1))
     found = []
     for rank in range(ranks):
-        shards = Shards.of(num_samples, rank=rank, size=ranks)
-        start = shards.samples.start
-        for (begin, end), pieces in zip(shards.bounds, shards.pieces(seq_len), strict=True):
-            assert [idx for piece in pieces for idx in range(piece.start, piece.stop)] == list(
-                range(begin - start, end - start)
-            )
+        shards = shards_of_rank(num_samples, rank=rank, num_ranks=ranks)
+        own = replace(alone, shards=shards)
+        start = own.sample_range.start
+        for shard_idx, pieces in own.pieces().items():
+            covered = [idx + start for piece in pieces for idx in range(piece.start, piece.stop)]
+            assert covered == list(alone.shards[shard_idx])
             assert all((piece.stop - piece.start) * seq_len <= max(PIECE_TOKENS, seq_len) for piece in pieces)
             assert all(
                 (piece.stop - piece.start + 1) * seq_len > PIECE_TOKENS for piece in pieces[:-1]
             )  # no smaller than they must be
             found += [(piece.start + start, piece.stop + start) for piece in pieces]
-    alone = Shards.of(num_samples).pieces(seq_len)
-    assert found == [(piece.start, piece.stop) for pieces in alone for piece in pieces]
+    assert found == [(piece.start, piece.stop) for pieces in alone.pieces().values() for piece in pieces]
 
 
 def test_a_moment_is_symmetric_however_its_halves_met() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor
 from compress.calibrate import guide as guides
 from compress.calibrate.arithmetic import add_gram
 from compress.calibrate.guide import Guide, GuideFiles, OutputMoment, make_guide
-from compress.calibrate.observe import Flow, Shards, Stream, observe_shards, together
-from compress.calibrate.room import Room, Samples
+from compress.calibrate.layer_run import LayerRun
+from compress.calibrate.observe import gather_everywhere, observe
 from compress.calibrate.stats import AbsMax, CrossMoment, InputStats, SecondMoment
 from compress.context import Context, OneRank
 from compress.errors import RecipeError
-from compress.methods.quantize.descent import PHASES, Descent, coupled_loss, newton_pulls, newton_step
+from compress.methods.quantize.descent import NUM_ROW_SETS, Descent, coupled_loss, newton_factors, newton_step
 from compress.methods.quantize.rtn import Rtn
 from compress.models.weights import build_decoder, build_layer
 from compress.quant.scheme import Scheme
@@ -50,16 +50,16 @@ def test_a_guide_says_what_gradients_of_the_whole_graph_say(
     )
     for layer_idx in range(source.arch.num_layers):
         layer = build_decoder(source, dtype=torch.float32, device=torch.device("cpu")).layers[layer_idx]
-        told = GuideFiles(tmp_path)
+        guide = GuideFiles(tmp_path).layer(layer_idx)
         for group in layer.groups():  # type: ignore[operator]
             g_NSO = torch.cat([gradients[layer_idx, name] for name in group.linears], dim=-1)
             expected_NS = torch.ones(tokens_NS.shape)
             squares_NS = g_NSO[walked].square().sum(-1)
             expected_NS[walked] = 0.4 + 0.6 * squares_NS / squares_NS.mean()
-            assert torch.allclose(told.layer(layer_idx).weights[group.tap], expected_NS, rtol=1e-3, atol=1e-4)
+            assert torch.allclose(guide.token_weights[group.tap], expected_NS, rtol=1e-3, atol=1e-4)
             u_NSO = F.normalize(g_NSO[walked], dim=-1)
             first = 0
-            for segment_RR in told.layer(layer_idx).outputs[group.tap].segments:
+            for segment_RR in guide.output_moments[group.tap].segments:
                 u_TR = u_NSO[:3, :, first : first + len(segment_RR)].flatten(0, 1)
                 expected_RR = u_TR.t() @ u_TR
                 expected_RR /= expected_RR.diagonal().mean()
@@ -122,11 +122,9 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     weights_NS = torch.rand(NUM_SAMPLES, SEQ_LEN, generator=generator) + 0.1
     weights = {group.tap: weights_NS for group in layer.groups()}
     factories = [SecondMoment, CrossMoment, AbsMax]
-    samples = Samples.of(x_NSD)
-    beside = Samples.of(source_NSD)
-    flow = Flow(samples, beside, Shards.of(NUM_SAMPLES), Room(None, samples), OneRank())
-    trees = observe_shards(Stream(layer, samples), factories, flow, Stream(layer, beside, beside), weights)
-    stats = together(trees, OneRank())["attn_in"]
+    run = LayerRun.on_one_rank(x_NSD, source_NSD)
+    trees = observe(layer, run, factories, source_layer=layer, token_weights=weights)
+    stats = gather_everywhere(trees, OneRank())["attn_in"]
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)
     tokens = NUM_SAMPLES * SEQ_LEN
@@ -156,7 +154,7 @@ def test_rows_of_an_output_moment_are_its_rows() -> None:
     moment = OutputMoment(tuple(torch.randn(size, size, generator=generator) for size in sizes))
     whole = torch.block_diag(*moment.segments)
     for begin, end in ((0, 21), (3, 10), (7, 12), (9, 20), (20, 21)):
-        assert torch.equal(torch.block_diag(*moment.of(begin, end).segments), whole[begin:end, begin:end])
+        assert torch.equal(torch.block_diag(*moment.rows(begin, end).segments), whole[begin:end, begin:end])
     scale_O = torch.rand(21, generator=generator) + 0.5
     assert torch.allclose(
         torch.block_diag(*moment.rescaled(scale_O).segments), scale_O.outer(scale_O) * whole, atol=1e-6
@@ -183,17 +181,17 @@ def test_a_step_leads_to_where_nothing_is_left_to_gain() -> None:
     w_OI, stat, outputs = _coupled_problem()
     segments = list(outputs.segments)
     error_IO = 0.1 * w_OI.t()
-    for phase in range(PHASES):
-        rows = slice(phase, None, PHASES)
+    for row_set in range(NUM_ROW_SETS):
+        rows = slice(row_set, None, NUM_ROW_SETS)
         moved = error_IO.clone()
-        moved[:, rows] -= newton_step(error_IO, newton_pulls(segments)[phase])
+        moved[:, rows] -= newton_step(error_IO, newton_factors(segments)[row_set])
         pulled_OI = torch.block_diag(*segments) @ moved.t()
         assert float(pulled_OI[rows].abs().max()) < 1e-5 * float(error_IO.abs().max())
         assert coupled_loss(moved, stat.mean(), segments) < coupled_loss(error_IO, stat.mean(), segments)
 
 
 @EACH_SCHEME
-@pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than phases"])
+@pytest.mark.parametrize("rows", [40, 9], ids=["rows", "fewer rows than row sets"])
 def test_coupled_rounds_lower_the_coupled_loss(scheme: Scheme, rows: int) -> None:
     w_OI, stat, outputs = _coupled_problem(rows)
     stats = InputStats(stat)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.calibrate.kv import CacheError, cache_warning
 from compress.calibrate.layer_state import Row
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
 from compress.errors import UsageError
 from compress.kernels.operands.paged import PagedKV
@@ -36,7 +36,7 @@ WIDTHS = {
 }
 
 
-def quantized(source: WeightSource, out: Path, *, in_turn: bool = False) -> list[Row]:
+def quantized(source: WeightSource, out: Path, *, true_sequential: bool = False) -> list[Row]:
     out.mkdir(parents=True, exist_ok=True)
     tokens = tiny_tokens(source.arch, 5, 24)
     passes = quantization_passes(W4, SCHEMES["W4A16_G32"], torch.bfloat16)
@@ -45,13 +45,10 @@ def quantized(source: WeightSource, out: Path, *, in_turn: bool = False) -> list
     return run_sequential(
         source,
         tokens,
-        passes,
+        Compression(passes, scheme=scheme, kv_scales=True, true_sequential=true_sequential),
         out,
         ctx,
-        scheme=scheme,
         compute_dtype=torch.float32,
-        kv_scales=True,
-        in_turn=in_turn,
     )
 
 
@@ -91,13 +88,13 @@ class Listening:
         return self._full(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=window)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("true_sequential", [False, True])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
 def test_a_scale_is_the_range_of_what_attention_is_given_behind_quantized_linears(
-    config: dict[str, Any], in_turn: bool, tmp_path: Path
+    config: dict[str, Any], true_sequential: bool, tmp_path: Path
 ) -> None:
     source = tiny_source(tiny_arch(config, **WIDTHS))
-    rows = quantized(source, tmp_path, in_turn=in_turn)
+    rows = quantized(source, tmp_path, true_sequential=true_sequential)
     listening = Listening()
     dense = Listening()
     for of, attention in ((Stored(source, tmp_path), listening), (source, dense)):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.layer_state import LayerPass, LayerState, Row
-from compress.calibrate.observe import observe
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.observe import observe_on_one_rank
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import AbsMean, InputStats, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted
@@ -50,10 +50,9 @@ def run(out: Path, spec: Quantize, source: WeightSource, *, stop_after: int | No
     return run_sequential(
         source,
         tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN),
-        quantization_passes(spec, SCHEMES[spec.scheme], dtype),
+        Compression(quantization_passes(spec, SCHEMES[spec.scheme], dtype), scheme=SCHEMES[spec.scheme]),
         out,
         ctx,
-        scheme=SCHEMES[spec.scheme],
         compute_dtype=torch.float32,
     )
 
@@ -197,10 +196,9 @@ def test_a_layer_is_calibrated_on_the_output_of_the_compressed_layers(
     run_sequential(
         source,
         tokens_NS,
-        passes,
+        Compression(passes, scheme=coarse),
         tmp_path,
         Context("cpu", 0, tmp_path),
-        scheme=coarse,
         compute_dtype=torch.float32,
     )
     decoder = tiny_decoder(source.arch)
@@ -239,7 +237,7 @@ def test_taps_see_what_their_linears_read(source: WeightSource) -> None:
     x_NSD = torch.randn(
         NUM_SAMPLES, SEQ_LEN, source.arch.hidden_size, generator=torch.Generator().manual_seed(0)
     )
-    stats = observe(layer, x_NSD, [AbsMean])
+    stats = observe_on_one_rank(layer, x_NSD, [AbsMean])
     read: dict[str, Tensor] = {}
     for name in layer.shape.linears:
         layer.linear(name).register_forward_hook(
@@ -289,7 +287,7 @@ class Arbitrary(Smoother):
     def needs(self) -> tuple[type[Stat], ...]:
         return (SecondMoment,)
 
-    def idle(self, scheme: Scheme) -> str | None:
+    def no_effect_on(self, scheme: Scheme) -> str | None:
         return None
 
     def scale(
@@ -321,10 +319,9 @@ def test_smoothing_is_stored_with_the_weights_it_was_folded_into(
     run_sequential(
         source,
         tokens_NS,
-        passes,
+        Compression(passes, scheme=W8),
         tmp_path,
         Context("cpu", 0, tmp_path),
-        scheme=W8,
         compute_dtype=torch.float32,
     )
     stored = load_weights(tmp_path / layer_name(0), W8)

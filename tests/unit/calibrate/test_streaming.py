@@ -9,7 +9,7 @@ import torch
 
 import compress.calibrate.sequential as sequential
 from compress.artifact.tensors import load_tensors, save_tensors
-from compress.calibrate.streaming import Ahead, Behind
+from compress.calibrate.streaming import LayerPrefetcher, LayerWriter
 from compress.context import Context
 from compress.errors import StorageError
 from compress.models.weights import Weights, WeightSource
@@ -31,7 +31,7 @@ def test_the_next_layer_is_read_while_this_one_is_worked_on() -> None:
             reached.set()
         return {"w": torch.full((1,), float(idx))}
 
-    with Ahead(load, CPU) as layers:
+    with LayerPrefetcher(load, CPU) as layers:
         assert float(layers.take(0)["w"]) == 0  # type: ignore[arg-type]
         layers.start(1)
         assert reached.wait(10)
@@ -49,7 +49,7 @@ def test_one_file_at_a_time_is_written() -> None:
         free.wait(10)
         order.append("first")
 
-    with Behind() as disk:
+    with LayerWriter() as disk:
         disk.write(slow)
         threading.Timer(0.05, free.set).start()
         disk.write(lambda: order.append("second"))
@@ -65,7 +65,12 @@ def run(out: Path, source: WeightSource) -> Any:
     tokens = tiny_tokens(source.arch, 3, 13)
     ctx = Context("cpu", 0, out)
     return sequential.run_sequential(
-        source, tokens, passes, out, ctx, scheme=SCHEMES["W8A16"], compute_dtype=torch.float32
+        source,
+        tokens,
+        sequential.Compression(passes, scheme=SCHEMES["W8A16"]),
+        out,
+        ctx,
+        compute_dtype=torch.float32,
     )
 
 

@@ -30,6 +30,7 @@ from compress.errors import (
     StorageError,
     UsageError,
 )
+from compress.pipeline import build_steps
 from compress.recipe import Spec, load_recipe, parse_model_ref
 
 HEAVY = ("torch", "numpy", "pydantic", "ruamel", "transformers", "rich.progress", "matplotlib")
@@ -193,13 +194,15 @@ def test_a_reader_that_left_is_no_traceback() -> None:
 # ------------------------------------------------------------------------------------------------------- init and schema
 
 
-@pytest.mark.parametrize("preset", sorted(file.stem for file in PRESETS.glob("*.yaml")))
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_a_recipe(preset: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / "recipe.yaml"
     assert main(["init", str(path), "--preset", preset]) == 0
     recipe = load_recipe(path)
     parse_model_ref(recipe.model)
     assert "quantize" in [stage.kind for stage in recipe.stages]
+    assert build_steps(recipe)
+    assert "calib_data/" not in path.read_text(), "an installed package has no such file"
 
 
 def test_init_keeps_an_existing_file_unless_forced(
@@ -218,9 +221,7 @@ def test_init_names_the_nearest_preset(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["init", str(tmp_path / "r.yaml"), "--preset", "quikstart"]) == 2
     assert "Did you mean 'quickstart'?" in capsys.readouterr().err
     assert main(["init", "--list"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == sorted(
-        file.stem for file in PRESETS.glob("*.yaml")
-    )
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == list(PRESETS)
 
 
 def test_schema_covers_the_registered_stages(

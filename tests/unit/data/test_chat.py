@@ -23,9 +23,11 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ]
 TEMPLATES = {
-    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "mistral": "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "mistral": "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m['role'] == 'user' "
+    "%}[INST] {{ m['content'] }} [/INST]"
     "{% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}{{ eos_token }}{% endif %}{% endfor %}",
     "blocks and loop controls": """
     {%- set ns = namespace(system='', count=0) -%}
@@ -44,10 +46,13 @@ TEMPLATES = {
     system {{ ns.system | upper }}
     {% endif %}
     """,
-    "tools as json": "{% if tools %}{{ tools | tojson(indent=2) }}{{ tools | tojson }}{% endif %}{{ messages | tojson }}",
-    "generation blocks": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "tools as json": "{% if tools %}{{ tools | tojson(indent=2) }}{{ tools | tojson }}{% endif %}{{ "
+    "messages | tojson }}",
+    "generation blocks": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content "
+    "}}{{ eos_token }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-    "methods of strings": "{{ messages[1]['content'].split('1')[0].strip() | replace('<', '[') }}{{ messages[-1].content[:4] }}"
+    "methods of strings": "{{ messages[1]['content'].split('1')[0].strip() | replace('<', '[') }}{{ "
+    "messages[-1].content[:4] }}"
     "{{ 'yes' if messages[0]['role'] == 'system' and documents is none else 'no' }}{{ messages | length }}",
 }
 

@@ -1,4 +1,6 @@
-"""Data cards: what they accept, what they refuse and where, and that each kind reads the same text as a direct reading of its files."""
+"""Data cards: what they accept, what they refuse and where, and that each kind reads the same text as a
+direct reading of its files.
+"""
 
 import bz2
 import gzip

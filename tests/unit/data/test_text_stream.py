@@ -19,7 +19,9 @@ TEXTS = [
 
 
 def sentencepiece() -> Tokenizer:
-    """A tokenizer as SentencePiece exports have: spaces as U+2581, bytes as <0xNN>, one leading space dropped by the decoder."""
+    """A tokenizer as SentencePiece exports have: spaces as U+2581, bytes as <0xNN>, one leading space dropped
+    by the decoder.
+    """
     words = ["▁the", "▁cat", "s", "▁", "h", "i", "▁s", "at"]
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     vocab |= {word: len(vocab) + idx for idx, word in enumerate(words)}

@@ -1,4 +1,6 @@
-"""Token sets: determinism, the windows of convention A, exact byte counts, sampling laws, and the overlap check against sets of tuples."""
+"""Token sets: determinism, the windows of convention A, exact byte counts, sampling laws, and the overlap
+check against sets of tuples.
+"""
 
 import random
 import re

@@ -16,7 +16,7 @@ from compress.models.canonical import layer_name, load_weights, save_weights
 from compress.models.weights import MemorySource, build_decoder, dense
 from compress.quant.numerics import grouped, min_max_scale, nearest_weight, round_to_nearest
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme
-from compress.stages.quantize.tune import DIRECTORY, Tune, place_of, tune_scales
+from compress.stages.quantize.tune import DIRECTORY, Tune, tune_scales, tuned_directory
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_source, tiny_tokens
 
 SCHEMES = {
@@ -77,7 +77,7 @@ def test_tuned_scales_keep_more_of_the_source(tmp_path: Path) -> None:
     )
     assert facts["kept"]
     assert facts["kl_after"] < 0.9 * facts["kl_before"]
-    place = place_of(tmp_path, {"tuning": facts})
+    place = tuned_directory(tmp_path, {"tuning": facts})
     assert place == tmp_path / DIRECTORY
     decoder = build_decoder(source, dtype=torch.float32, device=torch.device("cpu"))
     losses = {}
@@ -121,7 +121,7 @@ def test_scales_of_a_model_that_lost_nothing_are_not_changed(tmp_path: Path) -> 
     assert facts["kl_before"] < 1e-6
     assert not facts["kept"]
     assert not (tmp_path / DIRECTORY).exists()
-    assert place_of(tmp_path, {"tuning": facts}) == tmp_path
+    assert tuned_directory(tmp_path, {"tuning": facts}) == tmp_path
 
 
 def test_tuning_on_too_few_samples_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from compress.kernels.columns import fused, reference
+from compress.kernels.columns import DescentBlock, fused, reference
 from compress.quant.scheme import scheme_named
 from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
 
@@ -74,14 +74,13 @@ def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype:
     )
     levels_BO = codes_BO if zero_O is None else codes_BO - zero_O
     w_BO = (levels_BO + scheme.max_code / 4 * randn(size, num_outputs, seed=8)) * scale_O * 1.1
-    state = levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal()
-    refit: dict[str, Any] = (
-        {} if scale_dtype is None else {"slope_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
-    )
-    expected_levels, expected_scale, expected_moves = reference.descend_block(
-        *state, scheme, scale_O, zero_O, **refit
-    )
-    levels, scale, moves = fused.launch_descend(*state, scheme, scale_O, zero_O, **refit)
+    gradient_BO = h_BB @ (levels_BO * scale_O - w_BO)
+    block = DescentBlock(levels_BO, gradient_BO, h_BB, 1 / h_BB.diagonal(), scheme, scale_O, zero_O)
+    refit: dict[str, Any] = {}
+    if scale_dtype is not None:
+        refit = {"curvature_product_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
+    expected_levels, expected_scale, expected_moves = reference.descend_block(block, **refit)
+    levels, scale, moves = fused.launch_descend(block, **refit)
     assert torch.equal(levels, expected_levels)
     assert (levels != levels_BO).float().mean() > 0.3
     torch.testing.assert_close(

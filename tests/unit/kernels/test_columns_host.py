@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.columns import descend_block, host, reference, round_block
+from compress.kernels.columns import DescentBlock, descend_block, host, reference, round_block
 from compress.quant.scheme import Scheme, scheme_named
 
 CLOSE = 1e-4
@@ -121,12 +121,12 @@ def test_rounding_takes_the_nearest_code_of_what_is_left_of_a_column(
 def test_descending_takes_the_nearest_code_to_the_bottom(
     name: str, size: int, num_outputs: int, layout: str, scale_dtype: torch.dtype | None
 ) -> None:
-    """With scales that stay, and with scales that are refitted and stored. A column without a pull stays as it is."""
+    """With scales that stay, and with scales that are refitted and stored. A column with inv_diag 0 keeps its codes."""
     scheme = scheme_named(name)
     generator = torch.Generator().manual_seed(size)
     h_BB = laid_out(moment(size, generator), layout)
-    pull_B = 1 / h_BB.diagonal()
-    pull_B[3::10] = 0
+    inv_diag_B = 1 / h_BB.diagonal()
+    inv_diag_B[3::10] = 0
     scale_O = scales(scheme, num_outputs, generator=generator)
     zero_O = zeros(scheme, num_outputs, generator=generator)
     levels_BO = (
@@ -137,13 +137,15 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
     )
     levels_BO -= 0 if zero_O is None else zero_O
     w_BO = (levels_BO + 2 * torch.randn(size, num_outputs, generator=generator)) * scale_O * 1.1
-    state = [levels_BO, h_BB @ (levels_BO * scale_O - w_BO), h_BB, pull_B, scheme, scale_O, zero_O]
-    refit: dict[str, Any] = (
-        {} if scale_dtype is None else {"slope_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
-    )
-    before = kept([*state, *refit.values()])
-    new_BO, new_O, moves_BO = descend_block(*state, **refit)
-    assert_kept([*state, *refit.values()], before)
+    gradient_BO = h_BB @ (levels_BO * scale_O - w_BO)
+    block = DescentBlock(levels_BO, gradient_BO, h_BB, inv_diag_B, scheme, scale_O, zero_O)
+    refit: dict[str, Any] = {}
+    if scale_dtype is not None:
+        refit = {"curvature_product_BO": h_BB @ levels_BO, "scale_dtype": scale_dtype}
+    operands = [*vars(block).values(), *refit.values()]
+    before = kept(operands)
+    new_BO, new_O, moves_BO = descend_block(block, **refit)
+    assert_kept(operands, before)
 
     old = levels_BO.double()
     new = new_BO.double()
@@ -151,12 +153,12 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
     scale = new_O.double()
     ideal_BO = new * scale - old * scale_O.double()
     g_BO = h @ (old * scale - w_BO.double())
-    wanted_BO = old - pull_B.double().unsqueeze(1) * (g_BO / scale + torch.tril(h, -1) @ (new - old))
+    wanted_BO = old - inv_diag_B.double().unsqueeze(1) * (g_BO / scale + torch.tril(h, -1) @ (new - old))
     clear_O = assert_nearest(new_BO, wanted_BO, scheme, zero_O)
     torch.testing.assert_close(moves_BO.double(), ideal_BO, rtol=1e-4, atol=1e-6)
     assert torch.equal(new_BO[3::10], levels_BO[3::10])
 
-    expected = reference.descend_block(*state, **refit)
+    expected = reference.descend_block(block, **refit)
     assert torch.equal(new_O, expected[1])
     assert torch.equal(new_BO[:, clear_O], expected[0][:, clear_O])
     torch.testing.assert_close(moves_BO[:, clear_O], expected[2][:, clear_O], rtol=1e-5, atol=1e-6)
@@ -172,7 +174,7 @@ def test_where_sums_are_exact_the_loops_agree_to_the_bit(name: str, num_outputs:
     size = 128
     h_BB = torch.randint(-3, 4, (size, size), generator=generator).float()
     h_BB = (h_BB + h_BB.t()) / 64 + torch.eye(size)
-    pull_B = 2.0 ** torch.randint(-1, 1, (size,), generator=generator)
+    inv_diag_B = 2.0 ** torch.randint(-1, 1, (size,), generator=generator)
     scale_O = 2.0 ** torch.randint(-6, -2, (num_outputs,), generator=generator)
     zero_O = zeros(scheme, num_outputs, generator=generator)
     levels_BO = torch.randint(
@@ -180,12 +182,12 @@ def test_where_sums_are_exact_the_loops_agree_to_the_bit(name: str, num_outputs:
     ).float()
     levels_BO -= 0 if zero_O is None else zero_O
     g_BO = torch.randint(-100, 101, (size, num_outputs), generator=generator) / 32 * scale_O
-    state = levels_BO, g_BO, h_BB, pull_B, scheme, scale_O, zero_O
-    found = host.descend(*state)
-    expected = reference.descend(*state)
+    block = DescentBlock(levels_BO, g_BO, h_BB, inv_diag_B, scheme, scale_O, zero_O)
+    found = host.descend(block)
+    expected = reference.descend(block)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
-    wanted_BO = levels_BO - pull_B.unsqueeze(1) * (
+    wanted_BO = levels_BO - inv_diag_B.unsqueeze(1) * (
         g_BO / scale_O + torch.tril(h_BB, -1) @ (expected[0] - levels_BO)
     )
     assert num_outputs == 1 or ((wanted_BO - wanted_BO.floor()) == 0.5).float().mean() > 0.002
@@ -207,7 +209,8 @@ def test_floats_go_through_the_loops_in_torch() -> None:
     codes_BO, errors_BO = round_block(*rounding)
     assert all(map(torch.equal, (codes_BO, errors_BO), reference.round_block(*rounding)))
     assert torch.equal(codes_BO, codes_BO.to(scheme.code_dtype).float())
-    descent = codes_BO, h_BB @ (codes_BO * scale_O - w_BO), h_BB, 1 / h_BB.diagonal(), scheme, scale_O, None
-    new_BO, _, moves_BO = descend_block(*descent)
+    gradient_BO = h_BB @ (codes_BO * scale_O - w_BO)
+    block = DescentBlock(codes_BO, gradient_BO, h_BB, 1 / h_BB.diagonal(), scheme, scale_O, None)
+    new_BO, _, moves_BO = descend_block(block)
     assert torch.equal(new_BO, new_BO.to(scheme.code_dtype).float())
-    assert all(map(torch.equal, (new_BO, moves_BO), reference.descend(*descent)))
+    assert all(map(torch.equal, (new_BO, moves_BO), reference.descend(block)))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from compress.kernels.step import decode as decode_step
-from compress.kernels.step.decode import StepState, begin_step, end_step, shared_memory
+from compress.kernels.step.decode import DecodeBuffers, begin_step, end_step
+from compress.kernels.step.host_memory import host_visible
 from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 CPU = torch.device("cpu")
@@ -57,12 +58,12 @@ def zeros(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_rows", [1, 5, 131])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_sequences_grow_through_their_blocks_and_fillers_stay(
+def test_sequences_grow_through_their_blocks_and_padding_rows_stay(
     num_rows: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_kernel and not INTERPRETED:
         pytest.skip("kernels run in the interpreter")
-    monkeypatch.setattr(decode_step, "_by_kernel", lambda device: by_kernel)
+    monkeypatch.setattr(decode_step, "uses_kernels", lambda device: by_kernel)
     generator = torch.Generator().manual_seed(num_rows)
     num_state_rows = num_rows + 3
     num_steps = 9
@@ -72,15 +73,15 @@ def test_sequences_grow_through_their_blocks_and_fillers_stay(
         num_state_rows, NUM_COLUMNS
     )  # those of each row, also before it has them
     known = torch.arange(NUM_COLUMNS) * BLOCK_SIZE < context.unsqueeze(1)
-    state = StepState(
+    state = DecodeBuffers(
         tokens_S=zeros(num_state_rows),
         context_lens_S=context.clone(),
         running_S=running,
         block_table_SB=torch.where(known, blocks, 0),
         num_steps=zeros(1),
-        next_block_S=shared_memory(num_state_rows, dtype=torch.int64, device=CPU),
-        landed_tokens_2S=shared_memory(2, num_state_rows, dtype=torch.int64, device=CPU),
-        landed_logprobs_2S=shared_memory(2, num_state_rows, dtype=torch.float32, device=CPU),
+        next_block_S=host_visible(num_state_rows, dtype=torch.int64, device=CPU),
+        host_tokens_2S=host_visible(2, num_state_rows, dtype=torch.int64, device=CPU),
+        host_logprobs_2S=host_visible(2, num_state_rows, dtype=torch.float32, device=CPU),
     )
     embed = torch.randn(50, 1030, generator=generator)
     state.tokens_S.copy_(torch.randint(50, (num_state_rows,), generator=generator))
@@ -100,12 +101,12 @@ def test_sequences_grow_through_their_blocks_and_fillers_stay(
         assert torch.equal(slots, here[:num_rows])
         chosen = torch.randint(50, (num_rows,), generator=generator)
         logprobs = torch.randn(num_rows, generator=generator)
-        landed = state.landed_tokens_2S[(step + 1) % 2].clone()
+        before = state.host_tokens_2S[(step + 1) % 2].clone()
         end_step(state, chosen, logprobs if step % 3 else None)
         assert torch.equal(state.tokens_S[:num_rows], chosen)
-        assert torch.equal(state.landed_tokens_2S[step % 2, :num_rows], chosen)
-        assert torch.equal(state.landed_tokens_2S[(step + 1) % 2], landed)  # the step before is still there
-        assert not step % 3 or torch.equal(state.landed_logprobs_2S[step % 2, :num_rows], logprobs)
+        assert torch.equal(state.host_tokens_2S[step % 2, :num_rows], chosen)
+        assert torch.equal(state.host_tokens_2S[(step + 1) % 2], before)  # the step before is still there
+        assert not step % 3 or torch.equal(state.host_logprobs_2S[step % 2, :num_rows], logprobs)
     served = torch.arange(num_state_rows) < num_rows
     assert torch.equal(state.context_lens_S, context + num_steps * running * served)
     grown = torch.arange(NUM_COLUMNS) * BLOCK_SIZE <= (state.context_lens_S - 1 - running * served).unsqueeze(

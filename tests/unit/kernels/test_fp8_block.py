@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
@@ -173,7 +174,12 @@ def test_linears_over_one_input_are_rounded_together_as_each_is_alone(method: st
     def rounded(names: tuple[str, ...]) -> dict[str, QuantizedWeight]:
         weights = {f"{name}.weight": linears[name].clone() for name in names}
         state = LayerState(
-            0, [LinearGroup("qkv", "attn_in", names)], [], weights, {"attn_in": InputStats(moment)}
+            0,
+            [LinearGroup("qkv", "attn_in", names)],
+            [],
+            weights,
+            {"attn_in": InputStats(moment)},
+            LayerRun.on_one_rank(torch.zeros(1, 1, 1)),
         )
         RoundPass(Gptq(), SCHEME, torch.bfloat16, refiner).apply(state)
         return state.quantized

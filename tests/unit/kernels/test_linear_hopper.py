@@ -10,6 +10,7 @@ import torch
 from compress.kernels.compilers import nvrtc
 from compress.kernels.linear.hopper import variant_of
 from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
+from compress.kernels.linear.launch import rounding_of
 from compress.kernels.linear.shape import Format, Gpu, Shape
 from compress.kernels.operands.rows import ActivationQuant, RawRows
 from compress.kernels.problem import Problem
@@ -116,8 +117,15 @@ def test_the_kernel_compiles(
     shape = Shape(weight_format, *SHAPES[name])
     activation = "silu" if SHAPES[name][2] else None
     for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
+        given = given if chosen.keep else None
         variant = variant_of(
-            chosen, shape, torch.bfloat16, activation, None, raw=given if chosen.keep else None
+            chosen,
+            shape,
+            torch.bfloat16,
+            activation,
+            float32_output=False,
+            normed=given is not None,
+            rounding=rounding_of(given),
         )
         assert nvrtc.compile_cubin(variant.source, 90)[:4] == b"\x7fELF"
 

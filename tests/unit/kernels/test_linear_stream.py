@@ -237,9 +237,11 @@ def variant(
         Shape(weight_format, 256, 1024, activation is not None),
         dtype,
         activation,
-        torch.float32 if float32_output else None,
+        float32_output=float32_output,
+        normed=normed,
+        rounding=rounding,
     )
-    return replace(made, normed=normed, rounding=rounding)
+    return made
 
 
 VARIANTS = [

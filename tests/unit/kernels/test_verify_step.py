@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.kernels.step import verify as verify_step
-from compress.kernels.step.verify import VerifyState, end_verify, place_rows
+from compress.kernels.step.verify import VerifyBuffers, end_verify, place_rows
 from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 POISON = -77
@@ -33,7 +33,7 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int, given: bool) -> None:
         "LOGPROBS": True,
         "LAST": 5,
         "HELD_COLUMNS": 18,
-        "LANDED_COLUMNS": 7,
+        "RESULT_COLUMNS": 7,
         "STATE_ROWS": 64,
     }
     constants |= {
@@ -66,7 +66,7 @@ def test_tokens_are_where_their_blocks_are(
 ) -> None:
     if by_kernel and not INTERPRETED:
         pytest.skip("kernels run in the interpreter")
-    monkeypatch.setattr(verify_step, "_by_kernel", lambda device: by_kernel)
+    monkeypatch.setattr(verify_step, "uses_kernels", lambda device: by_kernel)
     rng = random.Random(num_rows)
     block_size = 4
     last = 20
@@ -103,22 +103,22 @@ class Account:
 
 @pytest.mark.parametrize(("k", "num_rows"), [(1, 1), (2, 5), (4, 33), (7, 70)])
 @pytest.mark.parametrize("by_kernel", [False, True])
-def test_rows_advance_by_what_they_keep_and_fillers_stay(
+def test_rows_advance_by_what_they_keep_and_padding_rows_stay(
     k: int, num_rows: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_kernel and not INTERPRETED:
         pytest.skip("kernels run in the interpreter")
-    monkeypatch.setattr(verify_step, "_by_kernel", lambda device: by_kernel)
+    monkeypatch.setattr(verify_step, "uses_kernels", lambda device: by_kernel)
     rng = random.Random(k)
     num_state_rows = num_rows + 3
     rows = [Account(rng, k) for _ in range(num_state_rows)]
-    state = VerifyState(
+    state = VerifyBuffers(
         rows_SC=torch.tensor([[*row.columns(k), 0] for row in rows]),
         held_SX=torch.tensor([[row.held, 5, 6, 7] for row in rows]),
         proposed_S=torch.zeros(num_state_rows, dtype=torch.int64),
         drafts_SK=torch.zeros(num_state_rows, k, dtype=torch.int64),
-        landed_2SY=torch.zeros(2, num_state_rows, k + 3, dtype=torch.int64),
-        landed_logprobs_2SN=torch.zeros(2, num_state_rows, k + 1),
+        host_results_2SY=torch.zeros(2, num_state_rows, k + 3, dtype=torch.int64),
+        host_logprobs_2SN=torch.zeros(2, num_state_rows, k + 1),
     )
     held = state.held_SX.clone()
     for step in range(1, 10):
@@ -142,10 +142,10 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
             kept.append(rng.randint(0, counts[row_idx]) if given else (*same, False).index(False))
         logprobs = torch.randn(num_rows, q_len)
         here = step % 2
-        before = state.landed_2SY[(step + 1) % 2].clone()
-        state.landed_2SY[here] = POISON
-        state.landed_logprobs_2SN[here] = POISON
-        filler = state.rows_SC[[not row.running for row in rows]].clone()
+        before = state.host_results_2SY[(step + 1) % 2].clone()
+        state.host_results_2SY[here] = POISON
+        state.host_logprobs_2SN[here] = POISON
+        padding = state.rows_SC[[not row.running for row in rows]].clone()
         assert state.counts(num_state_rows).tolist() == [
             row.count(int(meant)) for row, meant in zip(rows, state.proposed_S, strict=True)
         ]
@@ -153,18 +153,18 @@ def test_rows_advance_by_what_they_keep_and_fillers_stay(
         end_verify(state, chosen, torch.tensor(kept) if given else None, logprobs if step % 5 else None)
 
         for row_idx, row in enumerate(rows):
-            landed = state.landed_2SY[here, row_idx].tolist()
+            results = state.host_results_2SY[here, row_idx].tolist()
             if row_idx >= num_rows or not row.running:
-                assert set(landed) == {POISON}
+                assert set(results) == {POISON}
                 continue
             came = chosen[row_idx, : kept[row_idx] + 1].tolist()
             row.tokens += came
-            assert landed[:2] == [counts[row_idx], kept[row_idx]]
-            assert landed[2 : 2 + q_len] == chosen[row_idx].tolist()
-            assert set(landed[2 + q_len :]) <= {POISON}
+            assert results[:2] == [counts[row_idx], kept[row_idx]]
+            assert results[2 : 2 + q_len] == chosen[row_idx].tolist()
+            assert set(results[2 + q_len :]) <= {POISON}
             assert state.rows_SC[row_idx].tolist() == [*row.columns(k), step]
             if step % 5:
-                assert torch.equal(state.landed_logprobs_2SN[here, row_idx, :q_len], logprobs[row_idx])
-        assert torch.equal(state.landed_2SY[(step + 1) % 2], before)  # the step before is still there
-        assert torch.equal(state.rows_SC[[not row.running for row in rows]], filler)
+                assert torch.equal(state.host_logprobs_2SN[here, row_idx, :q_len], logprobs[row_idx])
+        assert torch.equal(state.host_results_2SY[(step + 1) % 2], before)  # the step before is still there
+        assert torch.equal(state.rows_SC[[not row.running for row in rows]], padding)
     assert torch.equal(state.held_SX, held)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerPass, LayerState
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import CrossMoment, InputStats, MergeTree, SecondMoment, Stat
 from compress.context import Context
 from compress.errors import Interrupted, UsageError
@@ -58,7 +59,7 @@ class Case:
         moment = SecondMoment()
         cross = CrossMoment()
         moment.update(self.x_TI)
-        cross.update_beside(self.x_TI, self.source_TI)
+        cross.update_with_source(self.x_TI, self.source_TI)
         return InputStats(moment, cross)
 
     def error(self, q_OI: Tensor) -> float:
@@ -90,7 +91,12 @@ def test_the_error_against_the_source_falls_with_every_step_of_the_way(rounder: 
 
     def error(target: Gptaq | None) -> float:
         state = LayerState(
-            1, [LinearGroup("l", "tap", ("l",))], [], {"l.weight": case.w_OI.clone()}, {"tap": case.stats()}
+            1,
+            [LinearGroup("l", "tap", ("l",))],
+            [],
+            {"l.weight": case.w_OI.clone()},
+            {"tap": case.stats()},
+            LayerRun.on_one_rank(torch.zeros(1, 1, 1)),
         )
         RoundPass(rounder, FOUR_BITS, torch.bfloat16, refiner, target).apply(state)
         return case.error(state.quantized["l"].dequantize(torch.float32))
@@ -142,11 +148,12 @@ def test_a_scale_folded_into_the_producer_moves_the_target_along() -> None:
 def test_the_cross_moment_adds_up_over_samples_and_shards() -> None:
     case = Case.make()
     tree: MergeTree[CrossMoment] = MergeTree()
-    for x_TI, source_TI in zip(case.x_TI.chunk(5), case.source_TI.chunk(5), strict=True):
+    chunks = zip(case.x_TI.chunk(5), case.source_TI.chunk(5), strict=True)
+    for shard_idx, (x_TI, source_TI) in enumerate(chunks):
         shard = CrossMoment()
         for half_x, half_source in zip(x_TI.chunk(2), source_TI.chunk(2), strict=True):
-            shard.update_beside(half_x, half_source)
-        tree.push(shard)
+            shard.update_with_source(half_x, half_source)
+        tree.push(shard_idx, shard)
     total = tree.root()
     expected = (case.source_TI - case.x_TI).double().t() @ case.x_TI.double() / TOKENS
     assert total.num_tokens == TOKENS
@@ -175,7 +182,9 @@ def run(
     out.mkdir(exist_ok=True)
     ctx = Context("cpu", 0, out, stop_signal=StopAfter(stop_after))
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
-    run_sequential(source, tokens_NS, passes, out, ctx, scheme=scheme, compute_dtype=torch.float32)
+    run_sequential(
+        source, tokens_NS, Compression(passes, scheme=scheme), out, ctx, compute_dtype=torch.float32
+    )
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 

@@ -16,7 +16,7 @@ from compress.models.weights import build_layer
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, commonest, with_exceptions
 from compress.recipe import dump_yaml, parse_spec, read_yaml
 from compress.stages import STAGES, PlanFacts
-from compress.stages.quantize.sizes import linear_bytes
+from compress.stages.quantize.schemes import linear_bytes, model_scheme
 from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source
 
@@ -41,16 +41,26 @@ def test_names_are_those_of_the_decoder() -> None:
 
 def test_the_first_pattern_that_matches_decides() -> None:
     scheme = overridden(W8, {"layers.1.ffn.down": None, "*.down": FP8, "layers.2.*": INT8}, ARCH)
-    assert scheme.of("layers.0.ffn.down") == FP8
-    assert scheme.of("layers.1.ffn.down") is None
-    assert scheme.of("layers.2.ffn.down") == FP8
-    assert scheme.of("layers.2.attn.q") == INT8
-    assert scheme.of("layers.0.attn.q") == W8
-    assert (scheme.of("head"), scheme.dense, set(scheme.of_layers)) == (
+    assert scheme.for_linear("layers.0.ffn.down") == FP8
+    assert scheme.for_linear("layers.1.ffn.down") is None
+    assert scheme.for_linear("layers.2.ffn.down") == FP8
+    assert scheme.for_linear("layers.2.attn.q") == INT8
+    assert scheme.for_linear("layers.0.attn.q") == W8
+    assert (scheme.for_linear("head"), scheme.dense, set(scheme.of_layers)) == (
         None,
         ("layers.1.ffn.down",),
         {W8, FP8, INT8},
     )
+
+
+def test_braces_name_several_linears_at_once() -> None:
+    decided = decide({"layers.1.{ffn.{gate,up},attn.[qkv]}": FP8, "*.ffn.{gate,up}": INT8}, ARCH)
+    assert {name for name, scheme in decided.items() if scheme == FP8} == {
+        f"layers.1.{name}" for name in ("ffn.gate", "ffn.up", "attn.q", "attn.k", "attn.v")
+    }
+    assert decided["layers.0.ffn.up"] == decided["layers.2.ffn.gate"] == INT8
+    with pytest.raises(UsageError, match="matches no linear"):
+        decide({"*.ffn.{left,right}": FP8}, ARCH)
 
 
 PATTERNS = st.sampled_from(
@@ -144,13 +154,15 @@ def test_schemes_of_single_linears_survive_json_and_naming(
 ) -> None:
     whole = with_exceptions(W8, schemes, head=head)
     assert ModelScheme.from_json(whole.to_json()) == whole
-    assert {name: whole.of(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
+    assert {name: whole.for_linear(name) for name in NAMES} == {name: schemes.get(name, W8) for name in NAMES}
     assert ("exceptions" in whole.to_json()) == any(scheme != W8 for scheme in schemes.values())
     again = whole.renamed(lambda name: f"x.{name}").renamed(lambda name: name[2:])
     assert again == whole
-    everywhere = {name: whole.of(name) for name in NAMES}
+    everywhere = {name: whole.for_linear(name) for name in NAMES}
     if any(everywhere.values()):
-        assert all(commonest(everywhere, head=head).of(name) == scheme for name, scheme in everywhere.items())
+        assert all(
+            commonest(everywhere, head=head).for_linear(name) == scheme for name, scheme in everywhere.items()
+        )
 
 
 def test_a_manifest_says_of_each_layer_what_differs_there() -> None:
@@ -177,4 +189,4 @@ def test_the_plan_counts_dense_linears_in_16_bits() -> None:
     assert dense.disk_bytes - plain.disk_bytes == 2 * size - (size + scales)
     assert plain.disk_bytes - four.disk_bytes == size // 2
     assert any("3 linears dense" in note for note in dense.notes)
-    assert linear_bytes(ARCH, specs[1].model_scheme(ARCH)) < dense.disk_bytes
+    assert linear_bytes(ARCH, model_scheme(specs[1], ARCH)) < dense.disk_bytes

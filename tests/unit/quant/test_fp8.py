@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
-from compress.calibrate.sequential import run_sequential
+from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment
 from compress.context import Context
 from compress.errors import UsageError
@@ -65,7 +66,9 @@ def quantized(directory: Path, spec: dict[str, Any], source: WeightSource) -> tu
     scheme = scheme_named(parsed.scheme)
     ctx = Context("cpu", 0, directory)
     passes = quantization_passes(parsed, scheme, dtype)
-    run_sequential(source, TOKENS, passes, directory, ctx, scheme=scheme, compute_dtype=torch.float32)
+    run_sequential(
+        source, TOKENS, Compression(passes, scheme=scheme), directory, ctx, compute_dtype=torch.float32
+    )
     return directory, scheme
 
 
@@ -165,6 +168,7 @@ def test_inputs_without_a_range_have_no_static_scale(broken: float) -> None:
         [],
         {"attn.q.weight": torch.ones(2, 8)},
         {"attn_in": stats},
+        LayerRun.on_one_rank(torch.zeros(1, 1, 1)),
     )
     with pytest.raises(UsageError, match=r"layer 0, attn\.q: .*NaN or infinity"):
         RoundPass(Rtn(), scheme, torch.bfloat16).apply(state)

@@ -10,7 +10,7 @@ import pytest
 
 from compress.errors import StorageError, UsageError
 from compress.registry import model_source
-from compress.registry.model_source import MODEL_FILES, model_digest, resolve_model
+from compress.registry.model_source import FETCHED_FILES, model_digest, resolve_model
 from tests.support.tiny_decoder import tiny_arch, tiny_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -32,6 +32,39 @@ def test_a_directory_is_a_model(model: Path) -> None:
     assert [file.name for file in source.text_files()] == ["chat_template.jinja", "tokenizer.json"]
     with pytest.raises(UsageError, match="does not exist"):
         resolve_model("path", str(model / "no"), None)
+
+
+def test_licences_and_notes_travel_without_being_the_model(model: Path, tmp_path: Path) -> None:
+    before = model_digest(model)
+    (model / "LICENSE.txt").write_text("terms")
+    assert model_digest(model) == before
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    (model / "tekken.json").write_text("{}")
+    assert model_digest(model) != before, "they decide the text"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    source = resolve_model("path", str(model), None)
+    source.copy_text_files(copy)
+    source.copy_documents(copy)
+    assert sorted(each.relative_to(copy).as_posix() for each in copy.rglob("*") if each.is_file()) == [
+        "LICENSE.txt",
+        "SOURCE_README.md",
+        "additional_chat_templates/rag.jinja",
+        "chat_template.jinja",
+        "tekken.json",
+        "tokenizer.json",
+    ]
+    again = tmp_path / "again"
+    again.mkdir()
+    resolve_model("path", str(tiny_checkpoint(tmp_path / "made", tiny_arch())), None).copy_documents(again)
+    assert list(again.iterdir()) == []
+    (tmp_path / "made" / "SOURCE_README.md").write_bytes((copy / "SOURCE_README.md").read_bytes())
+    (tmp_path / "made" / "README.md").write_text("the card of a candidate")
+    resolve_model("path", str(tmp_path / "made"), None).copy_documents(again)
+    assert (again / "SOURCE_README.md").read_text() == "a model", (
+        "the first source's, through any number of steps"
+    )
 
 
 def test_a_bundled_model_goes_by_its_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +125,7 @@ class Hub:
         self, name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool
     ) -> str:
         self.asked.append(("download", revision))
-        assert allow_patterns == list(MODEL_FILES)
+        assert allow_patterns == list(FETCHED_FILES)
         assert not any(pattern.endswith((".bin", ".py", ".pt", "*")) for pattern in allow_patterns)
         assert local_files_only == (("info", None) not in self.asked and revision is None)
         return str(self._snapshot)

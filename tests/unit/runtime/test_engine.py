@@ -10,11 +10,13 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.weights import MemorySource
+from compress.runtime import decode
+from compress.runtime.decode_run import DecodeRun
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.running import Run
+from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.tiny_decoder import tiny_arch, tiny_source
 
 CPU = torch.device("cpu")
@@ -129,8 +131,8 @@ def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatc
     expected = in_step.generate(requests)
     monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: engine is ahead))
     launches: list[int] = []
-    launch_next = Run.launch_next
-    monkeypatch.setattr(Run, "launch_next", lambda run: launches.append(1) or launch_next(run))
+    launch_next = DecodeRun.launch_next
+    monkeypatch.setattr(DecodeRun, "launch_next", lambda run: launches.append(1) or launch_next(run))
     finished = ahead.generate(requests)
     assert launches
     assert (ahead.num_preemptions > 0) == (kv_blocks == 17)
@@ -139,6 +141,20 @@ def test_running_one_step_ahead_changes_no_result(monkeypatch: pytest.MonkeyPatc
         (each.tokens, each.reason) for each in expected
     ]
     assert all(len(each.token_times_s) == len(each.tokens) for each in finished)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
+def test_padding_rows_and_warm_up_steps_change_nothing(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    source = make_source()
+    config = EngineConfig(max_batch_size=6)
+    expected = [
+        (each.tokens, each.logprobs)
+        for each in Engine(source, device=CPU, config=config).generate(make_requests(8))
+    ]
+    monkeypatch.setattr(decode, "Graphs", RehearsedGraphs)
+    monkeypatch.setattr(Engine, "_overlaps", property(lambda engine: ahead))
+    finished = Engine(source, device=CPU, config=config).generate(make_requests(8))
+    assert [(each.tokens, each.logprobs) for each in finished] == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from compress.runtime.kv_cache import BlockAllocator
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.scheduler import Generation, Scheduler, Step
+from compress.runtime.scheduler import Batch, Generation, Scheduler
 
 BLOCK_SIZE = 16
 
@@ -27,20 +27,20 @@ class Bench:
 
     def step(self) -> tuple[list[str], list[tuple[str, int]]]:
         """(decodes, prefill chunks) by name."""
-        step = self.scheduler.schedule()
+        batch = self.scheduler.schedule()
         shown = (
-            [each.generation.request.id for each in step.decodes],
-            [(each.generation.request.id, each.num_tokens) for each in step.prefills],
+            [each.request.id for each in batch.decodes],
+            [(each.generation.request.id, each.num_tokens) for each in batch.prefills],
         )
-        self._run(step)
+        self._run(batch)
         return shown
 
-    def _run(self, step: Step) -> None:
-        for each in (*step.decodes, *step.prefills):
-            generation = each.generation
-            samples = each.samples
-            assert len(generation.blocks) * BLOCK_SIZE >= generation.num_computed + each.num_tokens
-            generation.num_computed += each.num_tokens
+    def _run(self, batch: Batch) -> None:
+        decodes = [(each, 1, True) for each in batch.decodes]
+        prefills = [(each.generation, each.num_tokens, each.is_last) for each in batch.prefills]
+        for generation, num_tokens, samples in (*decodes, *prefills):
+            assert len(generation.blocks) * BLOCK_SIZE >= generation.num_computed + num_tokens
+            generation.num_computed += num_tokens
             if samples:
                 generation.tokens.append(0)
                 if len(generation.generated) == generation.request.params.max_tokens:

@@ -14,20 +14,22 @@ import pytest
 import torch
 
 from compress.models.random_source import RandomSource
+from compress.runtime.decode_run import DecodeRun
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.running import Run
-from compress.runtime.speculative import draft_model, eagle3, speculation
+from compress.runtime.speculative import decoding, draft_model, eagle3
+from compress.runtime.speculative.decoding import SpeculativeDecoding
 from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
-from compress.runtime.speculative.speculation import Speculation, Speculative
+from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.speculative.state import SpeculativeState
+from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import acceptance_of
 from tests.unit.runtime.test_speculative_eagle3 import make_head
-from tests.unit.runtime.test_speculative_engine import VOCAB, Noisy, Rehearsed, make_source
+from tests.unit.runtime.test_speculative_engine import VOCAB, Noisy, make_source
 
 CPU = torch.device("cpu")
 
@@ -39,21 +41,21 @@ class Ahead(Engine):
 
     @property
     def _overlaps(self) -> bool:
-        return self._steps.runs_ahead and self.observer is None
+        return self._decoding.runs_ahead and self.observer is None
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry a step that was launched ahead."""
     found = list[int]()
-    launch_next = Run.launch_next
+    launch_next = DecodeRun.launch_next
 
-    def counted(run: Run) -> bool:
+    def counted(run: DecodeRun) -> bool:
         goes_on = launch_next(run)
         found.extend([1] * goes_on)
         return goes_on
 
-    monkeypatch.setattr(Run, "launch_next", counted)
+    monkeypatch.setattr(DecodeRun, "launch_next", counted)
     return found
 
 
@@ -78,7 +80,7 @@ def make_late(engine: Engine) -> Engine:
     queue = deque[Callable[[], None]]()
     steps = engine._speculation
     assert steps is not None
-    launch = Speculation.launch
+    launch = SpeculativeDecoding.launch
     state = steps._state
     load = steps._state.load
     send = state._send
@@ -208,15 +210,15 @@ def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
-def test_fillers_and_warming_up_while_a_step_is_unread_change_nothing(
+def test_padding_rows_and_warm_up_while_a_step_is_unread_change_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
     source = stopping()
     requests = make_requests(8, 6)
     config = EngineConfig(max_batch_size=3, max_model_len=128)
     plain = served(Engine(source, device=CPU, config=config), requests, 8)
-    for module in (speculation, draft_model, eagle3):
-        monkeypatch.setattr(module, "Graphs", Rehearsed)
+    for module in (decoding, draft_model, eagle3):
+        monkeypatch.setattr(module, "Graphs", RehearsedGraphs)
     engine = Ahead(
         source, device=CPU, config=replace(config, speculative=Speculative(proposers(source)[name], k=2))
     )
@@ -272,7 +274,7 @@ def test_all_proposals_are_meant_where_none_are_counted_whatever_was_counted_bef
     state = SpeculativeState(max_rows=4, max_model_len=96, block_size=16, k=3, device=CPU)
     for num_rows, counts in ((4, [0, 2, 0, 1]), (2, None), (4, None)):
         state.propose(torch.zeros(num_rows, 3, dtype=torch.int64), counts)
-        assert state.step.proposed_S[:num_rows].tolist() == (counts or [3] * num_rows)
+        assert state.buffers.proposed_S[:num_rows].tolist() == (counts or [3] * num_rows)
 
 
 def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
@@ -281,7 +283,7 @@ def test_a_block_table_on_its_way_is_not_overwritten_by_the_next() -> None:
     sent = deque[torch.Tensor]()
     state._send = sent.append  # type: ignore[method-assign]
     for num_blocks in range(1, 6):
-        state.hold({1: range(1, 1 + num_blocks)})
+        state.set_blocks({1: range(1, 1 + num_blocks)})
         for behind, held in enumerate([*sent][::-1][:2]):
             own = max(0, num_blocks - behind)
             assert held[1].tolist() == [16 * own, *range(1, 1 + own), *[0] * (held.shape[1] - 1 - own)]

@@ -17,14 +17,14 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Request, SamplingParams
-from compress.runtime.speculative import eagle3, speculation
+from compress.runtime.speculative import decoding, eagle3
 from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
+from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import acceptance_of
 from tests.unit.runtime.test_speculative_engine import (
     TARGETS,
     VOCAB,
-    Rehearsed,
     assert_same_bits,
     make_requests,
     make_source,
@@ -166,14 +166,14 @@ def test_a_quantized_head_changes_no_bit(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_fillers_and_runs_of_the_same_step_change_nothing(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
+def test_padding_rows_and_warm_up_steps_change_nothing(monkeypatch: pytest.MonkeyPatch, rule: Any) -> None:
     source = make_source()
     requests = make_requests(14)
     speculative = Speculative(Eagle3(make_head(source.arch)), rule=rule)
     config = EngineConfig(max_batch_size=6, speculative=speculative)
     as_written = record(Engine(source, device=CPU, config=config), requests).results
-    monkeypatch.setattr(speculation, "Graphs", Rehearsed)
-    monkeypatch.setattr(eagle3, "Graphs", Rehearsed)
+    monkeypatch.setattr(decoding, "Graphs", RehearsedGraphs)
+    monkeypatch.setattr(eagle3, "Graphs", RehearsedGraphs)
     assert record(Engine(source, device=CPU, config=config), requests).results == as_written
 
 

@@ -1,7 +1,6 @@
 """Speculative decoding gives what plain decoding gives, bit for bit: whoever proposes, whatever the weights, the cache and the company."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +16,12 @@ from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.kv_cache import kv_bytes_per_token
 from compress.runtime.request import Finished, Request, SamplingParams
-from compress.runtime.speculative import draft_model, speculation
+from compress.runtime.speculative import decoding, draft_model
 from compress.runtime.speculative.draft_model import DraftModel
-from compress.runtime.speculative.graphs import Graphs
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
+from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import Scripted, acceptance_of
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
@@ -166,27 +165,9 @@ def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
         assert_same_bits(speculated.rows, plain.rows)
 
 
-class Rehearsed(Graphs[Any]):
-    """What a graph adds to a step, on the CPU: fillers up to its size, and runs of the same step before the one that counts."""
-
-    def __init__(self, device: torch.device, max_rows: int) -> None:
-        super().__init__(device, max_rows)
-        self.max_rows = self._sizes[-1]
-
-    def num_rows(self, wanted: int) -> int:
-        return next(size for size in self._sizes if size >= wanted)
-
-    def run(self, key: Any, function: Callable[[], Any], *, aside: Any = nullcontext) -> Any:
-        with torch.inference_mode(), aside():
-            function()
-            function()
-        with torch.inference_mode():
-            return function()
-
-
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD"])
-def test_fillers_and_runs_of_the_same_step_change_nothing(
+def test_padding_rows_and_warm_up_steps_change_nothing(
     monkeypatch: pytest.MonkeyPatch, rule: Any, kv_format: str | None
 ) -> None:
     source = make_source()
@@ -202,8 +183,8 @@ def test_fillers_and_runs_of_the_same_step_change_nothing(
         return [record(Engine(source, device=CPU, config=each), requests).results for each in configs]
 
     as_written = run()
-    monkeypatch.setattr(speculation, "Graphs", Rehearsed)
-    monkeypatch.setattr(draft_model, "Graphs", Rehearsed)
+    monkeypatch.setattr(decoding, "Graphs", RehearsedGraphs)
+    monkeypatch.setattr(draft_model, "Graphs", RehearsedGraphs)
     assert run() == as_written
     assert (as_written[1] == plain.results) == (rule == "coupled")
 

@@ -28,6 +28,7 @@ from compress.registry.model_source import ModelSource, resolve_model
 from compress.stages import STAGES, Input, Inputs, PlanFacts, Port
 from compress.stages.calibrate import Calibrate
 from compress.stages.export import Export
+from compress.stages.quantize.schemes import model_scheme
 from compress.stages.quantize.spec import Quantize
 from tests.support.tiny_decoder import QWEN3, tiny_arch, tiny_checkpoint
 
@@ -287,7 +288,7 @@ def test_a_head_in_its_own_scheme_goes_through_to_the_checkpoint(
     assert (
         exported.manifest.scheme
         == quantized.manifest.scheme
-        == spec.model_scheme(Checkpoint(bench.source.path).arch).to_json()
+        == model_scheme(spec, Checkpoint(bench.source.path).arch).to_json()
     )
     opened = open_checkpoint(exported.path)
     source = Checkpoint(bench.source.path)

@@ -49,6 +49,18 @@ def test_what_was_not_measured_does_not_pass() -> None:
     assert (result.passed, result.note) == (False, "not measured")
 
 
+def test_what_was_measured_and_proves_nothing_does_not_pass() -> None:
+    gates = parse_gates({"tpot_ms_p50": {"cpu": 30}, "kl_mean": 1.0})
+    metrics = {"tpot_ms_p50": Estimate(3.0, 2.9, 3.1), "kl_mean": Estimate.exact(0.5)}
+    reason = {"tpot_ms_p50": "repeats spread over 80 % of their median"}
+    timed, judged = evaluate(gates, metrics, device="cpu", unproven=reason)
+    assert (timed.passed, timed.value, timed.bound) == (False, None, None)
+    assert timed.note.startswith("no evidence: 3 was measured, but repeats spread over 80 %")
+    assert judged.passed
+    (elsewhere,) = evaluate(gates[:1], metrics, device="cuda-sm90", unproven=reason)
+    assert elsewhere.passed is None
+
+
 def test_a_number_taken_after_an_earlier_stage_is_its_own_metric() -> None:
     gates = parse_gates({"quantize.top1": 0.9}, stages=["prune", "quantize"])
     assert gates == (Gate("quantize.top1", 0.9, None),)

@@ -1,31 +1,49 @@
 """Latency on an engine whose clock is known exactly, and the roofline on a model whose arithmetic is known exactly."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import pytest
+import torch
 
 from compress.errors import CompressError, UsageError
 from compress.runtime.request import Finished, Request
-from compress.validate.latency import LatencyRow, measure_latency
+from compress.validate.contention import CpuTimes, cpu_clock
+from compress.validate.latency import LatencyConditions, LatencyRow, compare_latency, measure_latency
 from compress.validate.roofline import Work, advise, roofline
+from compress.validate.stability import stability
 
 if TYPE_CHECKING:
     from compress.runtime.engine import Engine
 
 
 @dataclasses.dataclass
-class ClockworkEngine:
-    """Obeys the engine's contract on a clock of its own: 7 ms a prompt, then 1 ms a sequence and token, 10 in the first slow rounds."""
+class Clock:
+    """The time on the wall, and the engines in the order in which they used it."""
 
-    slow_rounds: int = 0
+    now_s: float = 0.0
+    turns: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class ClockworkEngine:
+    """An engine on a clock of its own: 7 ms a prompt, then 1 ms a sequence and token.
+
+    Both are multiplied by `slowdown`, a function of how many batches were run on the clock before.
+    """
+
+    slowdown: Callable[[int], float] = lambda turn: 1.0
+    unit_s: float = 0.001
     short: bool = False
+    name: str = ""
+    clock: Clock = dataclasses.field(default_factory=Clock)
     weight_bytes: int = 1_000_000
     kv_bytes_per_token: int = 100
-    now_s: float = 0.0
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     seen: list[Request] = dataclasses.field(default_factory=list)
     waiting: list[tuple[Request, float]] = dataclasses.field(default_factory=list)
-    rounds: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -33,15 +51,14 @@ class ClockworkEngine:
 
     def add(self, request: Request) -> None:
         self.seen.append(request)
-        self.waiting.append((request, self.now_s))
+        self.waiting.append((request, self.clock.now_s))
 
     def step(self) -> list[Finished]:
-        step_s = (0.001 + (0.009 if self.rounds < self.slow_rounds else 0.0)) * len(self.waiting)
-        first_s = self.now_s + 0.007 * len(self.waiting)
+        step_s = self.unit_s * len(self.waiting) * self.slowdown(len(self.clock.turns))
         num = self.waiting[0][0].params.max_tokens - self.short
-        times_s = tuple(first_s + index * step_s for index in range(num))
-        self.now_s = times_s[-1] + 0.5
-        self.rounds += 1
+        times_s = tuple(self.clock.now_s + (7 + index) * step_s for index in range(num))
+        self.clock.now_s = times_s[-1] + 0.5
+        self.clock.turns.append(self.name)
         done = [
             Finished(
                 id=r.id,
@@ -57,20 +74,64 @@ class ClockworkEngine:
         return done
 
 
-def measure(
-    engine: ClockworkEngine, *, seed: int = 0, repeats: int = 3, warmups: int = 1, output_tokens: int = 10
-) -> list[LatencyRow]:
-    return measure_latency(
-        cast("Engine", engine),
-        batch_sizes=[1, 4],
+def conditions(
+    *,
+    repeats: int = 3,
+    warmups: int = 1,
+    output_tokens: int = 10,
+    seed: int = 0,
+    min_repeats: int | None = None,
+) -> LatencyConditions:
+    return LatencyConditions(
         prompt_tokens=20,
         output_tokens=output_tokens,
         repeats=repeats,
         warmups=warmups,
         vocab_size=50,
-        seed=seed,
         bandwidth_bytes_per_s=2e9,
+        seed=seed,
+        min_repeats=min_repeats,
     )
+
+
+def measure(
+    engine: ClockworkEngine, *, seed: int = 0, repeats: int = 3, warmups: int = 1, output_tokens: int = 10
+) -> list[LatencyRow]:
+    wanted = conditions(repeats=repeats, warmups=warmups, output_tokens=output_tokens, seed=seed)
+    return measure_latency(cast("Engine", engine), wanted, batch_sizes=[1, 4])
+
+
+def compare(
+    slowdown: Callable[[int], float],
+    *,
+    lost_frac: float = 0.0,
+    repeats: int = 5,
+    min_repeats: int | None = None,
+    units_s: tuple[float, float] = (0.002, 0.001),
+) -> tuple[LatencyRow, LatencyRow]:
+    """Measure two engines on one wall clock that others slow down: `slowdown` by how many batches came before, after two warm-ups."""
+    clock = Clock()
+    engines = {
+        name: cast("Engine", ClockworkEngine(lambda turn: slowdown(turn - 2), unit_s, name=name, clock=clock))
+        for name, unit_s in zip(("source", "candidate"), units_s, strict=True)
+    }
+    ticks = busy_processor(lost_frac)
+    rows = compare_latency(
+        engines,
+        conditions(repeats=repeats, min_repeats=min_repeats),
+        batch_size=1,
+        clock=lambda: next(ticks),
+    )
+    return rows["source"], rows["candidate"]
+
+
+def busy_processor(lost_frac: float) -> Iterator[CpuTimes]:
+    """A process that waits for `lost_frac` of the time it needs, read once a second."""
+    second = CpuTimes(run=round((1 - lost_frac) * 1e9), wait=round(lost_frac * 1e9), busy=100)
+    now = CpuTimes()
+    while True:
+        yield now
+        now += second
 
 
 def test_times_are_those_of_the_engines_clock() -> None:
@@ -92,11 +153,21 @@ def test_the_floor_is_bytes_over_bandwidth_at_the_mean_context() -> None:
     assert four.floor_frac == pytest.approx(four.floor_ms / 4.0)
 
 
-def test_warm_up_rounds_are_run_and_not_counted() -> None:
-    assert measure(ClockworkEngine(slow_rounds=2), warmups=2)[0].tpot_ms_p99.value == pytest.approx(1.0)
-    counted = measure(ClockworkEngine(slow_rounds=2), warmups=1)[0]
+def test_warm_ups_are_run_and_not_counted() -> None:
+    def slow_at_first(turn: int) -> float:
+        return 10.0 if turn < 2 else 1.0
+
+    assert measure(ClockworkEngine(slow_at_first), warmups=2)[0].tpot_ms_p99.value == pytest.approx(1.0)
+    counted = measure(ClockworkEngine(slow_at_first), warmups=1)[0]
     assert counted.tpot_ms_p50.value == pytest.approx(1.0)
-    assert counted.tpot_ms_p50.upper == pytest.approx(10.0)
+    assert counted.tpot_ms_p50.upper >= 10.0
+
+
+def test_a_warm_up_is_short_only_where_nothing_is_compiled() -> None:
+    for device, expected in (("cpu", [8, 10, 10, 10]), ("cuda", [10] * 4)):
+        engine = ClockworkEngine(device=torch.device(device))
+        measure(engine)
+        assert [each.params.max_tokens for each in engine.seen[:4]] == expected
 
 
 def test_no_prompt_is_seen_twice_and_a_seed_repeats_them() -> None:
@@ -131,9 +202,109 @@ def test_a_row_of_json_is_flat_and_metrics_leave_the_conditions_out() -> None:
     row = measure(ClockworkEngine())[0]
     flat = row.as_json()
     assert flat["tpot_ms_p50_lower"] <= flat["tpot_ms_p50"] <= flat["tpot_ms_p50_upper"]
-    assert all(isinstance(value, int | float | str) for value in flat.values())
+    assert all(value is None or isinstance(value, int | float | str) for value in flat.values())
     assert "batch_size" not in row.metrics()
     assert row.metrics()["tpot_ms_p95"] == row.tpot_ms_p95
+
+
+def test_models_take_turns_and_the_order_is_reversed_after_each() -> None:
+    clock = Clock()
+    engines = {name: cast("Engine", ClockworkEngine(name=name, clock=clock)) for name in ("a", "b", "c")}
+    rows = compare_latency(engines, conditions(), batch_size=1)
+    assert "".join(clock.turns) == "abc" + "abc" + "cba" + "abc"
+    assert all(row.interleaved for row in rows.values())
+    assert not measure(ClockworkEngine())[0].interleaved
+
+
+def test_models_are_timed_on_the_same_prompts() -> None:
+    one = ClockworkEngine(name="one")
+    other = ClockworkEngine(name="other")
+    engines = {each.name: cast("Engine", each) for each in (one, other)}
+    compare_latency(engines, conditions(), batch_size=2)
+    assert [request.prompt for request in one.seen] == [request.prompt for request in other.seen]
+
+
+def test_steady_repeats_are_stable_and_end_the_measurement() -> None:
+    for row in compare(lambda turn: 1.0 + 0.01 * (turn % 3), min_repeats=3):
+        assert row.repeats == 3
+        assert not row.unstable
+        assert row.tpot_instability == row.ttft_instability == ""
+        assert row.unproven() == {}
+    assert [row.repeats for row in compare(lambda turn: 1.0)] == [5, 5]
+
+
+def test_slow_repeats_are_seen_and_no_repeat_is_saved() -> None:
+    """Another program runs during two of five turns of both models."""
+    for row in compare(lambda turn: 4.0 if turn in (4, 5, 6, 7) else 1.0, min_repeats=3):
+        assert row.repeats == 5
+        assert row.unstable
+        assert "repeats spread over 300 % of their median" in row.tpot_instability
+        assert row.unproven().keys() == row.metrics().keys()
+
+
+def test_a_drift_is_seen_and_its_direction() -> None:
+    for row in compare(lambda turn: 1.0 + 0.03 * turn):
+        assert "slower than the first" in row.tpot_instability
+        assert row.tpot_drift_frac > 0.1
+    for row in compare(lambda turn: 1.0 - 0.03 * turn):
+        assert "faster than the first" in row.tpot_instability
+
+
+def test_what_slows_both_models_leaves_their_ratio() -> None:
+    """The machine becomes slower by 3 % with every batch; measured one after the other, the ratio would be off by a sixth."""
+    source, candidate = compare(lambda turn: 1.0 + 0.03 * turn)
+    assert source.tpot_ms_p50.value / candidate.tpot_ms_p50.value == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "slowdown", [lambda turn: 1.0 + turn % 2, lambda turn: 1.0 + 0.1 * turn], ids=["jitter", "drift"]
+)
+def test_the_law_does_not_depend_on_speed(slowdown: Callable[[int], float]) -> None:
+    fast, slow = (compare(slowdown, units_s=(unit, unit)) for unit in (1e-5, 1.0))
+    for each, other in zip(fast, slow, strict=True):
+        assert each.tpot_spread_frac == pytest.approx(other.tpot_spread_frac, rel=1e-4)
+        assert each.tpot_drift_frac == pytest.approx(other.tpot_drift_frac, rel=1e-4, abs=1e-9)
+        assert each.tpot_instability == other.tpot_instability != ""
+
+
+def test_lost_processor_time_is_seen_where_repeats_agree() -> None:
+    for row in compare(lambda turn: 1.0, lost_frac=0.4):
+        assert row.tpot_spread_frac == pytest.approx(0.0, abs=1e-9)
+        assert row.cpu_lost_frac == pytest.approx(0.4)
+        assert row.tpot_instability == "other work took 40 % of the processor time"
+    assert not any(row.unstable for row in compare(lambda turn: 1.0, lost_frac=0.05))
+
+
+def test_few_repeats_have_students_interval_and_many_their_own_order() -> None:
+    """With five normal values the interval of the median is at least as wide as that of the mean."""
+    few, _ = compare(lambda turn: 1.0 + 0.01 * (turn % 4), repeats=3)
+    assert few.tpot_ms_p50.upper - few.tpot_ms_p50.lower > 2 * few.tpot_spread_frac * few.tpot_ms_p50.value
+    many, _ = compare(lambda turn: 1.0 + 0.01 * (turn % 4), repeats=20)
+    assert many.tpot_ms_p50.upper - many.tpot_ms_p50.lower <= 0.04 * many.tpot_ms_p50.value
+
+
+def test_an_odd_repeat_in_the_middle_belongs_to_neither_half() -> None:
+    found = stability([1.0, 1.0, 50.0, 2.0, 2.0])
+    assert found.drift_frac == 1.0
+    assert not found.agrees
+
+
+def test_lost_time_is_waiting_and_stealing() -> None:
+    assert CpuTimes().lost_frac is None
+    assert CpuTimes(run=3, wait=1).lost_frac == pytest.approx(0.25)
+    assert CpuTimes(run=4, busy=10, stolen=5).lost_frac == pytest.approx(0.5)
+    assert CpuTimes(run=3, wait=1, busy=10, stolen=2).lost_frac == pytest.approx(1 - 0.75 * 0.8)
+    assert CpuTimes(1, 2, 3, 4) + CpuTimes(4, 3, 2, 1) - CpuTimes(5, 5, 5, 5) == CpuTimes()
+
+
+def test_the_counters_of_this_process_only_grow() -> None:
+    for on_cpu in (True, False):
+        clock = cpu_clock(on_cpu=on_cpu)
+        reads = [clock() for _ in range(3) if sum(range(200_000))]
+        for before, after in pairwise(reads):
+            spent = after - before
+            assert min(spent.run, spent.busy, spent.stolen) >= 0
+            assert spent.lost_frac is None or 0.0 <= spent.lost_frac < 1.0
 
 
 def test_roofline_of_known_arithmetic() -> None:

@@ -13,18 +13,16 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
+from compress.validate.acceptance import acceptance_rows, repeated_4grams, step_sizes
 from compress.validate.payoff import SpeedRow, advise, predicted
+from compress.validate.probed_proposer import ProbedOptions, ProposerProbe
 from compress.validate.speculation import (
     Conditions,
     SpeculationEvidence,
-    acceptance_rows,
     measure_speculation,
-    probe,
-    repeated_4grams,
-    step_sizes,
+    step_costs,
 )
 from compress.validate.stats import Estimate
-from compress.validate.watched import Watch, Watched
 from tests.support.scripted_proposer import Scripted
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_source
 
@@ -134,12 +132,11 @@ def test_steps_without_room_for_all_proposals_are_left_out() -> None:
 
 
 def test_rates_add_up_to_the_acceptance_length() -> None:
-    conditions = replace(CONDITIONS, prompts={"a": [(1,), (2,)]}, k=2, output_tokens=8)
     runs = [
         finished_at([0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 3.0, 4.0]),
         finished_at([0.0, *map(float, range(1, 8))]),
     ]
-    (row,) = acceptance_rows("draft", 1.0, runs, runs, conditions)
+    (row,) = acceptance_rows("draft", 1.0, runs, runs, categories=["a", "a"], k=2)
     assert row.num_steps == 3 + 5
     assert row.acceptance_length.value == (6 + 5) / 8
     assert row.acceptance_rates == (2 / 8, 1 / 8)
@@ -156,27 +153,35 @@ def test_repetition_is_the_share_of_4grams_that_came_before() -> None:
     assert repeated_4grams((1, 2, 3)) == 0
 
 
-def test_proposals_of_the_watched_are_its_own_and_idle_steps_cost_it_nothing() -> None:
-    watch = Watch()
+def test_a_probed_proposer_proposes_its_own_and_idle_steps_cost_it_nothing() -> None:
+    probe = ProposerProbe()
     plain = engine_for(Speculative(DraftModel(SOURCE), k=3))
-    watched = engine_for(Speculative(Watched(DraftModel(SOURCE), watch), k=3))
+    probed = engine_for(Speculative(ProbedOptions(DraftModel(SOURCE), probe), k=3))
     requests = CONDITIONS.requests(1.0, 4)
-    assert [each.tokens for each in watched.generate(requests)] == [
+    assert [each.tokens for each in probed.generate(requests)] == [
         each.tokens for each in plain.generate(requests)
     ]
-    assert not watch.seconds
-    propose_s, verify_s = probe(watched, watch, requests[:2], 3)
-    timed = len(watch.seconds)
+    assert not probe.seconds
+    propose_s, verify_s = step_costs(probed, probe, requests[:2], 3)
+    timed = len(probe.seconds)
     assert timed > 0
     assert propose_s > 0 < verify_s
-    assert watch.mode == "own"
-    watch.mode = "idle"
-    idle = watched.generate(
-        [replace(each, params=replace(each.params, temperature=0.0)) for each in requests]
-    )
+    assert probe.mode == "own"
+    probe.mode = "idle"
+    idle = probed.generate([replace(each, params=replace(each.params, temperature=0.0)) for each in requests])
     greedy = engine_for(None).generate(CONDITIONS.requests(0.0, 4))
     assert [each.tokens for each in idle] == [each.tokens for each in greedy]
-    assert len(watch.seconds) == timed
+    assert len(probe.seconds) == timed
+
+
+def test_a_speed_up_proves_nothing_where_other_work_took_the_processor() -> None:
+    quiet = row()
+    disturbed = replace(quiet, unstable=True, instability="other work took 40 % of the processor time")
+    acceptance = measured({"ngram": NGram()}).acceptance
+    assert SpeculationEvidence(acceptance, (quiet, disturbed)).unproven == {}
+    assert SpeculationEvidence(acceptance, (disturbed, quiet)).unproven == {
+        "speedup": "other work took 40 % of the processor time"
+    }
 
 
 def test_conditions_without_uncertainty_or_room_are_refused() -> None:
@@ -208,7 +213,7 @@ def test_the_prediction_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rates", "said"),
+    ("changes", "rates", "words"),
     [
         ({}, (0.5, 0.25), "Speculation pays at batch 4: 1.25 times as fast."),
         ({"verify_ms": 11.0, "draft_ms": 1.0}, (0.7, 0.05), "k = 1 is predicted to give 1.48"),
@@ -232,14 +237,14 @@ def test_the_prediction_is_the_formula() -> None:
             (0.5, 0.25),
             "most of it the draft, and 3 tokens come out of it at best.",
         ),
-        ({"speedup": 0.9}, (0.5, 0.25), "Its times promise 1.25: the machine was disturbed"),
+        ({"speedup": 0.9}, (0.5, 0.25), "Its times predict 1.25: the machine was disturbed"),
         ({"speedup": 0.9, "draft_ms": 4.0}, (0.95, -0.2), "k = 1 is predicted to give 1.30"),
     ],
 )
 def test_advice_follows_from_the_times(
-    changes: dict[str, float], rates: tuple[float, float], said: str
+    changes: dict[str, float], rates: tuple[float, float], words: str
 ) -> None:
     found = predicted(row(**changes), rates)
     assert found.advice is not None
-    assert said in found.advice
+    assert words in found.advice
     assert found.advice == advise(found, 2)

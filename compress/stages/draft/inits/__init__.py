@@ -1,5 +1,6 @@
-"""Where drafts begin: one file a kind. A kind is a Spec that says, at plan time, what it needs and what cannot be; that trains the draft
-against its target, on all ranks together; and whose result writes itself into the artifact.
+"""Where drafts begin: one file a kind. A kind is a Spec that says, at plan time, what it needs and what
+cannot be; that trains the draft against its target, on all ranks together; and whose result writes itself
+into the artifact.
 
 Everything that kinds have in common (text, steps, the target in decoder form) is made for them: `Setting`.
 """
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a draft is made with, the same on every rank: the recipe's model, the target as it will be served and as a decoder in `dtype`
-    on the device (what its codes stand for; no gradients), and windows of text."""
+    """What a draft is made with, the same on every rank: the recipe's model, the target as it will be served
+    and as a decoder in `dtype` on the device (what its codes stand for; no gradients), and windows of text.
+    """
 
     spec: "Draft"
     source: ModelSource
@@ -40,9 +42,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Made:
-    """A trained draft. `facts` are its own: `kind`, `params`, `before` and `after` with {kl, top1, acceptance, acceptance_length}, and what
-    else its kind has to say. `write` puts its files into the artifact and returns what `describe` is to say of them: arch, layers, scheme.
-    It is called on rank 0."""
+    """A trained draft. `facts` are its own: `kind`, `params`, `before` and `after` with {kl, top1,
+    acceptance, acceptance_length}, and what else its kind has to say. `write` puts its files into the
+    artifact and returns what `describe` is to say of them: arch, layers, scheme. It is called on rank 0."""
 
     curve: Curve
     facts: Mapping[str, Any]

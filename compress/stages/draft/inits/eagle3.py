@@ -1,5 +1,5 @@
-"""A draft that is an EAGLE-3 head: one layer that goes on from the target's own hidden states, over the most frequent tokens of the text it
-is trained on."""
+"""A draft that is an EAGLE-3 head: one layer that goes on from the target's own hidden states, over the most
+frequent tokens of the text it is trained on."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +44,8 @@ class Eagle3(Spec):
     kind: Literal["eagle3"] = "eagle3"
     layers: Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)] | None = Field(
         None,
-        description="after how many of the target's layers hidden states are read, rising; left out, [2, half, all but 3]",
+        description="after how many of the target's layers hidden states are read, rising; left out, [2, "
+        "half, all but 3]",
     )
     vocab: int = Field(
         8192,
@@ -66,8 +67,8 @@ class Eagle3(Spec):
         """A step ahead costs what a layer and a head do."""
         if spec.loss.top_k is not None or spec.loss.hard_frac or spec.recompute:
             raise UsageError(
-                "draft: an EAGLE-3 head is trained beside the target, whose hidden states it reads, on its distribution alone, and has one "
-                "layer: leave out loss.top_k, loss.hard_frac and recompute."
+                "draft: an EAGLE-3 head is trained beside the target, whose hidden states it reads, on its "
+                "distribution alone, and has one layer: leave out loss.top_k, loss.hard_frac and recompute."
             )
         head = self.facts(facts.arch)
         if spec.quantize is not None:
@@ -80,10 +81,12 @@ class Eagle3(Spec):
         return replace(
             found,
             notes=(
-                f"an EAGLE-3 head over hidden states after layers {', '.join(map(str, head.layer_ids))} of {facts.arch.num_layers}: "
-                f"{num_params / 1e6:,.1f} M parameters, {head.draft_vocab_size:,} of {facts.arch.vocab_size:,} tokens",
-                f"{spec.loss.kind}, {self.steps} steps ahead, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in "
-                f"{spec.num_steps:,} steps of {spec.data}",
+                f"an EAGLE-3 head over hidden states after layers {', '.join(map(str, head.layer_ids))} of "
+                f"{facts.arch.num_layers}: {num_params / 1e6:,.1f} M parameters, {head.draft_vocab_size:,} "
+                f"of {facts.arch.vocab_size:,} tokens",
+                f"{spec.loss.kind}, {self.steps} steps ahead, "
+                f"{spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in {spec.num_steps:,} steps of "
+                f"{spec.data}",
             ),
         )
 

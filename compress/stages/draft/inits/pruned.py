@@ -1,7 +1,9 @@
-"""A draft that is its target made small: a few of its layers, with fewer heads and FFN channels, between its own embedding and head.
+"""A draft that is its target made small: a few of its layers, with fewer heads and FFN channels, between its
+own embedding and head.
 
-What goes is chosen, and made up for, by the pruning code, on a few windows of the training text and on the inputs that the small model
-itself sees. Embedding and head stay the target's: so they are not trained, unless asked.
+What goes is chosen, and made up for, by the pruning code, on a few windows of the training text and on the
+inputs that the small model itself sees. Embedding and head stay the target's: so they are not trained, unless
+asked.
 """
 
 from collections.abc import Mapping
@@ -58,7 +60,8 @@ class Pruned(Spec):
         | Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)]
     ) = Field(
         2,
-        description="how many layers, evenly spaced with the first and the last among them; or their indices, `[0, 15, 31]`",
+        description="how many layers, evenly spaced with the first and the last among them; or their "
+        "indices, `[0, 15, 31]`",
     )
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
@@ -96,7 +99,8 @@ class Pruned(Spec):
         chosen = sorted(set(self.keep_layers))
         if len(chosen) < len(self.keep_layers) or not 0 <= chosen[0] <= chosen[-1] < arch.num_layers:
             raise UsageError(
-                f"draft: keep_layers {list(self.keep_layers)} must name different layers of 0..{arch.num_layers - 1}, or say how many stay."
+                f"draft: keep_layers {list(self.keep_layers)} must name different layers of "
+                f"0..{arch.num_layers - 1}, or say how many stay."
             )
         return chosen
 
@@ -110,7 +114,8 @@ class Pruned(Spec):
         if (pruning := self._pruning()) is None:
             if subset.num_layers == target.num_layers:
                 raise UsageError(
-                    "draft: all layers, heads and channels stay: it would be the model itself, and as slow. Keep fewer layers."
+                    "draft: all layers, heads and channels stay: it would be the model itself, and as slow. "
+                    "Keep fewer layers."
                 )
             return subset
         pruning.check_model(subset)
@@ -135,9 +140,11 @@ class Pruned(Spec):
             spec, arch, facts.arch, facts, num_trained=arch.num_params - frozen, frozen_bytes=4 * frozen
         )
         notes = [
-            f"{arch.num_layers} of {facts.arch.num_layers} layers ({', '.join(map(str, self.kept(facts.arch)))}): "
-            f"{(arch.num_params - outer) / 1e6:,.1f} M parameters between the model's embedding and head, {outer / 1e6:,.1f} M",
-            f"{spec.loss.kind}, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in {spec.num_steps:,} steps of {spec.data}",
+            f"{arch.num_layers} of {facts.arch.num_layers} layers "
+            f"({', '.join(map(str, self.kept(facts.arch)))}): {(arch.num_params - outer) / 1e6:,.1f} M "
+            f"parameters between the model's embedding and head, {outer / 1e6:,.1f} M",
+            f"{spec.loss.kind}, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in "
+            f"{spec.num_steps:,} steps of {spec.data}",
         ]
         if spec.quantize is None:
             return replace(found, notes=tuple(notes))

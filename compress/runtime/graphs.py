@@ -1,0 +1,98 @@
+"""CUDA graphs of passes over tensors that stay in place: each pass is captured once and then replayed.
+
+A function is warmed up before it is captured, because that is when its kernels are compiled and tuned. So
+either it returns the same when it runs again, or the caller sets aside what it changes. On a CPU functions
+are called as they are.
+"""
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""The numbers of rows that graphs are captured for. A batch between two sizes is filled up with padding rows.
+"""
+_WARMUPS = 2
+
+
+@dataclass(frozen=True)
+class _Captured(Generic[T]):
+    """A captured graph and the tensors that a replay of it fills."""
+
+    graph: torch.cuda.CUDAGraph
+    result: T
+
+    def __call__(self) -> T:
+        self.graph.replay()
+        return self.result
+
+
+class Graphs(Generic[T]):
+    """One graph for each key, for batches of at most `max_rows` rows."""
+
+    def __init__(self, device: torch.device, max_rows: int) -> None:
+        self._device = device
+        self._captured: dict[Hashable, _Captured[T]] = {}
+        self._pool: Any = None
+        self._sizes = [size for size in GRAPH_SIZES if size < max_rows] + [graph_size(max_rows)]
+        self.max_rows = self._sizes[-1] if device.type == "cuda" else max_rows
+
+    def num_rows(self, wanted: int) -> int:
+        """Return the number of rows of the graph that serves `wanted` rows; on a CPU that is `wanted`."""
+        return next(size for size in self._sizes if size >= wanted) if self._device.type == "cuda" else wanted
+
+    @torch.inference_mode()
+    def prepare(
+        self,
+        key: Hashable,
+        function: Callable[[], T],
+        *,
+        set_aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Callable[[], T]:
+        """Capture `function` if there is no graph for `key` yet, and return what replays it.
+
+        The result of a replay is overwritten by the next replay with the same key. Within `set_aside()` the
+        function may run without effect.
+        """
+        if self._device.type != "cuda":
+            return function
+        if key not in self._captured:
+            self._captured[key] = self._capture(function, set_aside)
+        return self._captured[key]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], T],
+        *,
+        set_aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> T:
+        """Prepare `function` and run it once."""
+        return self.prepare(key, function, set_aside=set_aside)()
+
+    def _capture(
+        self, function: Callable[[], T], set_aside: Callable[[], AbstractContextManager[None]]
+    ) -> _Captured[T]:
+        stream = torch.cuda.Stream(self._device)
+        with set_aside():
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                for _ in range(_WARMUPS):
+                    function()
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = function()
+        self._pool = self._pool or graph.pool()
+        return _Captured(graph, result)
+
+
+def graph_size(num_rows: int) -> int:
+    """Return the smallest graph size that holds `num_rows`; above the largest, a whole multiple of it."""
+    largest = GRAPH_SIZES[-1]
+    return next((size for size in GRAPH_SIZES if size >= num_rows), -(-num_rows // largest) * largest)

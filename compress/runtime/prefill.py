@@ -1,0 +1,135 @@
+"""Prefill: the prompt chunks of a step as ragged batches, and the first token of each finished prompt."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.operands.paged import PADDING_BLOCK
+from compress.runtime.model_runner import PrefillBatch
+from compress.runtime.sampler import SampledTokens, sample
+from compress.runtime.scheduler import Generation, PrefillChunk
+
+
+@dataclass(frozen=True)
+class PrefilledTokens:
+    """The pending first tokens of prompts, one for each of `generations`."""
+
+    generations: list[Generation]
+    logits_WV: Tensor
+    sampled: SampledTokens
+
+    def wait(self) -> None:
+        """Wait until the device has chosen the tokens."""
+        if self.logits_WV.is_cuda:
+            torch.cuda.current_stream(self.logits_WV.device).synchronize()
+
+    def read(self) -> list[list[int]]:
+        """Return one token for each request."""
+        return self.sampled.tokens_R.unsqueeze(1).tolist()  # type: ignore[no-any-return]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        """Log probabilities of the tokens, or None where no request wants them."""
+        return None if self.sampled.logprobs_R is None else self.sampled.logprobs_R.unsqueeze(1).tolist()
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits [R, 1, V]."""
+        return self.logits_WV.unsqueeze(1)
+
+
+class Prefill:
+    """Launches the prefill chunks of a step.
+
+    `run(batch, short=...)` returns the logits [W, V] of a batch (`ModelRunner.prefill`). A prompt of at most
+    `short_prompt_rows` tokens is short: short prompts run in batches of at most as many rows, while chunks of
+    long prompts all run in one.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Tensor],
+        *,
+        block_size: int,
+        short_prompt_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._run = run
+        self._block_size = block_size
+        self._short_prompt_rows = short_prompt_rows
+        self._device = device
+
+    def launch(self, chunks: Sequence[PrefillChunk]) -> PrefilledTokens | None:
+        """Prefill these chunks; return the first tokens of the prompts that they complete, or None if there
+        are none.
+        """
+        generations: list[Generation] = []
+        logits: list[Tensor] = []
+        for group, short in self._groups(chunks):
+            logits.append(self._run(self._batch(group), short=short))
+            generations += [each.generation for each in group if each.is_last]
+        for each in chunks:
+            each.generation.num_computed += each.num_tokens
+        if not generations:
+            return None
+        logits_WV = torch.cat(logits)
+        params = [each.request.params for each in generations]
+        positions = [len(each.tokens) for each in generations]
+        return PrefilledTokens(generations, logits_WV, sample(logits_WV, params, positions))
+
+    def _groups(self, chunks: Sequence[PrefillChunk]) -> Iterator[tuple[Sequence[PrefillChunk], bool]]:
+        """Yield the chunks of each batch, and whether they are short prompts."""
+        short: list[PrefillChunk] = []
+        long: list[PrefillChunk] = []
+        for each in chunks:
+            if max(len(each.generation.request.prompt), each.num_tokens) > self._short_prompt_rows:
+                long.append(each)
+                continue
+            if sum(one.num_tokens for one in (*short, each)) > self._short_prompt_rows:
+                yield short, True
+                short = []
+            short.append(each)
+        if short:
+            yield short, True
+        if long:
+            yield long, False
+
+    def _batch(self, chunks: Sequence[PrefillChunk]) -> PrefillBatch:
+        """Return the ragged batch of these chunks, on the device."""
+        block_size = self._block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted_rows: list[int] = []
+        for each in chunks:
+            generation = each.generation
+            start = generation.num_computed
+            span = range(start, start + each.num_tokens)
+            tokens += generation.tokens[start : span.stop]
+            positions += span
+            slots += [
+                generation.blocks[position // block_size] * block_size + position % block_size
+                for position in span
+            ]
+            if each.is_last:
+                wanted_rows.append(len(tokens) - 1)
+        num_blocks = max(len(each.generation.blocks) for each in chunks)
+        table = [
+            each.generation.blocks + [PADDING_BLOCK] * (num_blocks - len(each.generation.blocks))
+            for each in chunks
+        ]
+        return PrefillBatch(
+            tokens_T=self._tensor(tokens),
+            positions_T=self._tensor(positions),
+            slots_T=self._tensor(slots),
+            block_table_RB=self._tensor(table),
+            query_lens=tuple(each.num_tokens for each in chunks),
+            context_lens=tuple(each.generation.num_computed + each.num_tokens for each in chunks),
+            wanted_rows_W=self._tensor(wanted_rows),
+        )
+
+    def _tensor(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,105 @@
+"""The scheme that each linear gets, as far as a recipe and the shapes of a model decide it, and the bytes
+that follow."""
+
+from compress.errors import UnsupportedFormat
+from compress.models.arch import Arch
+from compress.models.overrides import decide, overridden
+from compress.quant.scheme import ModelScheme, Scheme, commonest
+from compress.stages.budget.costs import GroupSchemes, largest_bytes, schemes_by_group
+from compress.stages.budget.spec import Mixed, scheme_or_dense
+from compress.stages.quantize.spec import Quantize
+
+
+def check_model(spec: Quantize, arch: Arch) -> None:
+    """Refuse a model that cannot be quantized so.
+
+    Raises:
+        UnsupportedFormat: the model's weights are codes already, or the head that is to be quantized is the
+            embedding.
+    """
+    if config := arch.config.get("quantization_config"):
+        raise UnsupportedFormat(
+            f"the model is quantized already (quant_method '{config.get('quant_method')}'): codes of codes "
+            "would add a second error to the first. Name the dense model that it was made from."
+        )
+    if spec.head is not None and arch.tied_head:
+        raise UnsupportedFormat(
+            f"the model's head is tied to its embedding, which stays dense: a head in {spec.head} would be a "
+            "second, different matrix, and no format has a place for it. Leave out `head`."
+        )
+
+
+def model_scheme(spec: Quantize, arch: Arch) -> ModelScheme | None:
+    """Return the schemes of a recipe without mixed precision, None where all weights stay dense.
+
+    Raises:
+        UsageError: an override decides nothing, or linears of one group would differ.
+    """
+    assert isinstance(spec.scheme, str), "the schemes of mixed precision are chosen while the stage runs"
+    if spec.only_cache:
+        return None
+    return overridden(scheme_or_dense(spec.scheme), spec.patterns, arch, head=spec.head_scheme)
+
+
+def mixed_schemes(spec: Quantize, mixed: Mixed, arch: Arch) -> list[GroupSchemes]:
+    """Return every linear group with the schemes that mixed precision chooses from.
+
+    Raises:
+        UsageError: an override decides nothing, or linears of one group would differ.
+    """
+    return schemes_by_group(mixed, decide(spec.patterns, arch), arch)
+
+
+def possible_schemes(spec: Quantize, arch: Arch) -> list[ModelScheme | None]:
+    """Return schemes that the model may get: for mixed precision each scheme in every group, and last all of
+    them in turn.
+
+    Raises:
+        UsageError: an override decides nothing, or linears of one group would differ.
+    """
+    if not isinstance(spec.scheme, Mixed):
+        return [model_scheme(spec, arch)]
+    groups = mixed_schemes(spec, spec.scheme, arch)
+    picks = [
+        [each.schemes[min(idx, len(each.schemes) - 1)] for each in groups]
+        for idx in range(len(spec.scheme.schemes))
+    ]
+    picks.append([each.schemes[idx % len(each.schemes)] for idx, each in enumerate(groups)])
+    possible = [
+        {linear: scheme for each, scheme in zip(groups, picked, strict=True) for linear in each.linears}
+        for picked in picks
+    ]
+    return [commonest(each, head=spec.head_scheme) for each in possible if any(each.values())]
+
+
+def linear_bytes(arch: Arch, scheme: ModelScheme | None) -> int:
+    """Return the bytes of all linears of the layers on disk, in 16 bits where they are dense."""
+    sizes = []
+    for idx, layer in enumerate(arch.layers):
+        for name in layer.linears:
+            n, k = layer.linear_shape(name, arch.hidden_size)
+            of_linear = None if scheme is None else scheme.for_linear(f"layers.{idx}.{name}")
+            sizes.append(2 * n * k if of_linear is None else of_linear.weight_bytes(n, k))
+    return sum(sizes)
+
+
+def most_linear_bytes(spec: Quantize, arch: Arch) -> int:
+    """Return the most bytes that all linears of the layers take on disk: for mixed precision its budget,
+    where that follows from shapes.
+
+    Raises:
+        UsageError: a budget that cannot be kept.
+    """
+    if not isinstance(spec.scheme, Mixed):
+        return linear_bytes(arch, model_scheme(spec, arch))
+    groups = mixed_schemes(spec, spec.scheme, arch)
+    return largest_bytes(spec.scheme, arch, groups, outer_bytes(arch, spec.head_scheme))
+
+
+def outer_bytes(arch: Arch, head: Scheme | None) -> int:
+    """Return the bytes of embedding and head on disk, in 16 bits unless the head has a scheme."""
+    dense_bytes = 2 * arch.vocab_size * arch.hidden_size
+    if arch.tied_head:
+        return dense_bytes
+    head_bytes = dense_bytes if head is None else head.weight_bytes(arch.vocab_size, arch.hidden_size)
+    return dense_bytes + head_bytes

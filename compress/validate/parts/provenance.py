@@ -1,0 +1,37 @@
+"""Where the numbers come from: artifact, calibration data, environment and recipe."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from compress.validate.display import Json, label, number
+from compress.validate.parts import PARTS, Part
+
+
+@PARTS.register("provenance")
+@dataclass(frozen=True)
+class ProvenancePart(Part):
+    """Facts to print.
+
+    `calibration`: `overlap` states the check of calibration against evaluation text. `environment`: `machine.environment_facts`. `recipe`:
+    at least `digest`; `text` is shown as it is.
+    """
+
+    page_order: ClassVar[int] = 140
+    recipe: Mapping[str, Any] | None = None
+    calibration: Mapping[str, Any] | None = None
+    environment: Mapping[str, Any] | None = None
+
+    def as_json(self) -> Json:
+        """Return the facts as they are."""
+        return {"recipe": self.recipe, "calibration": self.calibration, "environment": self.environment}
+
+    @staticmethod
+    def card(report: Json) -> list[str]:
+        """Return the facts of the calibration data."""
+        lines = [
+            f"- {label(name)}: {number(value) if isinstance(value, int) else value}"
+            for name, value in report.get("calibration", {}).items()
+            if value is not None
+        ]
+        return ["## Calibration data", "\n".join(lines)] if lines else []

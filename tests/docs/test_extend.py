@@ -1,0 +1,53 @@
+"""The examples of `docs/extend.md` are members of their sets: each passes the contract test that the page names."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, blocks_of
+
+PAGE = ROOT / "docs" / "extend.md"
+EXAMPLES = [block for block in blocks_of(PAGE) if block.title is not None]
+SELECTED = {
+    "tests/contract/test_methods_contract.py": "percentile",
+    "tests/golden/test_families.py": "seed-oss",
+    "tests/contract/test_kernel_contract.py": "torch.float32",
+    "tests/contract/test_formats_contract.py": "int8_rows or Int8Rows",
+    "tests/contract/test_registry_contract.py": "shelf",
+}
+"""Contract test of each example, and the words that choose its cases."""
+
+
+def test_the_page_has_an_example_of_everything_that_is_one_file() -> None:
+    places = {"methods", "models", "kernels", "export", "registry"}
+    assert {Path(block.title).parts[1] for block in EXAMPLES if "tests" not in str(block.title)} == places
+    assert not [
+        block.title
+        for block in EXAMPLES
+        if (ROOT / str(block.title)).exists() and "tests" not in str(block.title)
+    ]
+
+
+def test_the_page_names_the_tests_that_are_run() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"pytest {test} -k" in text for test in SELECTED)
+
+
+@pytest.mark.slow
+def test_every_example_passes_its_contract(tmp_path: Path) -> None:
+    modules = []
+    for number, block in enumerate(EXAMPLES):
+        (tmp_path / f"example_{number}.py").write_text(block.text)
+        modules.append(f"import example_{number}")
+    (tmp_path / "examples_of_the_page.py").write_text("\n".join(modules) + "\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    plugins = ["-p", "examples_of_the_page", "-p", "no:cacheprovider"]
+    words = " or ".join(SELECTED.values())
+    command = [sys.executable, "-m", "pytest", "-vv", *plugins, *SELECTED, "-k", words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-2000:]}"
+    without = [test for test in SELECTED if f"{test}::" not in done.stdout]
+    assert not without, f"no case of the example was chosen in {without}"
