@@ -1,4 +1,4 @@
-"""Other x86-64 CPUs, as far as libraries can be told to take their code: an instruction set for PyTorch, oneDNN, MKL and OpenBLAS.
+"""Emulation of other x86-64 CPUs: variables that choose the instruction sets of libraries.
 
     ATEN_CPU_CAPABILITY       PyTorch's own loops: default (SSE2), avx2, avx512
     ONEDNN_MAX_CPU_ISA        oneDNN: 16-bit and 8-bit products
@@ -6,10 +6,11 @@
     MKL_CBWR=COMPATIBLE       MKL: its oldest code, on any CPU
     OPENBLAS_CORETYPE         numpy's products, which Triton's interpreter uses
 
-On AMD's CPUs MKL takes code of its own (`mkl_blas_def_xsgemm_bdz`), for which it has no switch. It asks exported functions
-which CPU it runs on; a preloaded library answers them.
+For AMD's CPUs MKL has code of its own (`mkl_blas_def_xsgemm_bdz`) and no variable. It calls exported
+functions to find out which CPU it runs on, and a preloaded library replaces them.
 
-A child process reads its name from COMPRESS_EMULATION; variables must be set before a library is loaded.
+Variables must be set before a library is loaded, so an emulation is a child process. It finds its name in
+COMPRESS_EMULATION.
 """
 
 import os
@@ -33,7 +34,8 @@ int mkl_serv_cpuisbulldozer(void) { return 0; }
 
 @dataclass(frozen=True)
 class Emulation:
-    """One CPU: variables, and what MKL and oneDNN then report where they obey. `needs` is a flag of /proc/cpuinfo."""
+    """A CPU: variables, and what PyTorch, MKL and oneDNN report under them. `needs` is a flag of
+    /proc/cpuinfo."""
 
     variables: Mapping[str, str]
     aten: str
@@ -44,7 +46,7 @@ class Emulation:
 
     @property
     def refusal(self) -> str | None:
-        """Why this machine cannot emulate it, or None."""
+        """The reason why this machine cannot emulate it, or None."""
         if self.needs not in cpu_flags():
             return f"the CPU has no {self.needs}"
         if self.amd and shutil.which("cc") is None:
@@ -52,7 +54,7 @@ class Emulation:
         return None
 
     def environment(self, name: str, directory: Path) -> dict[str, str]:
-        """Variables for a child process; the preloaded library is built in `directory`."""
+        """Return variables for a child process; a library to preload is built in `directory`."""
         variables = {**self.variables, VARIABLE: name}
         if self.amd:
             variables["LD_PRELOAD"] = str(_amd_answers(directory))

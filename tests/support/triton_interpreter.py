@@ -1,4 +1,5 @@
-"""Runs a file of tests in triton's interpreter: it is chosen when triton is first imported, so that takes a process of its own."""
+"""Runs a file of tests in triton's interpreter: it is chosen when triton is first imported, so that takes a
+process of its own."""
 
 import os
 import subprocess
@@ -20,9 +21,10 @@ def assert_passes_interpreted(path: str) -> None:
 
 
 def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, rounding every term and sum.
+    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, and round each.
 
-    numpy's product, which it takes otherwise, gives a row other bits by the height of the tile and the place in it; a GPU's does not.
+    Its own `tl.dot` is numpy's product, where a row's bits depend on the height of the tile and the place in
+    it. Those of a GPU do not.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -2,10 +2,9 @@
 one fused projection.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
-anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is oneDNN's
-where the operand is contiguous, torch's own where it is not. So rows are padded to whole vectors, dense, and
-taken in blocks too small to be split.
-"""
+anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
+oneDNN's where the operand is contiguous, torch's own where it is not. So rows are padded to whole vectors,
+dense, and taken in blocks too small to be split."""
 
 import torch
 import torch.nn.functional as F

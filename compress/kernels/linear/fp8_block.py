@@ -31,8 +31,8 @@ SCHEMES = ("FP8_BLOCK",)
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Codes as float32 numbers, a weight of N columns for each of G groups along I, and float32 scale [G, O] of
-    each output row; `dtype` is the model's."""
+    """Codes as float32 numbers, a weight of N columns for each of G groups along I, and float32 scale [G,
+    O] of each output row; `dtype` is the model's."""
 
     codes_G: tuple[ColumnBlocks, ...]
     scale_GO: Tensor

@@ -6,9 +6,9 @@ integer product.
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
 kernel serves decode and prefill. Codes stay int8 in memory.
 
-On a CPU without an instruction for it (VNNI; AMD has it from Zen 4 on) PyTorch's integer product is wrong: it adds pairs
-of products in 16 bits, which saturate. There the product is one of float32 numbers, 1,024 columns at a time, whose
-sums stay below 2^24 and are exact.
+On a CPU without an instruction for it (VNNI; AMD has it from Zen 4 on) PyTorch's integer product is wrong:
+it adds pairs of products in 16 bits, which saturate. There the product is one of float32 numbers, 1,024
+columns at a time, whose sums stay below 2^24 and are exact.
 
 On CUDA the library needs more than 16 rows, and N and K in multiples of 8: rows and weights are padded
 with zeros, which add nothing.

@@ -1,24 +1,23 @@
-"""Products x W whose rows do not depend on one another: a row of the result has the same bits alone, in any place, beside any other
-rows.
+"""Products x W whose rows do not depend on one another: a row of the result has the same bits alone, in any
+place and next to any other rows.
 
-A library chooses its code, and with it the order of summation, by the shape of a product, the alignment of its operands and the number
-of threads. So every call has one shape, on addresses that begin a cache line:
+A library chooses its code, and with it the order of summation, by the shape of a product, the alignment of
+its operands and the number of threads. So every call has one shape, on addresses that begin a cache line:
 
-    x [T, I]    in tiles of a fixed number of rows, the last one filled with zero rows; I filled up to whole cache lines
-    W [I, O]    on a CPU in blocks of 48 columns, at least two, the last one filled with zero columns
+    x [T, I]    in tiles of a fixed number of rows; zeros fill the last tile, and I up to whole cache lines
+    W [I, O]    on a CPU in blocks of 48 columns, two or more; zeros fill the last block
 
-Two effects remain, seen in MKL (2024.2), and the blocks avoid both. An edge: where the height or the width of a product is no whole
-number of the library's inner tiles, other code computes the rest, so that two rows of one product differ in their last bits. 48 is a
-whole number of inner tiles 48, 24, 16, 12, 8 and 4 wide; heights 4 and 48 hold for all instruction sets of `tests/support/emulation.py`,
-heights 8, 32 and 64 do not. Threads: a product is cut for them at any row. A batched product of two matrices or more gives each matrix
-to one thread (heights up to 48), so the bits do not depend on the number of threads either.
+Two effects remain, both seen in MKL 2024.2, and the blocks prevent both. Edges: where the height or the
+width of a product is no multiple of the library's inner tiles, other code computes the rest, and rows of
+one product differ in their last bits. 48 is a multiple of inner tiles of 48, 24, 16, 12, 8 and 4 columns.
+Heights of 4 and 48 rows hold for every instruction set of `tests/support/emulation.py`; heights of 8, 32
+and 64 rows do not. Threads: a library cuts a product for its threads at any row. But it gives each matrix
+of a batched product to one thread (two or more matrices of up to 48 rows), so the bits do not depend on the
+number of threads either.
 
-On one thread of a Xeon (AVX-512, float32, weights not in cache) blocks take 0.6 to 0.8 of the time of one product at 4 rows, and 0.8 to
-1.0 at 48 rows.
-
-bfloat16 factors stay bfloat16 where the CPU has AMX, whose products oneDNN blocks alike for every row, and are float32 elsewhere: PyTorch
-multiplies 16-bit numbers 30 to 60 times as slowly as float32 on a CPU without instructions for them. CUDA has one block of all columns.
-"""
+bfloat16 factors stay bfloat16 on a CPU with AMX, where oneDNN blocks all rows alike. On other CPUs factors
+are float32: without instructions for them, PyTorch multiplies 16-bit numbers 30 to 60 times more slowly
+than float32. CUDA has one block of all columns. Measurements are in docs/adr/0002-cpu-row-tiles.md."""
 
 from dataclasses import dataclass
 
@@ -38,7 +37,8 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class ColumnBlocks:
-    """A weight W [I, O] cut for `row_product`: `w_BIN` [B, I, N] in blocks of N columns, zeros beyond I and O; `num_columns` is O."""
+    """A weight W [I, O] cut for `row_product` into B blocks of N columns, [B, I, N], with zeros beyond I
+    and O. `num_columns` is O."""
 
     w_BIN: Tensor
     num_columns: int
@@ -70,9 +70,9 @@ def row_product(x_TI: Tensor, weight: ColumnBlocks, *, rows: int) -> Tensor:
     num_blocks, depth, width = w_BIN.shape
     assert num_blocks == 1 or rows <= MAX_ROWS, "a library may cut higher tiles for its threads"
     num_rows = x_TI.shape[0]
-    tiles = _whole_tiles(x_TI.to(w_BIN.dtype), rows, depth).split(rows)
-    y_TBN = w_BIN.new_empty(rows * len(tiles), num_blocks, width)
-    for tile_TI, y_tile_TBN in zip(tiles, y_TBN.split(rows), strict=True):
+    x_TI = _whole_tiles(x_TI.to(w_BIN.dtype), rows, depth)
+    y_TBN = w_BIN.new_empty(x_TI.shape[0], num_blocks, width)
+    for tile_TI, y_tile_TBN in zip(x_TI.split(rows), y_TBN.split(rows), strict=True):
         if num_blocks > 1:
             y_tile_TBN.copy_(torch.bmm(tile_TI.expand(num_blocks, -1, -1), w_BIN).transpose(0, 1))
         elif y_tile_TBN.data_ptr() % ALIGNMENT:
@@ -83,7 +83,7 @@ def row_product(x_TI: Tensor, weight: ColumnBlocks, *, rows: int) -> Tensor:
 
 
 def _whole_tiles(x_TI: Tensor, rows: int, depth: int) -> Tensor:
-    """Return x with zero rows up to a whole number of tiles and zero columns up to `depth`, contiguous and aligned."""
+    """Return x, contiguous and aligned, with zero rows up to whole tiles and zero columns up to `depth`."""
     num_rows, num_columns = x_TI.shape
     if num_rows % rows or num_columns < depth:
         return F.pad(x_TI, (0, depth - num_columns, 0, -num_rows % rows))

@@ -1,13 +1,13 @@
 """Reference linear: y = x W^T + b, computed in tiles of a fixed number of rows.
 
-A GEMM library picks its blocking, and with it the order of summation, by the shape of a product, so `row_product`
-calls it with one shape only, and a row's bits depend on the row alone (`row_invariant`). A decode step has few
-rows and needs a small tile, prefill a large one; the two are different kernels because their bits may differ.
+A GEMM library picks its blocking, and with it the order of summation, by the shape of a product, so
+`row_product` calls it with one shape only, and a row's bits depend on the row alone (`row_invariant`). A
+decode step has few rows and needs a small tile, prefill a large one; the two are different kernels because
+their bits may differ.
 
-A quantized weight is dequantized once, at load: it saves no bytes here, and the kernel's name says so. Where
-activations are quantized too, e4m3 codes are kept as numbers of the factors' dtype, exactly, and both scales are
-applied to the product in float32.
-"""
+A quantized weight is dequantized once, at load: it saves no bytes here, which the kernel's name
+`dequantized` states. Where activations are quantized too, e4m3 codes are kept as numbers of the factors'
+dtype, exactly, and both scales are applied to the product in float32."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 DECODE_ROWS = 4
 PREFILL_ROWS = {"cpu": 48, "cuda": 256}
 """Heights of a tile. On a CPU, 4 rows serve a single request and a batch of 8 about equally well
-(docs/adr/0002-cpu-row-tiles.md). On CUDA a tile of up to 256 rows is bound by weight bytes, not arithmetic."""
+(docs/adr/0002-cpu-row-tiles.md). On CUDA a tile of up to 256 rows is bound by weight bytes, not
+arithmetic."""
 MAX_DECODE_ROWS = 128
 QUANTIZED = tuple(name for name, scheme in SCHEMES.items() if scheme.activation != "group")
 """All but those whose scales change along the sum."""
@@ -36,9 +37,8 @@ QUANTIZED = tuple(name for name, scheme in SCHEMES.items() if scheme.activation 
 class DenseWeight:
     """A weight W [I, O] for a model that computes in `dtype`, in blocks of columns.
 
-    `scale_O` is float32 where the blocks hold codes, whose scale is applied to the product. Codes are float32 where
-    `dtype` is float16, in which their sums overflow.
-    """
+    `scale_O` is float32 where the blocks hold codes, whose scale is applied to the product. Codes are
+    float32 where `dtype` is float16, in which their sums overflow."""
 
     blocks: ColumnBlocks
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class DenseWeight:
 def dequantized(
     weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> DenseWeight:
-    """Weights [O_j, I] stacked along O; a weight-only one is rounded to its scale's dtype first, as every
+    """Stack weights [O_j, I] along O; a weight-only one is rounded to its scale's dtype first, as every
     consumer does."""
     assert not gated, "the reference applies no activation"
     scales = [
@@ -95,7 +95,7 @@ def _supports(problem: Problem, *, quantized: bool, few_rows: bool, device: str 
 
 
 def tile_refusal(problem: Problem, *, few_rows: bool, device: str | None) -> str | None:
-    """Why a kernel in tiles for few rows, or for many of them on a device, cannot serve a problem, or
+    """Return why a kernel in tiles for few rows, or for many of them on a device, cannot serve a problem, or
     None."""
     if problem.activation is not None:
         return "applies no activation"
