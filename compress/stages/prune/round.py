@@ -133,7 +133,14 @@ def _kept_layers(
             sums[idx] += float(scorer.influence(before_TD, after_TD))
 
         dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
-        walk(source, tokens_NS, ctx, compute_dtype=dtype, what="how much each layer does", look=add_influence)
+        walk(
+            source,
+            tokens_NS,
+            ctx,
+            compute_dtype=dtype,
+            task="the influence of each layer",
+            visit=add_influence,
+        )
         write_atomic(file, canonical_json([float(f"{each / tokens_NS.numel():.9g}") for each in sums]))
     influence: list[float] = json.loads(file.read_bytes())
     order = sorted(range(num_layers), key=lambda idx: (-influence[idx], idx))

@@ -178,9 +178,9 @@ def _measured(
                 )
                 if leads:
                     source_hidden = source_hidden or [
-                        walk(source, judging_NS, ctx, compute_dtype=dtype, what="the source")
+                        walk(source, judging_NS, ctx, compute_dtype=dtype, task="the source")
                     ]
-                    ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, what=f"{axis} {keep}")
+                    ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, task=f"{axis} {keep}")
                     known[key] = significant(
                         kl_between(source, source_hidden[0], ended_NSD, torch.device(ctx.device))
                     )
