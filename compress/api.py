@@ -310,7 +310,7 @@ class _LogProgress:
     def update(self, done: int, total: int, note: str) -> None:
         _LOG.info("%s %d/%d %s", self._stage, done, total, note)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         _LOG.info("%s", text)
 
 

@@ -1,7 +1,8 @@
-"""What a stage is handed besides its inputs: device, seed, scratch directory, progress, the other ranks, and the question whether to stop.
+"""The context of a stage, besides its inputs: device, seed, scratch directory, progress, the other ranks, and
+the stop signal.
 
-Passed as an argument, never global. Randomness comes only from `rng`, whose stream depends on the seed and a path of names, so that
-adding a consumer does not move the numbers of another.
+It is passed as an argument and never global. Randomness comes only from `Context.rng`, whose stream depends
+on the seed and a path of names, so a new consumer does not change the numbers of another.
 """
 
 import hashlib
@@ -17,87 +18,112 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NUM_SHARDS = 8
-"""Virtual shards of a calibration set; ranks own whole shards. More than one node's worth of GPUs, and a tree of depth 3."""
+"""Number of virtual shards of a calibration set; a rank owns whole shards. It is as many as one node has
+GPUs, and gives a merge tree of depth 3."""
 
 
 class Progress(Protocol):
-    """Where progress is shown; everything goes to stderr or a log, never to stdout."""
+    """An output for progress, to stderr or a log, never to stdout."""
 
     def update(self, done: int, total: int, note: str) -> None: ...
 
-    def say(self, text: str) -> None: ...
+    def log(self, text: str) -> None: ...
 
 
 class SilentProgress:
-    """Shows nothing (tests, library use)."""
+    """Progress that is not shown, for tests and use as a library."""
 
     def update(self, done: int, total: int, note: str) -> None:
         del done, total, note
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         del text
 
 
 class Ranks(Protocol):
-    """The processes that work on one job together. What one of them asks of `broadcast` and `move`, all ask, in the same order.
+    """The processes that work on one job. All of them make the same collective calls (all but `dispatch`) in
+    the same order.
 
-    Values are scalars, tensors, lists, tuples, mappings, and objects with such attributes; tensors arrive on the receiver's own device.
+    Values that are exchanged are None, bool, int, float, str, tensors, and lists, tuples and dicts of these;
+    a received tensor lies on the receiver's own device.
 
     Raises:
-        RankStopped: another rank failed, and says why.
-        EnvironmentUnfit: another rank is gone, or silent for too long.
+        RankStopped: another rank failed; the error has its message.
+        EnvironmentUnfit: another rank is gone, or has not answered for too long.
     """
 
     @property
     def rank(self) -> int:
-        """0 leads: it alone writes files and talks."""
+        """Index of this process; rank 0 leads: it alone writes files and prints."""
 
     @property
     def size(self) -> int: ...
 
-    def summon(self, work: Mapping[str, Any]) -> None:
-        """Rank 0 hands a piece of work, as JSON, to all others; those that wait for it take part in it from now on."""
+    def dispatch(self, work: Mapping[str, Any]) -> None:
+        """Hand a piece of work, as JSON, from rank 0 to all other ranks, which wait for it."""
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
-        """The value that `source` gave, on every rank."""
+        """Return, on every rank, the value that rank `source` passed."""
 
-    def move(self, value: T | None, *, source: int, to: int) -> T | None:
-        """The value that `source` gave, on the rank `to`; None everywhere else."""
+    def from_lead(self, make: Callable[[], T]) -> T:
+        """Return, on every rank, what `make` returns on rank 0; other ranks do not call it."""
 
-    def add_up(self, tensors: "Sequence[torch.Tensor]") -> None:
-        """Each tensor becomes, in place, its sum over all ranks: the same bits on every one."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return, on every rank, the values that all ranks passed, in order of rank."""
+
+    def send(self, value: T, *, source: int, to: int) -> T | None:
+        """Return, on rank `to`, the value that rank `source` passed; None on every other rank."""
+
+    def all_reduce(self, tensors: "Sequence[torch.Tensor]") -> None:
+        """Replace each tensor, in place, by its sum over all ranks: the same bits on every rank."""
 
 
 class OneRank:
-    """Nobody else."""
+    """A job of a single process."""
 
     rank = 0
     size = 1
 
-    def summon(self, work: Mapping[str, Any]) -> None:
+    def dispatch(self, work: Mapping[str, Any]) -> None:
         del work
+
+    def barrier(self) -> None:
+        pass
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         del source
         return value
 
-    def move(self, value: T | None, *, source: int, to: int) -> T | None:
+    def from_lead(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def send(self, value: T, *, source: int, to: int) -> T | None:
         del source, to
         return value
 
-    def add_up(self, tensors: "Sequence[torch.Tensor]") -> None:
+    def all_reduce(self, tensors: "Sequence[torch.Tensor]") -> None:
         del tensors
 
 
 def never() -> int | None:
-    """Nobody asked to stop."""
+    """Return None: no signal asks this run to stop."""
     return None
 
 
 @dataclass(frozen=True)
 class Context:
-    """`stop_signal` gives the number of the signal that asked this run to end, or None; `offline` forbids the network. `kept` is a
-    directory for what several stages and runs may use again, under names that say its content; `scratch` goes with the stage."""
+    """The environment that every stage of a run receives.
+
+    `stop_signal` returns the number of the signal that asked this run to end, or None. `offline` forbids the
+    network. `kept` is a directory whose files several stages and runs may reuse, under names that identify
+    their content; `scratch` is deleted when the stage is complete.
+    """
 
     device: str
     seed: int
@@ -109,7 +135,7 @@ class Context:
     kept: Path | None = None
 
     def rng(self, *path: str) -> "torch.Generator":
-        """A CPU generator for one purpose, named by `path`."""
+        """Return a CPU generator for the purpose that `path` names."""
         import torch
 
         name = "/".join((str(self.seed), *path))
@@ -118,7 +144,8 @@ class Context:
         )
 
     def boundary(self, done: int, total: int, note: str) -> None:
-        """Called where the work so far is on disk: shows progress, and stops here if a signal asked for it.
+        """Show progress, and stop here if a signal asked for it; to be called where all work so far is on
+        disk.
 
         Raises:
             Interrupted: with the signal's exit code; the same command resumes from this point.

@@ -1,4 +1,6 @@
-"""Content digests: `sha256:<hex>` over bytes, files and canonical JSON (sorted keys, no spaces, UTF-8, no NaN)."""
+"""Content digests: `sha256:<hex>` over bytes, files and canonical JSON (sorted keys, no spaces, UTF-8, no
+NaN).
+"""
 
 import hashlib
 import json
@@ -21,7 +23,7 @@ def digest_file(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one byte form of a JSON value that digests are taken over."""
+    """Return the one byte form of a JSON value that digests are taken over."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()

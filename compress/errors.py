@@ -1,7 +1,9 @@
-"""Errors that a user meets. Each carries one paragraph (what, where, what to do) and the exit code of the process.
+"""Errors for users. Each carries one paragraph (what, where, what to do) and the exit code of the
+process.
 
-Exit codes (a frozen surface, see README): 0 done, 1 internal error, 2 recipe or usage, 3 a gate failed, 4 environment or hardware,
-5 registry or input/output, 75 lock held or transient, 130 / 143 interrupted by SIGINT / SIGTERM and resumable.
+Exit codes (a frozen surface, see README): 0 done, 1 internal error, 2 recipe or usage, 3 a gate failed, 4
+environment or hardware, 5 registry or input/output, 75 lock held or transient, 130 / 143 interrupted by
+SIGINT / SIGTERM and resumable.
 """
 
 import difflib
@@ -25,7 +27,9 @@ class RecipeError(UsageError):
 
 
 class UnsupportedArch(UsageError):
-    """A checkpoint has a block or a config field that the canonical decoder does not know. Never a guess."""
+    """A checkpoint has a block or a config field that the canonical decoder does not support; nothing is ever
+    guessed.
+    """
 
 
 class UnsupportedFormat(UsageError):
@@ -65,7 +69,7 @@ class Interrupted(CompressError):
 
 
 class RankStopped(CompressError):
-    """Another rank of the same job failed or was stopped; what it says, with its exit code."""
+    """Another rank of the same job failed or was stopped; the message and the exit code are that rank's."""
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
@@ -73,7 +77,7 @@ class RankStopped(CompressError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the nearest known word, or the known words when none is near."""
+    """Return ` Did you mean 'x'?` for the nearest known word, or the known words when none is near."""
     choices = sorted(known)
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     if near:

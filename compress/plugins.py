@@ -1,7 +1,9 @@
-"""What varies is one file: a plug-in set is a package whose modules register themselves by name.
+"""Plug-in sets: a package whose modules register themselves by name, so that one more method, kernel or
+format is one more file.
 
-`ROUNDERS = PluginSet("rounder", "compress.methods.quantize")` finds its members by importing every module of that package once, on first
-use; a third party adds members through the entry-point group `group`, by default the package's name. Nobody keeps a list.
+`ROUNDERS = PluginSet("rounder", "compress.methods.quantize")` finds its members by importing every module of
+that package once, on first use; a third party adds members through the entry-point group `group`, by default
+the package's name. Nobody keeps a list.
 """
 
 import importlib

@@ -1,11 +1,15 @@
-"""Several processes as the ranks of one job: what torchrun starts, joined by torch.distributed (gloo on CPUs, NCCL on GPUs).
+"""Several processes as the ranks of one job: what torchrun starts, joined by torch.distributed (gloo on CPUs,
+NCCL on GPUs).
 
-Two ways to speak. Work and failures go through the launcher's key-value store, which costs nothing to wait on: a follower may wait for
-hours while rank 0 exports or validates. Values go through the process group, as JSON without their tensors and then the tensors' bytes,
-each straight into the place where it belongs; nothing that arrives is executed. Every wait looks at the store now and then, so that a rank
-that fails stops all others with its own sentence, and gives up when nothing has come for `timeout_s`.
+Work and failures travel through the launcher's key-value store, where waiting costs nothing: a rank may wait
+for hours while rank 0 exports or validates. Values travel through the process group, as JSON that has a place
+for each tensor and then the bytes of the tensors, each received into its final memory. Only scalars, strings,
+lists, tuples, dicts and tensors are sent; who sends an object sends its parts, and who receives them builds
+the object. Every wait checks the store now and then, so a failing rank stops all others with its own message,
+and a wait ends after `timeout_s`.
 
-What it does not do: elastic membership. A job goes on with another number of ranks by starting it again; its resume points are the same.
+What it does not do: elastic membership. A job is continued with another number of ranks by starting it again;
+its resume points are the same.
 """
 
 import atexit
@@ -31,18 +35,20 @@ from compress.errors import CompressError, EnvironmentUnfit, RankStopped, UsageE
 
 T = TypeVar("T")
 TIMEOUT_S = 3600.0
-"""Longest wait for one value. The ranks' shares of a layer differ by what one group of linears costs, minutes on a CPU."""
-LOOK_S = 0.2
-"""Between two looks at the store."""
-HEARD_S = 30.0
-"""How long a rank that failed waits for rank 0 to say so before it ends: a launcher kills all when the first one ends."""
-PARTING_S = 5.0
-"""How long rank 0, which may be the home of the store, waits at the end until all others have seen it."""
+"""Longest wait for one value. Ranks wait for one another as long as one linear group takes, minutes on a
+CPU."""
+POLL_S = 0.2
+"""Time between two checks of the store."""
+FAILURE_SEEN_S = 30.0
+"""How long a failed rank waits until rank 0 has read its failure: a launcher kills all processes when the
+first one ends."""
+LEAVE_S = 5.0
+"""How long rank 0, whose process may hold the store, waits at the end for the others to leave."""
 BUCKET_VALUES = 1 << 26
-"""Of tensors that are summed over the ranks in one exchange."""
-_FAILED = "failed"
-_HEARD = "heard"
-_GONE = "gone"
+"""Largest number of values that one all-reduce exchanges."""
+_FAILURE = "failed"
+_FAILURE_SEEN = "heard"
+_LEFT = "gone"
 
 
 @dataclass(frozen=True)
@@ -54,30 +60,31 @@ class Launch:
     local_rank: int
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> "Launch | None":
-        """What torchrun says in its variables; None for a process started alone.
+    def from_environ(environ: Mapping[str, str]) -> "Launch | None":
+        """Return what torchrun's variables define, None for a process that was started alone.
 
         Raises:
             UsageError: more ranks than a calibration set has shards.
         """
-        if (
-            not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
-            or environ["WORLD_SIZE"] == "1"
-        ):
+        needed = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        if not needed <= environ.keys() or environ["WORLD_SIZE"] == "1":
             return None
-        launch = Launch(
-            int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", environ["RANK"]))
-        )
+        rank = int(environ["RANK"])
+        launch = Launch(rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)))
         if launch.size > NUM_SHARDS:
             raise UsageError(
-                f"{launch.size} ranks were started, and a calibration set is summed in {NUM_SHARDS} shards, so that more ranks would have "
-                f"nothing to do. Start {NUM_SHARDS} at most."
+                f"{launch.size} ranks were started, and a calibration set is summed in {NUM_SHARDS} shards, "
+                f"so that more ranks would have nothing to do. Start {NUM_SHARDS} at most."
             )
         return launch
 
 
 class TorchRanks:
-    """`Ranks` over a process group. A tensor arrives on the receiver's device if it lay on the sender's, and on the CPU if it lay there."""
+    """`Ranks` over a process group.
+
+    A received tensor lies on this rank's device if it lay on the sender's device, and on the CPU if it lay
+    there.
+    """
 
     def __init__(
         self, launch: Launch, device: torch.device, store: Any, *, timeout_s: float = TIMEOUT_S
@@ -87,170 +94,240 @@ class TorchRanks:
         self._device = device
         self._store = store
         self._timeout_s = timeout_s
-        self._summoned = 0
+        self._num_dispatched = 0
         self._thread: threading.Thread | None = None
 
-    def summon(self, work: Mapping[str, Any] | None) -> None:
-        self._store.set(f"work-{self._summoned}", json.dumps(work))
-        self._summoned += 1
+    def dispatch(self, work: Mapping[str, Any] | None) -> None:
+        self._store.set(f"work-{self._num_dispatched}", json.dumps(work))
+        self._num_dispatched += 1
 
-    def summons(self) -> Iterator[Any]:
-        """What rank 0 summons this one to, until it dismisses all.
+    def receive_work(self) -> Iterator[Any]:
+        """Yield each piece of work that rank 0 dispatches, until it leaves.
 
         Raises:
             RankStopped: rank 0 failed.
         """
         while True:
-            while not self._store.check([f"work-{self._summoned}"]):
-                self.look()
-                time.sleep(LOOK_S)
-            work = json.loads(self._store.get(f"work-{self._summoned}"))
-            self._summoned += 1
+            while not self._store.check([f"work-{self._num_dispatched}"]):
+                self.raise_if_failed()
+                time.sleep(POLL_S)
+            work = json.loads(self._store.get(f"work-{self._num_dispatched}"))
+            self._num_dispatched += 1
             if work is None:
                 return
             yield work
 
-    def part(self) -> None:
-        """The end: rank 0 asks nothing more of the others, and leaves when they know."""
+    def leave(self) -> None:
+        """End the job: rank 0 dispatches nothing more, and returns when the others have left or after
+        `LEAVE_S`."""
         if self.rank == 0:
-            self.summon(None)
-        self._leave()
+            self.dispatch(None)
+        self._count_as_left()
 
-    def _leave(self) -> None:
-        deadline = time.monotonic() + PARTING_S
-        gone = self._store.add(_GONE, 1)
-        while self.rank == 0 and gone < self.size and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 4)
-            gone = self._store.add(_GONE, 0)
+    def _count_as_left(self) -> None:
+        deadline = time.monotonic() + LEAVE_S
+        num_left = self._store.add(_LEFT, 1)
+        while self.rank == 0 and num_left < self.size and time.monotonic() < deadline:
+            time.sleep(POLL_S / 4)
+            num_left = self._store.add(_LEFT, 0)
+
+    def barrier(self) -> None:
+        self.all_reduce([torch.zeros(1, device=self._device)])
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         if self.rank == source:
-            self._watched(lambda: self._each(value, lambda part: dist.broadcast(part, source)))
+            self._exchange(lambda: self._send_value(value, lambda part: dist.broadcast(part, source)))
             return value
-        received: T = self._watched(lambda: self._receive(lambda part: dist.broadcast(part, source)))
+        received: T = self._exchange(lambda: self._receive_value(lambda part: dist.broadcast(part, source)))
         return received
 
-    def move(self, value: T | None, *, source: int, to: int) -> T | None:
+    def from_lead(self, make: Callable[[], T]) -> T:
+        made: Any = make() if self.rank == 0 else None
+        received: T = self.broadcast(made)
+        return received
+
+    def all_gather(self, value: T) -> list[T]:
+        return [self.broadcast(value, source=source) for source in range(self.size)]
+
+    def send(self, value: T, *, source: int, to: int) -> T | None:
         if source == to:
             return value if self.rank == to else None
         if self.rank == source:
-            self._watched(lambda: self._each(value, lambda part: dist.send(part, to)))
+            self._exchange(lambda: self._send_value(value, lambda part: dist.send(part, to)))
         elif self.rank == to:
-            received: T = self._watched(lambda: self._receive(lambda part: dist.recv(part, source)))
+            received: T = self._exchange(lambda: self._receive_value(lambda part: dist.recv(part, source)))
             return received
         return None
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self._device)
-            self._watched(lambda flat=flat: dist.all_reduce(flat))
+            self._exchange(lambda flat=flat: dist.all_reduce(flat))
             for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the others why this rank stops; the first to fail is the one that is heard. Whether rank 0 has taken notice."""
-        with contextlib.suppress(RuntimeError):  # the store may have gone with whoever failed first
+        """Tell the other ranks why this one stops; of several failures the first one counts.
+
+        Return whether rank 0 has read the failure within `FAILURE_SEEN_S`.
+        """
+        with contextlib.suppress(RuntimeError):  # the store may have ended with the rank that failed first
             if not isinstance(error, RankStopped):
-                self._store.compare_set(_FAILED, "", json.dumps(self._record(error)))
+                self._store.compare_set(_FAILURE, "", json.dumps(self._failure(error)))
             if self.rank == 0:
-                self._store.set(_HEARD, "")
-            deadline = time.monotonic() + HEARD_S
+                self._store.set(_FAILURE_SEEN, "")
+            deadline = time.monotonic() + FAILURE_SEEN_S
             while time.monotonic() < deadline:
-                if self._store.check([_HEARD]):
-                    self._leave()
+                if self._store.check([_FAILURE_SEEN]):
+                    self._count_as_left()
                     return True
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         return False
 
     def abort(self, error: BaseException) -> None:
-        """Let go of an exchange that is still under way. If its thread does not come back, the process ends without waiting for it when it
-        ends: an interpreter that shuts down under a thread inside gloo is aborted, and its exit code with it."""
+        """Abandon an exchange that is under way.
+
+        If its thread does not return, the process will end without waiting for it: an interpreter that shuts
+        down while a thread is inside gloo is aborted, and the exit code of `error` would be lost.
+        """
         if dist.group.WORLD is not None:
             dist.group.WORLD.abort()
         if self._thread is not None:
-            self._thread.join(PARTING_S)
+            self._thread.join(LEAVE_S)
             if self._thread.is_alive():
                 atexit.register(_end_at_once, _exit_code(error))
 
-    def _record(self, error: BaseException) -> dict[str, Any]:
-        known = isinstance(error, CompressError)
-        sentence = str(error) if known else f"{type(error).__name__}: {error}"
-        return {
-            "code": _exit_code(error),
-            "message": f"rank {self.rank} of {self.size}: {sentence}" if self.rank else sentence,
-        }
-
-    def look(self) -> None:
-        """Raises RankStopped if a rank has failed, EnvironmentUnfit if the launcher's store is gone."""
+    def raise_if_failed(self) -> None:
+        """Raise RankStopped if a rank has failed, EnvironmentUnfit if the launcher's store is gone."""
         try:
-            failed = self._store.get(_FAILED) if self._store.check([_FAILED]) else b""
+            failure = self._store.get(_FAILURE) if self._store.check([_FAILURE]) else b""
         except RuntimeError as error:
             raise EnvironmentUnfit(
                 f"rank {self.rank}: the launcher of this job is gone, and the other ranks with it."
             ) from error
-        if failed:
-            record = json.loads(failed)
+        if failure:
+            record = json.loads(failure)
             raise RankStopped(record["message"], exit_code=record["code"])
 
-    def _watched(self, call: Callable[[], Any]) -> Any:
-        """Run a blocking exchange beside a look at the store now and then; a thread, because gloo has no wait that can be given up."""
+    def _failure(self, error: BaseException) -> dict[str, Any]:
+        message = str(error) if isinstance(error, CompressError) else f"{type(error).__name__}: {error}"
+        return {
+            "code": _exit_code(error),
+            "message": f"rank {self.rank} of {self.size}: {message}" if self.rank else message,
+        }
+
+    def _exchange(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a blocking exchange, which runs in a thread because gloo has no wait that can
+        be abandoned.
+
+        Raises:
+            RankStopped: another rank failed meanwhile.
+            EnvironmentUnfit: another rank ended without a message, or `timeout_s` passed.
+        """
         exchange = _Exchange(call, self._device)
         self._thread = thread = threading.Thread(target=exchange.run, daemon=True)
         thread.start()
         deadline = time.monotonic() + self._timeout_s
         while True:
-            thread.join(LOOK_S)
+            thread.join(POLL_S)
             if not thread.is_alive():
                 break
-            self.look()
+            self.raise_if_failed()
             if time.monotonic() > deadline:
                 raise EnvironmentUnfit(
-                    f"rank {self.rank} of {self.size} waited {self._timeout_s:.0f} s for another rank: a process or the network between "
-                    "them hangs. The same command resumes at the last layer that is stored."
+                    f"rank {self.rank} of {self.size} waited {self._timeout_s:.0f} s for another rank: a "
+                    "process or the network between them hangs. The same command resumes at the last layer "
+                    "that is stored."
                 )
         if exchange.error is not None:
-            time.sleep(2 * LOOK_S)  # a broken connection is seen before its reason is written
-            self.look()
+            time.sleep(2 * POLL_S)  # a broken connection is noticed before its reason is written
+            self.raise_if_failed()
             raise EnvironmentUnfit(
-                f"rank {self.rank} of {self.size} lost another rank: its process ended without a word (killed, or out of memory). The same "
-                f"command resumes at the last layer that is stored. ({str(exchange.error).strip().splitlines()[0]})"
+                f"rank {self.rank} of {self.size} lost another rank: its process ended without a message "
+                "(killed, or out of memory). The same command resumes at the last layer that is stored. "
+                f"({str(exchange.error).strip().splitlines()[0]})"
             ) from exchange.error
         return exchange.value
 
-    def _each(self, value: object, send: Callable[[Tensor], Any]) -> None:
+    def _send_value(self, value: object, send: Callable[[Tensor], Any]) -> None:
         tensors: list[Tensor] = []
-        plain = json.dumps(_plain(value, tensors)).encode()
-        send(torch.tensor([len(plain)], dtype=torch.int64, device=self._device))
-        for part in (torch.frombuffer(bytearray(plain), dtype=torch.uint8), *map(_bytes, tensors)):
+        encoded = json.dumps(encode(value, tensors)).encode()
+        send(torch.tensor([len(encoded)], dtype=torch.int64, device=self._device))
+        for part in (torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *map(_bytes, tensors)):
             if part.numel():
                 send(part.to(self._device))
 
-    def _receive(self, receive: Callable[[Tensor], Any]) -> Any:
+    def _receive_value(self, receive: Callable[[Tensor], Any]) -> Any:
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         receive(length)
-        plain = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        receive(plain)
+        encoded = torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        receive(encoded)
         tensors: list[Tensor] = []
-        value = _restored(json.loads(plain.cpu().numpy().tobytes()), tensors, self._device)
-        for place in map(_bytes, tensors):
-            if place.numel():
-                landed = (
-                    place if place.device == self._device else torch.empty_like(place, device=self._device)
-                )
-                receive(landed)
-                if landed is not place:
-                    place.copy_(landed)
+        value = decode(json.loads(encoded.cpu().numpy().tobytes()), tensors, self._device)
+        for target in map(_bytes, tensors):
+            if target.numel():
+                received = target
+                if target.device != self._device:
+                    received = torch.empty_like(target, device=self._device)
+                receive(received)
+                if received is not target:
+                    target.copy_(received)
         return value
 
 
+def encode(value: Any, tensors: list[Tensor]) -> Any:
+    """Return `value` as JSON; its tensors are appended to `tensors`, in order.
+
+    Raises:
+        TypeError: an object other than a scalar, string, list, tuple, dict or tensor.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [encode(each, tensors) for each in value]
+        case tuple():
+            return {"tuple": [encode(each, tensors) for each in value]}
+        case dict():
+            return {"dict": [[encode(key, tensors), encode(each, tensors)] for key, each in value.items()]}
+        case Tensor():
+            tensors.append(value.detach().contiguous())
+            return {
+                "tensor": str(value.dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+                "on_host": value.device.type == "cpu",
+            }
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another rank: send its parts.")
+
+
+def decode(encoded: Any, tensors: list[Tensor], device: torch.device) -> Any:
+    """Return the value that `encode` was given; its tensors are uninitialised and appended to `tensors`, in
+    order."""
+    match encoded:
+        case list():
+            return [decode(each, tensors, device) for each in encoded]
+        case {"tuple": items}:
+            return tuple(decode(each, tensors, device) for each in items)
+        case {"dict": items}:
+            return {decode(key, tensors, device): decode(each, tensors, device) for key, each in items}
+        case {"tensor": dtype, "shape": shape, "on_host": on_host}:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
+            tensors.append(tensor)
+            return tensor
+    return encoded
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """In order, neighbours of one dtype together: an exchange of many small tensors costs what each of them waits."""
+    """Yield consecutive tensors of one dtype, at most `BUCKET_VALUES` values: each exchange has a fixed
+    latency."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        if bucket and (
-            tensor.dtype != bucket[0].dtype
-            or sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_VALUES
-        ):
+        num_values = sum(each.numel() for each in bucket) + tensor.numel()
+        if bucket and (tensor.dtype != bucket[0].dtype or num_values > BUCKET_VALUES):
             yield bucket
             bucket = []
         bucket.append(tensor)
@@ -260,6 +337,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @dataclass
 class _Exchange:
+    """A blocking call for a thread of its own, and what it returned or raised."""
+
     call: Callable[[], Any]
     device: torch.device
     value: Any = None
@@ -277,13 +356,9 @@ class _Exchange:
 
 
 def _exit_code(error: BaseException) -> int:
-    return (
-        error.exit_code
-        if isinstance(error, CompressError)
-        else 130
-        if isinstance(error, KeyboardInterrupt)
-        else 1
-    )
+    if isinstance(error, CompressError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _end_at_once(exit_code: int) -> None:
@@ -293,107 +368,54 @@ def _end_at_once(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    """JSON of a value: scalars, lists, tuples, mappings, and objects by class and attributes; tensors go to `tensors`, in order."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list():
-            return [_plain(each, tensors) for each in value]
-        case tuple():
-            return {"tuple": [_plain(each, tensors) for each in value]}
-        case dict():
-            return {"dict": [[_plain(key, tensors), _plain(each, tensors)] for key, each in value.items()]}
-        case Tensor():
-            tensors.append(value.detach().contiguous())
-            return {
-                "tensor": str(value.dtype).removeprefix("torch."),
-                "shape": list(value.shape),
-                "host": value.device.type == "cpu",
-            }
-    return {
-        "object": type(value).__qualname__,
-        "module": type(value).__module__,
-        "attributes": _plain(vars(value), tensors),
-    }
-
-
-def _restored(plain: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """The way back: tensors are made empty, in the same order, for their bytes to land in. An object gets its attributes and no call."""
-    match plain:
-        case list():
-            return [_restored(each, tensors, device) for each in plain]
-        case {"tuple": items}:
-            return tuple(_restored(each, tensors, device) for each in items)
-        case {"dict": items}:
-            return {_restored(key, tensors, device): _restored(each, tensors, device) for key, each in items}
-        case {"tensor": dtype, "shape": shape, "host": on_host}:
-            tensors.append(
-                torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
-            )
-            return tensors[-1]
-        case {"object": name, "module": module, "attributes": attributes}:
-            value = object.__new__(getattr(sys.modules[module], name))
-            vars(value).update(_restored(attributes, tensors, device))
-            return value
-    return plain
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 @contextlib.contextmanager
 def joined(launch: Launch, device: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[TorchRanks]:
-    """The ranks of a launch, while the block runs. When a block raises, every other rank's next exchange raises RankStopped.
+    """Join the ranks of a launch while the block runs. When a block raises, every other rank's next exchange
+    raises RankStopped.
 
     Raises:
         EnvironmentUnfit: not all ranks came, or they compute on different kinds of devices.
     """
     place = torch.device(device)
     backend = "nccl" if place.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     try:
-        store, _, _ = next(
-            rendezvous("env://", launch.rank, launch.size, timeout=timedelta(seconds=timeout_s))
-        )
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         group_store = PrefixStore("compress-group", store)
         dist.init_process_group(
-            backend,
-            store=group_store,
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timedelta(seconds=timeout_s),
+            backend, store=group_store, rank=launch.rank, world_size=launch.size, timeout=timeout
         )
     except RuntimeError as error:
         raise EnvironmentUnfit(
-            f"rank {launch.rank} of {launch.size} found no way to the others: {str(error).strip().splitlines()[0]}"
+            f"rank {launch.rank} of {launch.size} cannot reach the others: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
     ranks = TorchRanks(launch, place, PrefixStore("compress", store), timeout_s=timeout_s)
     try:
         _check_devices(ranks, place)
         yield ranks
     except CompressError as error:
-        heard = ranks.fail(error)
+        seen = ranks.fail(error)
         ranks.abort(error)
-        if heard and ranks.rank > 0:
+        if seen and ranks.rank > 0:
             raise RankStopped(str(error), exit_code=error.exit_code) from error
         raise
     except BaseException as error:
         ranks.fail(error)
         ranks.abort(error)
         raise
-    ranks.part()
+    ranks.leave()
     dist.destroy_process_group()
 
 
 def _check_devices(ranks: TorchRanks, device: torch.device) -> None:
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"a CPU with {torch.backends.cpu.get_cpu_capability()}"
-    )
+    """Raise EnvironmentUnfit if this rank's device is of another kind than rank 0's."""
+    name = f"a CPU with {torch.backends.cpu.get_cpu_capability()}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     lead = ranks.broadcast(name)
     if name != lead:
         raise EnvironmentUnfit(
-            f"it computes on {name} and rank 0 on {lead}: their sums would differ. Give all ranks the same device."
+            f"it computes on {name} and rank 0 on {lead}: their sums would differ. Give all ranks the same "
+            "device."
         )

@@ -1,4 +1,6 @@
-"""Files that are either wholly there or not there at all, also after a power cut: temporary name, fsync, rename, fsync of the directory."""
+"""Files that are either wholly there or not there at all, also after a power cut: temporary name, fsync,
+rename, fsync of the directory.
+"""
 
 import contextlib
 import os
@@ -11,9 +13,10 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, temporary_directory: Path | None = None) -> Iterator[BinaryIO]:
-    """A stream whose content appears at `path` when the block ends; after an error `path` is as it was before.
+    """Open a stream whose content appears at `path` when the block ends; after an error `path` is unchanged.
 
-    A kill leaves a `.tmp` file beside `path`, or in `temporary_directory`, which must be on the same file system.
+    A kill leaves a `.tmp` file next to `path`, or in `temporary_directory`, which must be on the same file
+    system.
     """
     temporary = (temporary_directory or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
@@ -55,7 +58,7 @@ def _sync(path: Path, flag: int) -> None:
 
 
 def place(stored: Path, path: Path) -> None:
-    """A finished file becomes part of another directory without a copy, where the file system knows hard links."""
+    """Put a finished file into another directory, without a copy where the file system has hard links."""
     try:
         os.link(stored, path)
     except OSError:

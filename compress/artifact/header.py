@@ -1,9 +1,10 @@
-"""The header of a safetensors file, read without torch: which tensors a file holds and where their bytes lie.
+"""The header of a safetensors file, read without torch: its tensors, their dtypes, shapes and places.
 
-Layout of a file: u64 little-endian header length n, n bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}}` (offsets count
-from the end of the header; `__metadata__` is a map of strings), then the tensor bytes, row-major, little-endian, without holes. What is
-checked here is that law: every range fits its dtype and shape, ranges neither overlap nor leave a hole, and the file is exactly as long
-as the header says.
+Layout of a file: u64 little-endian header length n, n bytes of JSON `{name: {dtype, shape, data_offsets:
+[begin, end]}}` (offsets count from the end of the header; `__metadata__` is a map of strings), then the
+tensor bytes, row-major, little-endian, without holes. What is checked here is that law: every range fits its
+dtype and shape, ranges neither overlap nor leave a hole, and the file is exactly as long as its header
+demands.
 """
 
 import json
@@ -38,10 +39,10 @@ class TensorHeader:
 
 
 def read_header(path: Path) -> tuple[TensorHeader, ...]:
-    """The tensors of one safetensors file in the order of their bytes.
+    """Return the tensors of one safetensors file in the order of their bytes.
 
     Raises:
-        StorageError: the file cannot be read, or is shorter or longer than its header says.
+        StorageError: the file cannot be read, or is shorter or longer than its header demands.
         UnsupportedFormat: the header is not that of a safetensors file.
     """
     try:
@@ -50,19 +51,22 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise StorageError(
-                    f"{path} is truncated: it has {len(prefix)} bytes and a safetensors file starts with 8; copy it again."
+                    f"{path} is truncated: it has {len(prefix)} bytes and a safetensors file starts with 8; "
+                    f"copy it again."
                 )
             header_bytes = struct.unpack("<Q", prefix)[0]
             if header_bytes > _MAX_HEADER_BYTES:
                 raise UnsupportedFormat(
-                    f"{path} is not a safetensors file: its first 8 bytes announce a header of {header_bytes} bytes."
+                    f"{path} is not a safetensors file: its first 8 bytes announce a header of "
+                    f"{header_bytes} bytes."
                 )
             raw = stream.read(header_bytes)
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}.") from error
     if len(raw) < header_bytes:
         raise StorageError(
-            f"{path} is truncated inside its header ({file_bytes} bytes, header {header_bytes}); copy it again."
+            f"{path} is truncated inside its header ({file_bytes} bytes, header {header_bytes}); copy it "
+            f"again."
         )
     data_begin = 8 + header_bytes
     headers = sorted(
@@ -123,14 +127,17 @@ def _check_ranges(path: Path, headers: list[TensorHeader], data_begin: int, file
     for header in headers:
         if header.begin != position:
             raise UnsupportedFormat(
-                f"{path} has a malformed safetensors header: tensor '{header.name}' overlaps another or follows a hole."
+                f"{path} has a malformed safetensors header: tensor '{header.name}' overlaps another or "
+                f"follows a hole."
             )
         position = header.end
     if position > file_bytes:
         raise StorageError(
-            f"{path} is truncated: its header speaks of {position} bytes and it has {file_bytes}; copy it again."
+            f"{path} is truncated: its header speaks of {position} bytes and it has {file_bytes}; copy it "
+            f"again."
         )
     if position < file_bytes:
         raise StorageError(
-            f"{path} has {file_bytes - position} bytes after its last tensor; it is damaged or was not written as safetensors."
+            f"{path} has {file_bytes - position} bytes after its last tensor; it is damaged or was not "
+            f"written as safetensors."
         )

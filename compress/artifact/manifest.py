@@ -1,8 +1,8 @@
-"""The manifest of an artifact: what `compress.json` says, and the check that the directory still is what it says.
+"""The manifest of an artifact (`compress.json`), and the check that the directory still matches it.
 
-An artifact is a directory of files plus `compress.json`, written last. Its digest is the digest of the manifest, which names every file
-and every tensor by digest: equal digest means equal artifact. Nothing in it depends on the date, the host, the device or a version of
-this program.
+An artifact is a directory of files plus `compress.json`, written last. Its digest is the digest of the
+manifest, which names every file and every tensor by digest: equal digest means equal artifact. Nothing in it
+depends on the date, the host, the device or a version of this program.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ MANIFEST_NAME = "compress.json"
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_NUM_HASHERS = 4  # SHA-256 runs near 1.5 GB/s on one core with SHA extensions, below one NVMe disk; hashlib releases the GIL
+_NUM_HASHERS = 4
+"""SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk; hashlib releases the GIL."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `compress.json`. `arch`, `layers`, `scheme` and `facts` are JSON values of the stage that wrote the artifact.
+    """The content of `compress.json`. `arch`, `layers`, `scheme` and `facts` are JSON values of the stage
+    that wrote the artifact.
 
     `provenance` is `{"stage": str, "key": str, "parents": {name: artifact digest}}`.
     """
@@ -62,7 +64,9 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
 
     def to_bytes(self) -> bytes:
-        """The one byte form: sorted keys, one space of indent so that two manifests can be compared line by line, newline at the end."""
+        """Return the one byte form: sorted keys, one space of indent so that two manifests can be compared
+        line by line.
+        """
         canonical = json.loads(canonical_json(asdict(self)))
         return (
             json.dumps(canonical, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -90,7 +94,8 @@ class Manifest:
             raise StorageError(f"{where} is not an artifact manifest: it has no schema_version.")
         if value["schema_version"] > SCHEMA_VERSION:
             raise UsageError(
-                f"{where} has schema version {value['schema_version']}; this program reads up to {SCHEMA_VERSION}: upgrade it."
+                f"{where} has schema version {value['schema_version']}; this program reads up to "
+                f"{SCHEMA_VERSION}: upgrade it."
             )
         if odd := sorted(value.keys() ^ {item.name for item in fields(cls)}):
             raise StorageError(
@@ -116,14 +121,17 @@ class Manifest:
             check_relative(record.path, where)
         if manifest.to_bytes() != data:  # so the digest of the file is the digest of the manifest
             raise StorageError(
-                f"{where} was edited: it is not byte for byte what this program writes; fetch or build the artifact again."
+                f"{where} was edited: it is not byte for byte what this program writes; fetch or build the "
+                f"artifact again."
             )
         return manifest
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A directory and its manifest. Opening one reads only `compress.json`; `verify_artifact` reads everything."""
+    """A directory and its manifest. Opening one reads only `compress.json`; `verify_artifact` reads
+    everything.
+    """
 
     path: Path
     manifest: Manifest
@@ -138,7 +146,7 @@ class Artifact:
         return sum(record.size_bytes for record in self.manifest.files)
 
     def file(self, name: str) -> Path:
-        """Where the file of that name is; a name that the manifest lacks is the caller's mistake."""
+        """Return the path of a file; asking for a name that the manifest lacks is a programmer's error."""
         if all(record.path != name for record in self.manifest.files):
             raise UsageError(f"the {self.manifest.role} artifact at {self.path} has no file '{name}'.")
         return self.path / name
@@ -148,12 +156,14 @@ def check_relative(path: str, where: str) -> None:
     """Refuse a file name that would leave the directory it is put into, or take the manifest's place.
 
     Raises:
-        StorageError: for an absolute or empty path, a `..` part, a backslash or control character, or `compress.json` itself.
+        StorageError: for an absolute or empty path, a `..` part, a backslash or control character, or
+            `compress.json` itself.
     """
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or any(char < " " or char in "\\\x7f" for char in path):
         raise StorageError(
-            f"{where} names a file '{path}' that is not a plain path inside the artifact; it is refused as unsafe."
+            f"{where} names a file '{path}' that is not a plain path inside the artifact; it is refused as "
+            f"unsafe."
         )
     if path == MANIFEST_NAME:
         raise StorageError(
@@ -162,7 +172,8 @@ def check_relative(path: str, where: str) -> None:
 
 
 def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
-    """Digest every file of a directory but its manifest, and every tensor of its safetensors files, reading each byte once.
+    """Digest every file of a directory but its manifest, and every tensor of its safetensors files, reading
+    each byte once.
 
     Raises:
         StorageError: a file is unreadable, a link or not a plain file.
@@ -177,13 +188,16 @@ def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorReco
 
 
 def file_names(path: Path) -> list[str]:
-    """The content files of a directory, sorted, relative, with forward slashes. Links are refused: their target is not under our digest."""
+    """Return the content files of a directory, sorted, relative, with forward slashes. Links are refused:
+    their target is not under our digest.
+    """
     names = []
     for entry in sorted(path.rglob("*")):
         name = entry.relative_to(path).as_posix()
         if entry.is_symlink() or not (entry.is_dir() or entry.is_file()):
             raise StorageError(
-                f"{entry} is a link or a special file; an artifact holds plain files only, so copy its target in its place."
+                f"{entry} is a link or a special file; an artifact holds plain files only, so copy its "
+                f"target in its place."
             )
         if entry.is_file() and name != MANIFEST_NAME:
             check_relative(name, str(path))
@@ -212,7 +226,8 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
                     remaining -= len(chunk)
                 if remaining:
                     raise StorageError(
-                        f"{path} became shorter while it was read; nothing may write to an artifact that is being described."
+                        f"{path} became shorter while it was read; nothing may write to an artifact that is "
+                        f"being described."
                     )
                 size_bytes += header.end - header.begin
                 tensors.append(
@@ -238,7 +253,8 @@ def open_artifact(path: Path) -> Artifact:
         data = manifest_path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
-            f"{path} is not an artifact: it has no {MANIFEST_NAME}. An artifact is written by `compress run` or `compress pull`."
+            f"{path} is not an artifact: it has no {MANIFEST_NAME}. An artifact is written by `compress "
+            f"run` or `compress pull`."
         ) from error
     except OSError as error:
         raise StorageError(f"{manifest_path} cannot be read: {error.strerror}.") from error
@@ -253,23 +269,27 @@ def verify_artifact(artifact: Artifact) -> None:
     """
     if (artifact.path / MANIFEST_NAME).read_bytes() != artifact.manifest.to_bytes():
         raise StorageError(
-            f"{artifact.path / MANIFEST_NAME} is not byte for byte what this program wrote; fetch or build the artifact again."
+            f"{artifact.path / MANIFEST_NAME} is not byte for byte what this program wrote; fetch or build "
+            f"the artifact again."
         )
     expected = {record.path: record for record in artifact.manifest.files}
     present = set(file_names(artifact.path))
     if missing := sorted(expected.keys() - present):
         raise StorageError(
-            f"{artifact.path} lacks the file '{missing[0]}' that its manifest names; fetch or build the artifact again."
+            f"{artifact.path} lacks the file '{missing[0]}' that its manifest names; fetch or build the "
+            f"artifact again."
         )
     if extra := sorted(present - expected.keys()):
         raise StorageError(
-            f"{artifact.path} holds the file '{extra[0]}' that its manifest does not name; remove it or build the artifact again."
+            f"{artifact.path} holds the file '{extra[0]}' that its manifest does not name; remove it or "
+            f"build the artifact again."
         )
     with ThreadPoolExecutor(max_workers=_NUM_HASHERS) as pool:
         digests = pool.map(lambda name: digest_file(artifact.path / name), expected)
         for (name, record), digest in zip(expected.items(), digests, strict=True):
             if digest != record.digest:
                 raise StorageError(
-                    f"{artifact.path / name} has changed: its digest is {digest} and the manifest says {record.digest}; "
+                    f"{artifact.path / name} has changed: its digest is {digest} and the manifest says "
+                    f"{record.digest}; "
                     "fetch or build the artifact again."
                 )

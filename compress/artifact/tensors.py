@@ -1,9 +1,10 @@
 """Tensors in safetensors files: deterministic writing, lazy reading, and the refusal of pickles.
 
-The writer lays a file out as the reference implementation does (widest dtype first, then by name, header padded with spaces to 8 bytes),
-so that equal tensors give equal bytes, whoever wrote them. It streams each tensor from memory to the file; tensors that share storage are
-written out each. Reading copies the bytes of one tensor into memory of its own and leaves the file alone: a mapped file would keep every
-page that was ever looked at, and end the process with a signal where reading says what is wrong with the disk.
+The writer lays a file out as the reference implementation does (widest dtype first, then by name, header
+padded with spaces to 8 bytes), so that equal tensors give equal bytes, whichever program wrote them. It
+streams each tensor from memory to the file; tensors that share storage are written out each. Reading copies
+the bytes of one tensor into memory of its own and leaves the file alone: a mapped file would keep every page
+that was ever looked at, and a disk error would end the process with a signal, where a read raises an error.
 """
 
 import io
@@ -85,7 +86,7 @@ def _raw(tensor: Tensor) -> Any:
 def load_tensors(
     path: Path, names: Iterable[str] | None = None, *, device: str | torch.device = "cpu"
 ) -> dict[str, Tensor]:
-    """The named tensors (all by default) of a safetensors file or of a checkpoint directory.
+    """Return the named tensors (all by default) of a safetensors file or of a checkpoint directory.
 
     Raises:
         UsageError: a name is not in the file.
@@ -96,7 +97,8 @@ def load_tensors(
 
 
 class TensorFiles:
-    """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index. No file stays open.
+    """The tensors of a checkpoint: a safetensors file, or a directory with one, or with shards and an index.
+    No file stays open.
 
     Raises:
         UsageError: there is no such file or directory, or a tensor of that name is not in it.
@@ -113,12 +115,14 @@ class TensorFiles:
             headers = {header.name: header for header in read_header(file)}
             if names is not None and (absent := sorted(set(names) - headers.keys())):
                 raise StorageError(
-                    f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the checkpoint again."
+                    f"{file} lacks the tensor '{absent[0]}' that {INDEX_NAME} places there; copy the "
+                    f"checkpoint again."
                 )
             for name in headers if names is None else names:
                 if name in self._file_of:
                     raise UnsupportedFormat(
-                        f"{path} holds the tensor '{name}' in {self._file_of[name].name} and in {file.name}, without an index."
+                        f"{path} holds the tensor '{name}' in {self._file_of[name].name} and in "
+                        f"{file.name}, without an index."
                     )
                 self._headers[name] = headers[name]
                 self._file_of[name] = file
@@ -132,7 +136,8 @@ class TensorFiles:
     def header(self, name: str) -> TensorHeader:
         if name not in self._headers:
             raise UsageError(
-                f"{self.path} has no tensor '{name}'.{did_you_mean(name, self._headers) if len(name) < 200 else ''}"
+                f"{self.path} has no tensor "
+                f"'{name}'.{did_you_mean(name, self._headers) if len(name) < 200 else ''}"
             )
         return self._headers[name]
 
@@ -162,7 +167,7 @@ class TensorFiles:
 
 
 def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
-    """Raises OSError: the file ends before the place is full."""
+    """Fill a place from the stream; raise OSError when the file ends before it is full."""
     while place:
         count = stream.readinto(place)
         if not count:
@@ -171,7 +176,7 @@ def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint without an index."""
+    """Return the safetensors files of a checkpoint without an index."""
     if path.is_file():
         if path.suffix in _PICKLE_SUFFIXES:
             raise _pickle_error(path, path.parent)
@@ -185,19 +190,24 @@ def _files(path: Path) -> list[Path]:
     if pickles := sorted(entry for entry in path.iterdir() if entry.suffix in _PICKLE_SUFFIXES):
         raise _pickle_error(pickles[0], path)
     raise UnsupportedFormat(
-        f"{path} holds no safetensors file; a checkpoint is a directory with {SINGLE_NAME} or {INDEX_NAME} and its shards."
+        f"{path} holds no safetensors file; a checkpoint is a directory with {SINGLE_NAME} or {INDEX_NAME} "
+        f"and its shards."
     )
 
 
 def _pickle_error(pickle: Path, directory: Path) -> UnsupportedFormat:
     return UnsupportedFormat(
-        f"{pickle} is a pickle, which can run code when it is read, and is never opened here; convert the checkpoint where you trust "
-        f"it, with AutoModelForCausalLM.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')."
+        f"{pickle} is a pickle, which can run code when it is read, and is never opened here; convert the "
+        f"checkpoint where you trust "
+        f"it, with AutoModelForCausalLM.from_pretrained('{directory}', "
+        f"dtype='auto').save_pretrained('{directory}-safetensors')."
     )
 
 
 def _indexed(path: Path) -> dict[Path, list[str] | None]:
-    """Shard -> its tensors, from the index. A shard is a plain name beside the index."""
+    """Return the tensors of each shard, from the index. A shard is a plain name in the directory of the
+    index.
+    """
     index = path / INDEX_NAME
     try:
         places = json.loads(index.read_bytes())["weight_map"].items()
@@ -209,7 +219,7 @@ def _indexed(path: Path) -> dict[Path, list[str] | None]:
     for name, file in places:
         if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):
             raise UnsupportedFormat(
-                f"{index} places the tensor '{name}' in '{file}', which is not a safetensors file beside it."
+                f"{index} places the tensor '{name}' in '{file}', which is no safetensors file there."
             )
         if path / file not in shards and not (path / file).exists():
             raise StorageError(
@@ -224,7 +234,8 @@ def _indexed(path: Path) -> dict[Path, list[str] | None]:
 class ShardWriter:
     """Writes a checkpoint tensor by tensor and holds one shard in memory at most.
 
-    The bytes depend only on the tensors, the order of `add` and `max_shard_bytes`. A larger tensor gets its own shard.
+    The bytes depend only on the tensors, the order of `add` and `max_shard_bytes`. A larger tensor gets its
+    own shard.
     """
 
     def __init__(self, directory: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
@@ -249,7 +260,9 @@ class ShardWriter:
         self._total_bytes += size_bytes
 
     def finish(self) -> list[Path]:
-        """Give the shards their final names, write the index when there is more than one, and return the files written."""
+        """Give the shards their final names, write the index when there is more than one, and return the
+        files written.
+        """
         if not self._names:
             raise ValueError("a checkpoint without tensors")
         if self._pending:

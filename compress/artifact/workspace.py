@@ -1,12 +1,14 @@
 """A content-addressed cache of stage results that a kill at any instant leaves whole.
 
-    root/store/<key>/     finished artifacts, immutable          root/tmp/<host>-<pid>-<random>/   one build in progress
-    root/scratch/<key>/   resume points of unfinished stages     root/lock, root/lock.holder       one run at a time
-    root/kept/            what several stages may use again, under names that say its content
+    root/store/<key>/                 finished artifacts, immutable
+    root/tmp/<host>-<pid>-<random>/   one build in progress
+    root/scratch/<key>/               resume points of unfinished stages
+    root/kept/                        intermediate results that several stages reuse, named by their content
+    root/lock, root/lock.holder       one run at a time
 
-A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk; there is no other way into
-`store/`. The key of a result is a digest over everything that decides its bytes, so a hit needs no question and a changed recipe needs no
-invalidation.
+A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk;
+there is no other way into `store/`. The key of a result is a digest over everything that decides its bytes,
+so a hit is always right and a changed recipe needs no invalidation.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 
 
 class ArtifactWriter:
-    """What a stage gets to write its result: a directory of its own, and `describe`, to be called exactly once."""
+    """The place for a stage's result: a directory of its own, and `describe`, to be called exactly once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +49,9 @@ class ArtifactWriter:
         scheme: Mapping[str, Any] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say what the artifact is; all values must be JSON (a NaN or a tensor raises here, where it was made)."""
+        """Say what the artifact is; all values must be JSON (a NaN or a tensor raises here, where it was
+        made).
+        """
         if self.description is not None:
             raise ValueError("describe() was called twice for one artifact")
         described = {
@@ -78,9 +82,11 @@ class Workspace:
         seed: int,
         extra: Mapping[str, str] | None = None,
     ) -> str:
-        """The hex digest of everything that decides a result; `inputs` maps port names to artifact digests.
+        """Return the hex digest of everything that decides a result; `inputs` maps port names to artifact
+        digests.
 
-        `extra` is for results that depend on more than the recipe: a latency measurement on the device, for example.
+        `extra` is for results that depend on more than the recipe: a latency measurement on the device, for
+        example.
         """
         parts = {
             "stage": stage,
@@ -93,7 +99,9 @@ class Workspace:
         return digest_json(parts).removeprefix("sha256:")
 
     def get(self, key: str) -> Artifact | None:
-        """The finished result of that key, or None; one with a damaged manifest, a missing or a cut file counts as not there."""
+        """Return the finished result of that key, or None; one with a damaged manifest, a missing or a cut
+        file counts as missing.
+        """
         path = self._place(self._store, key)
         try:
             artifact = open_artifact(path)
@@ -107,9 +115,11 @@ class Workspace:
     def commit(
         self, key: str, stage: str, inputs: Mapping[str, str], build: Callable[[ArtifactWriter], None]
     ) -> Artifact:
-        """Return the result of that key, building it first when it is not there; `inputs` are its parents' digests by name.
+        """Return the result of that key, building it first when it is not there; `inputs` are its parents'
+        digests by name.
 
-        Whatever `build` raises passes through after its directory is removed; its scratch directory stays for the next attempt.
+        Whatever `build` raises passes through after its directory is removed; its scratch directory stays for
+        the next attempt.
         """
         if (present := self.get(key)) is not None:
             return present
@@ -140,14 +150,18 @@ class Workspace:
         self.drop_scratch(key)
 
     def scratch(self, key: str) -> Path:
-        """A directory for the resume points of an unfinished stage; it outlives a killed run and goes when the result is committed."""
+        """Return a directory for the resume points of an unfinished stage; it outlives a killed run and is
+        removed when the result is committed.
+        """
         path = self._place(self._scratch, key)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
     def kept(self) -> Path:
-        """A directory for what is costly to make, known by its content and safe to delete (a teacher's logits)."""
+        """A directory for results that are costly to make, named by content and safe to delete (a teacher's
+        logits).
+        """
         path = self.root / "kept"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -160,7 +174,8 @@ class Workspace:
         """Be the only run in this workspace, and clear away what killed runs left in `tmp/`.
 
         Raises:
-            LockHeld: another process holds it; says which. The kernel frees the lock of a process that died, however it died.
+            LockHeld: another process holds it; the message names it. The kernel frees the lock of a process
+                that died, however it died.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         holder = self.root / "lock.holder"
@@ -173,7 +188,8 @@ class Workspace:
             except FileNotFoundError:  # it is just starting or just ending
                 who = "another process"
             raise LockHeld(
-                f"the workspace {self.root} is in use by {who}; wait for that run to end or stop it, or give this run another workspace."
+                f"the workspace {self.root} is in use by {who}; wait for that run to end or stop it, or "
+                f"give this run another workspace."
             ) from error
         try:
             write_atomic(holder, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -196,7 +212,9 @@ class Workspace:
         sync_directory(self._store)
 
     def _collect(self) -> None:
-        """Remove builds of processes that are gone; a living process of this host may commit without holding the lock."""
+        """Remove builds of processes that are gone; a living process of this host may commit without holding
+        the lock.
+        """
         for path in self._tmp.glob("*"):
             alive = re.match(rf"{re.escape(_host())}-(\d+)-", path.name)
             if alive is None or not _is_running(int(alive[1])):

@@ -1,1 +1,3 @@
-"""The command line: one command per file, registered in `app`. Only this package prints, and only it knows that there is a terminal."""
+"""The command line: one command a file, registered in `app`. Only this package prints and looks at the
+terminal.
+"""

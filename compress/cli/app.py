@@ -1,7 +1,8 @@
 """The `compress` command: which commands there are, and what becomes of an error.
 
-To add a command, write one file that defines one function, and one line below. A command file imports only typer, `cli.output` and light
-modules at its top, and the rest (torch, pydantic, YAML) inside the function, so that `compress --help` stays under 0.4 s.
+To add a command, write one file that defines one function, and one line below. A command file imports only
+typer, `cli.output` and light modules at its top, and the rest (torch, pydantic, YAML) inside the function, so
+that `compress --help` stays under 0.4 s.
 """
 
 import logging
@@ -51,7 +52,7 @@ _INPUT_OUTPUT = StorageError.exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process; errors become one paragraph on stderr."""
     given = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in given  # taken out here, so that it works before and behind the command
+    debug = "--debug" in given  # taken out here, so that it works before and after the command
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
@@ -81,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_app() -> typer.Typer:
-    """The typer application with every command."""
+    """Return the typer application with every command."""
     app = typer.Typer(
-        help="One recipe from a Hugging Face checkpoint to a smaller, faster artifact with the proof attached.",
+        help="One recipe from a Hugging Face checkpoint to a smaller, faster artifact with the proof "
+        "attached.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -104,15 +106,15 @@ def _options(
     debug: Annotated[
         bool,
         typer.Option(
-            "--debug", help="Show where an error came from, and debug logs; works behind a command too."
+            "--debug", help="Show where an error came from, and debug logs; works after a command too."
         ),
     ] = False,
 ) -> None:
     pass
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"compress {compress.__version__}")
         raise typer.Exit
 

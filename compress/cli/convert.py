@@ -25,7 +25,9 @@ def convert(
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a quantized model in another checkpoint format, bit for bit; what the format cannot say exactly is refused."""
+    """Write a quantized model in another checkpoint format, bit for bit; refuse what the format cannot
+    express exactly.
+    """
     from compress.export import FORMATS
     from compress.export.conversion import convert as convert_model
     from compress.models.arch import Arch
@@ -38,7 +40,8 @@ def convert(
         artifact = convert_model(model, to, out, progress=report)
     if not any(record.path.startswith("tokenizer") for record in artifact.manifest.files):
         note(
-            f"{source} holds no tokenizer, so neither does {out}; copy it from the model that it was made from."
+            f"{source} holds no tokenizer, so neither does {out}; copy it from the model that it was made "
+            f"from."
         )
     manifest = artifact.manifest
     assert manifest.arch is not None

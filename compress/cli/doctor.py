@@ -1,4 +1,5 @@
-"""`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve what here.
+"""`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve
+what here.
 
 Imports only torch and the kernels (with triton, where it is); the rest is metadata.
 """
@@ -81,7 +82,9 @@ def examine(workspace: Path) -> Iterator[Finding]:
 
 
 def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """What the package says it needs, against what is there; one line when all is well, beside the versions people ask for."""
+    """Yield the installed packages that miss a declared requirement, or one line when all are right, and the
+    versions people ask for.
+    """
     try:
         declared = importlib.metadata.requires("compress") or []
     except importlib.metadata.PackageNotFoundError:
@@ -121,14 +124,16 @@ def requirements(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
 
 
 def parse_requirement(line: str) -> tuple[str, str]:
-    """`name>=1,<2; marker` as (name, `>=1,<2`)."""
+    """Return `name>=1,<2; marker` as (name, `>=1,<2`)."""
     match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)", line)
     assert match, line
     return match[1], match[2].replace(" ", "")
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Whether a version meets comparisons such as `>=2.9,<2.14`, by its release numbers alone (`2.13.0+cpu` counts as 2.13.0)."""
+    """Return whether a version fulfils comparisons such as `>=2.9,<2.14`, by its release numbers alone
+    (`2.13.0+cpu` counts as 2.13.0).
+    """
     compare: Mapping[str, Callable[[int], bool]] = {
         ">=": lambda sign: sign >= 0,
         "<=": lambda sign: sign <= 0,
@@ -201,7 +206,9 @@ def accelerator() -> Iterator[Finding]:
 
 
 def kernels_here() -> dict[str, Any]:
-    """Which kernel serves which op, scheme and range of rows here, for the shapes of one common model, and which serve nothing, and why."""
+    """Return which kernel serves which op, scheme and range of rows here, for the shapes of one common model,
+    and why the others do not.
+    """
     import torch
 
     from compress.kernels.coverage import coverage, unused
@@ -225,7 +232,9 @@ def kernels_here() -> dict[str, Any]:
 
 
 def kernel_text(served: Mapping[str, Any]) -> str:
-    """Rows that one kernel serves become one line: linears of a scheme first, then schemes."""
+    """Return the kernels as a table: rows served by one kernel share a line, linears of a scheme first, then
+    schemes.
+    """
     linears: dict[tuple[str, ...], list[str]] = {}
     for row in served["rows"]:
         key = (
@@ -256,7 +265,7 @@ def kernel_text(served: Mapping[str, Any]) -> str:
 
 
 def driver_version() -> str | None:
-    """What nvidia-smi says, where there is one."""
+    """Return the driver version by nvidia-smi, None where there is no driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -281,14 +290,15 @@ def triton(version_of: Callable[[str], str | None]) -> Finding:
 
 
 def cpu(cpuinfo: str) -> Finding:
-    """The instruction sets that decide the speed of the CPU path."""
+    """Return the finding about the instruction sets that decide the speed of the CPU path."""
     match = re.search(r"^flags\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     flags = set(match[1].split()) if match else set()
     present = [f"{flag} ({gain})" for flag, gain in _CPU_FEATURES.items() if flag in flags]
     cores = len(os.sched_getaffinity(0))
     slow_bf16 = not flags & {"avx512_bf16", "amx_bf16"}
     advice = (
-        "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 BF16."
+        "No bf16 instructions: bf16 models run several times slower here than on a CPU with AMX or AVX-512 "
+        "BF16."
         if slow_bf16
         else ""
     )
@@ -301,7 +311,8 @@ def cpu(cpuinfo: str) -> Finding:
 
 
 def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of transformers.
+    """torchvision and torchaudio are not needed; built for another CUDA than torch, they break the import of
+    transformers.
 
     Judged by metadata alone: importing the wrong build is the very failure looked for.
     """
@@ -312,15 +323,18 @@ def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Findin
             continue
         if build_of(version) == torch_build:
             yield Finding(
-                package, "note", version, "Not needed here, and easily left behind when torch changes."
+                package, "note", version, "Not needed here, and easily outdated when torch changes."
             )
         else:
-            reason = f"Built for {build_of(version)} while torch is built for {torch_build}: transformers fails to import beside it."
+            reason = (
+                f"Built for {build_of(version)} while torch is built for {torch_build}: with it "
+                "transformers fails to import."
+            )
             yield Finding(package, "unfit", version, f"{reason} Remove it: pip uninstall {package}")
 
 
 def build_of(version: str | None) -> str:
-    """The local part of a version: `2.13.0+cpu` is `cpu`; without one it is the index's default build."""
+    """Return the local part of a version: `2.13.0+cpu` is `cpu`; without one, the index's default build."""
     return (version or "").partition("+")[2] or "the default build"
 
 
@@ -328,7 +342,7 @@ def replaced_packages(version_of: Callable[[str], str | None]) -> Iterator[Findi
     """Two archived packages that people look for, and why they are not here."""
     for package in _REPLACED:
         version = version_of(package)
-        reason = "Archived, and cannot be imported beside transformers 5; nothing here needs it."
+        reason = "Archived, and cannot be imported with transformers 5; nothing here needs it."
         advice = f"{reason} Remove it: pip uninstall {package}" if version else reason
         yield Finding(package, "note" if version else "ok", version or "absent, as it should be", advice)
 

@@ -1,4 +1,4 @@
-"""`compress inspect`: what an artifact is, from its manifest alone; nothing of its weights is read or copied."""
+"""`compress inspect`: what an artifact is, from its manifest alone; no weights are read or copied."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def inspect(
 
 
 def describe(manifest: "Manifest", target: str) -> dict[str, Any]:
-    """The manifest itself, and the sums that a reader would compute from it."""
+    """Return the manifest itself, and sums over its files and tensors."""
     size_bytes = sum(record.size_bytes for record in manifest.files)
     return {
         "target": target,
@@ -43,7 +43,7 @@ def describe(manifest: "Manifest", target: str) -> dict[str, Any]:
 
 
 def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
-    """The same for people."""
+    """Return the description of an artifact as text."""
     size_bytes = sum(record.size_bytes for record in manifest.files)
     origin = manifest.provenance
     head = [
@@ -94,7 +94,7 @@ def as_text(manifest: "Manifest", target: str, *, list_tensors: bool) -> str:
 
 
 def _without_rows(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts without the rows of layers, rounds and candidates, which `--json` has."""
+    """Return facts without the rows of layers, rounds and candidates, which `--json` has."""
     rows = ("layers", "rounds", "frontier", "measured")
     kept = {name: value for name, value in facts.items() if name not in rows or not isinstance(value, list)}
     return {
@@ -116,7 +116,7 @@ def _by_dtype(manifest: "Manifest") -> dict[str, dict[str, int]]:
 
 
 def _layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """One row for each run of layers of equal facts."""
+    """Return one row for each run of layers of equal facts."""
     rows = []
     for facts, run in groupby(enumerate(layers), key=lambda item: _fact_line(item[1])):
         indices = [index for index, _ in run]
@@ -128,7 +128,7 @@ _MIXED_SHOWN = ("budget", "limit", "chosen", "uniform")
 
 
 def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Of linears with another scheme how many there are; which they are, the layers say."""
+    """Return the scheme with its exceptions counted by scheme; the layers list which linears they are."""
     if not scheme or "exceptions" not in scheme:
         return scheme
     counts = [
@@ -139,7 +139,7 @@ def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _fact_line(facts: Mapping[str, Any]) -> str:
-    """A rope is told by its kind and base; `--json` has the rest."""
+    """Return the facts of a layer on one line, a rope by its kind and base; `--json` has the rest."""
     shown = {
         key: f"{value['kind']}@{value['theta']:g}" if key == "rope" else _value_text(value)
         for key, value in facts.items()
@@ -164,7 +164,9 @@ def _indented(text: str) -> str:
 
 
 def _manifest_of_ref(text: str) -> "Manifest":
-    """The artifact's manifest out of a registry: two small blobs, both checked against their digests."""
+    """Return the artifact's manifest from a registry: two small blobs are read, both checked against their
+    digests.
+    """
     from compress.artifact.manifest import Manifest
     from compress.registry.image import ARTIFACT, MAX_MANIFEST_BYTES, Descriptor, ImageManifest
     from compress.registry.protocol import open_registry

@@ -1,6 +1,8 @@
-"""What goes where: data to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and progress to stderr.
+"""Output of commands: data goes to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and
+progress go to stderr.
 
-Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's log stays readable.
+Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's
+log stays readable.
 """
 
 import json
@@ -41,12 +43,16 @@ def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
 
 
 def write_data(text: str) -> None:
-    """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not all data arrived."""
+    """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not
+    all data arrived.
+    """
     write_piece(text + "\n")
 
 
 def write_piece(text: str) -> None:
-    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command as in `write_data`."""
+    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command
+    as in `write_data`.
+    """
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -57,12 +63,12 @@ def write_piece(text: str) -> None:
 
 
 def note(message: str) -> None:
-    """A line for the person who watches; never data."""
+    """Print a line for the person who watches; never data."""
     print(message, file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Columns padded to their widest cell; those in `right` are aligned to the right."""
+    """Return rows as columns padded to their widest cell; those in `right` are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     if not cells:
         return ""
@@ -79,12 +85,12 @@ def table(rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str
 
 
 def count_text(count: int, noun: str) -> str:
-    """`1 file`, `2 files`."""
+    """Return a count with its noun: `1 file`, `2 files`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def size_text(num_bytes: int) -> str:
-    """`1.50 GiB`: binary units, three significant digits."""
+    """Return a size such as `1.50 GiB`: binary units, three significant digits."""
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1023.5 and len(units) > 1:
@@ -95,7 +101,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`1h02m`, `3m20s` or `7s`."""
+    """Return a duration such as `1h02m`, `3m20s` or `7s`."""
     total = max(0, round(seconds))
     if total >= 3600:
         return f"{total // 3600}h{total % 3600 // 60:02d}m"
@@ -103,12 +109,12 @@ def duration_text(seconds: float) -> str:
 
 
 def peak_host_bytes() -> int:
-    """The largest resident size this process had so far (Linux counts in KiB)."""
+    """Return the largest resident size this process had so far (Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a moving line makes sense there."""
+    """Return whether a stream is a terminal that can redraw a line."""
     return stream.isatty() and os.environ.get("TERM", "") != "dumb"
 
 
@@ -158,7 +164,7 @@ class _Bar:
     def update(self, done: int, total: int, note: str) -> None:
         self.bars.update(self.task, completed=done, total=total, note=note, peak=size_text(self.peak_bytes()))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.bars.console.print(text, markup=False)
 
 
@@ -182,9 +188,10 @@ class _LogLines:
         self.shown_s = now
         elapsed_s = now - self.started_s
         left = f", {duration_text(elapsed_s / done * (total - done))} left" if done else ""
-        self.say(
-            f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak {size_text(self.peak_bytes())}"
+        self.log(
+            f"{self.stage} {done}/{total} {note}: {duration_text(elapsed_s)} elapsed{left}, peak "
+            f"{size_text(self.peak_bytes())}"
         )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, file=self.out, flush=True)

@@ -1,4 +1,6 @@
-"""`compress plan`: what a run would do, before it does anything: stages, what is cached, memory, disk, time, and who loads the result."""
+"""`compress plan`: what a run would do, before it does anything: stages, what is cached, memory, disk, time,
+and who loads the result.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from compress.stages import Estimate
 
 ASSUMED_FLOPS_PER_S = {"cpu": 1.5e11, "tiles": 2.4e11, "cuda": 2.5e14}
-"""Sustained rates that the time estimate assumes: two server cores in float32, one core in bf16 by AMX, one data-centre GPU in bf16."""
+"""Sustained rates that the time estimate assumes: two server cores in float32, one core in bf16 by AMX, one
+data-centre GPU in bf16.
+"""
 LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
 """Time of one small operation, launch included."""
 
@@ -92,7 +96,9 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
 
 
 def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
-    """The model's shapes: from its directory, from its config.json on the hub, or from those that ship with the package."""
+    """Return the model's shapes: from its directory, from its config.json on the hub, or from those that ship
+    with the package.
+    """
     from compress.models.checkpoint import read_config
     from compress.models.family import family_of
     from compress.models.known import known_config, known_models
@@ -145,7 +151,8 @@ def _machine(device: str, ranks: int) -> str:
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
-        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
+        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, "
+        f"{model['dtype']}; "
         f"planned for {_machine(document['device'], document['ranks'])}",
         "",
     ]
@@ -168,7 +175,8 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"push: {document['push']['name']} to {document['push']['to']}, if every gate holds")
     lines += [
         "",
-        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the workspace and the model itself;",
+        f"peak {size_text(document['peak_bytes'])}, disk {size_text(document['disk_bytes'])} in the "
+        f"workspace and the model itself;",
         "the interpreter and its libraries take about half a gigabyte more",
     ]
     rates = " and ".join(f"{rate / 1e12:g}" for rate in document["assumed_flops_per_s"])

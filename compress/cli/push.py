@@ -26,7 +26,9 @@ def push(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Store an artifact in a registry, unless its evidence says that a gate failed; only the last step, moving the tags, is visible."""
+    """Store an artifact in a registry, unless a gate failed in its evidence; only the last step, moving the
+    tags, is visible.
+    """
     from compress.artifact.manifest import open_artifact
     from compress.registry.protocol import open_registry
     from compress.registry.ref import parse_ref
@@ -58,7 +60,7 @@ def push(
 
 
 def _check_evidence(file: Path, digest: str) -> None:
-    """Evidence must speak of this artifact, and must not speak against it.
+    """Check that evidence is about this artifact and that no gate failed in it.
 
     Raises:
         UsageError: the report is of another artifact, or is not JSON.
@@ -78,5 +80,6 @@ def _check_evidence(file: Path, digest: str) -> None:
     verdict = report.get("verdict", {})
     if verdict.get("passed") is False:
         raise GateFailed(
-            f"not pushed: {' '.join(verdict.get('reasons', []))} The artifact is kept; {file} says by how much."
+            f"not pushed: {' '.join(verdict.get('reasons', []))} The artifact is kept; {file} says by how "
+            f"much."
         )

@@ -56,7 +56,7 @@ def run(
     rebuild_from: Annotated[
         str | None,
         typer.Option(
-            "--from", help="Build this stage and all behind it again, cached or not.", show_default=False
+            "--from", help="Build this stage and all that follow it again, cached or not.", show_default=False
         ),
     ] = None,
     if_changed: Annotated[
@@ -74,12 +74,12 @@ def run(
     """Run a recipe: build what is missing, validate, let the gates decide, push."""
     if if_changed and (until is not None or rebuild_from is not None):
         raise UsageError(
-            "--if-changed asks about the whole recipe; leave out --until and --from, or --if-changed."
+            "--if-changed is about the whole recipe; leave out --until and --from, or --if-changed."
         )
     from compress.pipeline import RunDir
 
     directory = RunDir(run_dir) if run_dir is not None else RunDir.for_recipe(recipe)
-    asked = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
+    options = {"until": until, "rebuild_from": rebuild_from, "if_changed": if_changed, "offline": offline}
     code = _execute(
         recipe,
         directory,
@@ -87,7 +87,7 @@ def run(
         device,
         unchanged_exit_code=unchanged_exit_code,
         as_json=as_json,
-        **asked,
+        **options,
     )
     if code:
         raise typer.Exit(code)
@@ -129,10 +129,11 @@ def _execute(
     *,
     as_json: bool,
     unchanged_exit_code: int = 0,
-    **asked: Any,
+    **options: Any,
 ) -> int:
-    """Run the job, show its outcome, and return the exit code; `asked` are the other fields of `Job`. Of several ranks that torchrun
-    started, rank 0 does this and the others help."""
+    """Run the job, show its outcome, and return the exit code; `options` are the other fields of `Job`. Of
+    several ranks that torchrun started, rank 0 does this and the others help.
+    """
     from compress.context import OneRank
     from compress.pipeline import Job, execute, pick_device
 
@@ -146,7 +147,7 @@ def _execute(
                 stop_signal=stopped,
                 step_done=_note_step,
                 ranks=ranks,
-                **asked,
+                **options,
             )
             result = execute(job, TerminalWatch(chosen))
         emit(result.as_json(), _summary(result), as_json=as_json)
@@ -158,31 +159,34 @@ def _execute(
 
 
 def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
-    """Join the others, and lead or follow. What ends one rank ends all; rank 0 says why, with the exit code of whoever it was."""
+    """Join the other ranks, and lead or follow. An error of one rank ends all; rank 0 reports it, with the
+    exit code of the failing rank.
+    """
     from compress.pipeline import follow
     from compress.ranks import Launch, joined
 
-    launch = Launch.of(os.environ)
+    launch = Launch.from_environ(os.environ)
     if launch is None:
         raise UsageError(
-            "WORLD_SIZE speaks of several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start ranks with torchrun."
+            "WORLD_SIZE is set to several ranks, and RANK, MASTER_ADDR or MASTER_PORT is missing. Start "
+            "ranks with torchrun."
         )
     chosen = _device_of(launch, device)
     try:
         with joined(launch, chosen) as ranks:
             if ranks.rank == 0:
                 return lead(chosen, ranks)
-            with _stop_signal(silent=True):  # whether to stop is for rank 0 to say
+            with _stop_signal(silent=True):  # rank 0 alone decides whether to stop
                 follow(ranks, chosen)
             return 0
     except RankStopped as stopped:
         if launch.rank == 0:
             raise
-        return stopped.exit_code  # rank 0 says why
+        return stopped.exit_code  # rank 0 reports the reason
 
 
-def _device_of(launch: "Launch", asked: str | None) -> str:
-    """Each rank of a machine has its own GPU.
+def _device_of(launch: "Launch", device: str | None) -> str:
+    """Return the device of a rank: each rank of a machine has its own GPU.
 
     Raises:
         UsageError: one GPU was asked for, for all of them.
@@ -192,16 +196,18 @@ def _device_of(launch: "Launch", asked: str | None) -> str:
 
     from compress.pipeline import device_kind, pick_device
 
-    chosen = pick_device(asked)
+    chosen = pick_device(device)
     if device_kind(chosen) == "cpu":
         return chosen
     if torch.device(chosen).index is not None:
         raise UsageError(
-            f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, or leave it out."
+            f"--device {chosen} is one GPU, and torchrun started {launch.size} ranks. Write --device cuda, "
+            f"or leave it out."
         )
     if launch.local_rank >= torch.cuda.device_count():
         raise EnvironmentUnfit(
-            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks were started."
+            f"rank {launch.rank} has no GPU: this machine has {torch.cuda.device_count()}, and more ranks "
+            f"were started."
         )
     torch.cuda.set_device(launch.local_rank)
     return f"cuda:{launch.local_rank}"
@@ -236,7 +242,9 @@ class TerminalWatch:
 
 @contextmanager
 def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
-    """While the block runs, SIGTERM and the first SIGINT are remembered for the next boundary; a second SIGINT ends at once."""
+    """While the block runs, SIGTERM and the first SIGINT are remembered for the next boundary; a second
+    SIGINT ends at once.
+    """
     received: list[int] = []
 
     def remember(number: int, frame: object) -> None:
@@ -245,7 +253,8 @@ def _stop_signal(*, silent: bool = False) -> "Iterator[Any]":
         received.append(number)
         if not silent:
             note(
-                f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at once)"
+                f"{signal.Signals(number).name}: stopping at the next safe point (Ctrl-C again to stop at "
+                f"once)"
             )
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}

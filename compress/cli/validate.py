@@ -46,7 +46,7 @@ def validate(
         bool,
         typer.Option(
             "--speculative/--no-speculative",
-            help="Also serve the artifact with the draft that lies in it, if one does.",
+            help="Also serve the artifact with the draft that it carries, if it does.",
         ),
     ] = True,
     device: DeviceOption = None,
@@ -82,7 +82,8 @@ def validate(
     candidate = open_artifact(artifact) if (artifact / MANIFEST_NAME).exists() else None
     if candidate is None:
         raise UsageError(
-            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and `compress run` make some."
+            f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and "
+            f"`compress run` make some."
         )
     out.mkdir(parents=True, exist_ok=True)
     writer = ArtifactWriter(out)
@@ -115,10 +116,12 @@ def validate(
         raise typer.Exit(GateFailed.exit_code)
 
 
-def _gates(said: list[str]) -> dict[str, float | dict[str, float]]:
-    """`ppl_ratio=1.1`, or `tpot_ms_p50@cpu=30` for a limit that holds on one kind of device."""
+def _gates(options: list[str]) -> dict[str, float | dict[str, float]]:
+    """Return gates as a recipe has them: `ppl_ratio=1.1`, or `tpot_ms_p50@cpu=30` for a limit that holds on
+    one kind of device.
+    """
     gates: dict[str, float | dict[str, float]] = {}
-    for each in said:
+    for each in options:
         name, _, limit = each.partition("=")
         metric, at, device = name.partition("@")
         try:

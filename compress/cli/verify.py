@@ -1,4 +1,4 @@
-"""`compress verify`: whether every byte still is what the digests say, in a directory or in a registry."""
+"""`compress verify`: compare every byte with the digests, in a directory or in a registry."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,8 @@ def verify(
             if report.evidence_digests
             else ""
         )
-        text = f"{target}: whole, {count_text(report.num_blobs, 'blob')}{proof}, {size_text(report.size_bytes)}\n{report.artifact_digest}"
+        counted = f"{count_text(report.num_blobs, 'blob')}{proof}, {size_text(report.size_bytes)}"
+        text = f"{target}: whole, {counted}\n{report.artifact_digest}"
         emit({"whole": True, **document}, text, as_json=as_json)
         return
     from compress.artifact.manifest import open_artifact, verify_artifact
@@ -33,5 +34,6 @@ def verify(
     verify_artifact(artifact)
     num_files = len(artifact.manifest.files)
     counts = {"num_files": num_files, "size_bytes": artifact.size_bytes}
-    text = f"{target}: whole, {count_text(num_files, 'file')}, {size_text(artifact.size_bytes)}\n{artifact.digest}"
+    counted = f"{count_text(num_files, 'file')}, {size_text(artifact.size_bytes)}"
+    text = f"{target}: whole, {counted}\n{artifact.digest}"
     emit({"whole": True, "path": target, "artifact_digest": artifact.digest, **counts}, text, as_json=as_json)

@@ -226,7 +226,7 @@ def measure_eagle3(
     if kept:
         kept_NRK = torch.cat(kept)
         sums[3:] = torch.cat((torch.stack(steps_through(kept_NRK)), kept_NRK.sum(dim=(0, 1)))).to(device)
-    ranks.add_up([sums])
+    ranks.all_reduce([sums])
     kl, top1, covered, emitted, steps, *accepted = sums.tolist()
     num_tokens = tokens_NS.shape[0] * (tokens_NS.shape[1] - 1 - num_steps)
     acceptance = tuple(each / num_tokens for each in accepted)

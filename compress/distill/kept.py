@@ -70,9 +70,7 @@ class KeptLogits:
         """Compute the missing shards with the teacher, `at_once` windows at a time; `done` is called with
         the number of shards on disk."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        missing: list[int] = ranks.broadcast(
-            self.missing()
-        )  # as rank 0 saw it: others write while this one looks
+        missing = ranks.from_lead(self.missing)  # one list for all: other ranks write while this one looks
         for count, idx in enumerate(missing[ranks.rank :: ranks.size]):
             done(self.num_shards - len(missing) + count * ranks.size)
             windows = self._tokens_NS[idx * WINDOWS_OF_A_SHARD : (idx + 1) * WINDOWS_OF_A_SHARD, :-1]
@@ -87,8 +85,7 @@ class KeptLogits:
                 self._file(idx),
                 {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail},
             )
-        for source in range(ranks.size):  # nobody reads before all are through
-            ranks.broadcast(None, source=source)
+        ranks.barrier()  # all shards are written before any is read
 
     def rows(self, windows_B: list[int]) -> TopK:
         """Return ids [B, S, K], log probabilities [B, S, K] and log tails [B, S] of some windows."""

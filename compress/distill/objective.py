@@ -180,7 +180,7 @@ def measure(
     if kept:
         kept_NS = torch.cat(kept).view(-1, tokens_NS.shape[1] - 1)
         sums[4:] = torch.stack((kept_NS.sum().cpu(), *steps_over(kept_NS.cpu(), K)))
-    ranks.add_up([sums])
+    ranks.all_reduce([sums])
     return HeldOut(tokens_NS.shape[0] * (tokens_NS.shape[1] - 1), *sums.tolist())
 
 

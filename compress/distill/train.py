@@ -237,7 +237,7 @@ class Training:
             loss.backward()
             self._window.add(loss.detach())
         if self._ranks.size > 1:
-            self._ranks.add_up([_gradient(parameter) for parameter in self._trained.values()])
+            self._ranks.all_reduce([_gradient(parameter) for parameter in self._trained.values()])
         grad_norm = nn.utils.clip_grad_norm_(self._trained.values(), config.max_grad_norm)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -285,7 +285,7 @@ class _Window:
 
     def row(self, step: int, grad_norm: float, learning_rate: float, ranks: Ranks) -> TrainLogRow:
         if ranks.size > 1:
-            ranks.add_up([self._loss])
+            ranks.all_reduce([self._loss])
         loss = float(self._loss) / self.num_steps
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UsageError(

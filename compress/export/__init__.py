@@ -1,6 +1,8 @@
-"""Checkpoint formats that other programs load: one file a format, holding its codec, its config and the known limits of its consumers.
+"""Checkpoint formats that other programs load: one file a format, with its codec, its config and the known
+limits of its consumers.
 
-The same file reads the format back, so that somebody else's checkpoint and our own artifact come in through one door (`open_checkpoint`).
+The same file reads the format back, so that other tools' checkpoints and our own artifacts are opened by
+one function (`open_checkpoint`).
 """
 
 import json
@@ -27,7 +29,8 @@ from compress.quant.scheme import DENSE, ModelScheme, QuantizedWeight
 
 @dataclass(frozen=True)
 class Consumer:
-    """Whether a program loads the result, as far as its sources and our tests say; `note` holds the condition or the reason."""
+    """A program that may load the result, according to its sources and our tests; `note` gives the condition
+    or the reason."""
 
     name: str
     loads: bool
@@ -44,15 +47,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class StaticKV:
-    """What `quantization_config` says of a KV cache with calibrated scales: beside codes of weights, and alone with dense ones."""
+    """The parts of `quantization_config` for a KV cache with calibrated scales: `beside` quantized weights,
+    and `alone` with dense ones."""
 
     beside: Mapping[str, Any]
     alone: Mapping[str, Any]
 
 
 class ExportFormat(Protocol):
-    """`quant_method` is the name in a checkpoint's `quantization_config`; `scale_dtype` is None where scales keep their dtype on disk;
-    `static_kv` is None where the format has no word for a KV cache with calibrated scales."""
+    """One checkpoint format. `quant_method` is its name in a checkpoint's `quantization_config`;
+    `scale_dtype` is None where scales keep their dtype on disk; `static_kv` is None where the format
+    cannot express a KV cache with calibrated scales."""
 
     @property
     def quant_method(self) -> str: ...
@@ -69,14 +74,16 @@ class ExportFormat(Protocol):
     def quantization_config(
         self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The `quantization_config` of `config.json`. All names are those of disk modules, also in `scheme`; `linears` are all of the
-        layers, which one needs to know where they have several schemes."""
+        """Return the `quantization_config` of `config.json`. All names are those of disk modules, also in
+        `scheme`; `linears` are all linears of the layers, which a format needs where they have several
+        schemes."""
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
-        """Why this model in this scheme must not be written in this format; empty when it may."""
+        """Return the reasons not to write this model in this scheme in this format; empty when it may be
+        written."""
 
     def consumers(self, arch: Arch, scheme: ModelScheme) -> list[Consumer]:
-        """Who loads the result."""
+        """Return the programs that may load the result."""
 
 
 VLLM_KV_FLAGS = {
@@ -84,30 +91,31 @@ VLLM_KV_FLAGS = {
     INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
     INT4_TOKEN_HEAD: "--kv-cache-dtype int4_per_token_head",
 }
-"""What vLLM is told where no checkpoint format can."""
+"""vLLM's flag for each KV format that no checkpoint format expresses."""
 FORMATS: PluginSet[ExportFormat] = PluginSet("export format", "compress.export")
 DRAFT_FOLDER = "draft"
-"""Of a checkpoint, where its draft lies."""
+"""Folder of a checkpoint that holds its draft."""
 PROPOSED = 4
-"""Tokens that a draft proposes a step, unless somebody says otherwise."""
+"""Tokens that a draft proposes in a step by default."""
 
 
 def codecs() -> Mapping[str, ForeignCodec]:
-    """Codecs of every format by `quant_method`."""
+    """Return the codec of every format by `quant_method`."""
     return {each.quant_method: each.codec for _, each in FORMATS.items()}
 
 
 def open_checkpoint(path: Path, *, kv_format: str | None = None) -> Checkpoint:
-    """A Hugging Face directory, dense or quantized in any format known here; `kv_format` where its own config states none."""
+    """Open a Hugging Face directory, dense or quantized in any supported format; `kv_format` is used where
+    its own config states none."""
     return Checkpoint(path, codecs=codecs(), kv_format=kv_format)
 
 
 def open_weights(path: Path) -> WeightSource:
-    """The weights at `path`, in whichever store: an artifact of an earlier stage or a Hugging Face directory.
+    """Open the weights at `path`: an artifact of an earlier stage or a Hugging Face directory.
 
     Raises:
-        UsageError: no model lies there.
-        UnsupportedArch, UnsupportedFormat: it is not understood wholly.
+        UsageError: there is no model.
+        UnsupportedArch, UnsupportedFormat: a part of it is not supported.
     """
     if not (path / MANIFEST_NAME).exists():
         return open_checkpoint(path)
@@ -120,7 +128,7 @@ def open_weights(path: Path) -> WeightSource:
 
 
 def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: str | None = None) -> None:
-    """Refuse before anything is written; no scheme means dense weights beside a quantized KV cache.
+    """Refuse a format before anything is written; no scheme means dense weights with a quantized KV cache.
 
     Raises:
         UnsupportedFormat: naming every broken rule.
@@ -143,10 +151,11 @@ def check_rules(name: str, arch: Arch, scheme: ModelScheme | None, kv_format: st
 
 
 def check_scales(name: str, source: WeightSource) -> None:
-    """Refuse a format whose scales could not say the same numbers; reads every quantized weight, if the format has a dtype of its own.
+    """Refuse a format whose scales cannot represent the same numbers. Every quantized weight is read if the
+    format has a dtype of its own.
 
     Raises:
-        UnsupportedFormat: saying how many scales would change.
+        UnsupportedFormat: with the number of scales that would change.
     """
     dtype = FORMATS.get(name).scale_dtype
     if dtype is None:
@@ -158,19 +167,22 @@ def check_scales(name: str, source: WeightSource) -> None:
         num_scales += weight.scale_OG.numel()
     if num_changed:
         raise UnsupportedFormat(
-            f"[exact-scales] {name} keeps scales in {_name(dtype)}, which holds {num_scales - num_changed:,} of this model's "
-            f"{num_scales:,} {source.arch.dtype} scales exactly; {num_changed:,} would change, and weights with them. "
+            f"[exact-scales] {name} keeps scales in {_name(dtype)}, which holds {num_scales - num_changed:,} "
+            "of this model's "
+            f"{num_scales:,} {source.arch.dtype} scales exactly; {num_changed:,} would change, and weights "
+            "with them. "
             "compressed-tensors keeps them as they are."
         )
 
 
 def count_changed(scale_OG: torch.Tensor, dtype: torch.dtype) -> int:
-    """Scales that `dtype` does not hold exactly; overflow and underflow count."""
+    """Count the scales that `dtype` does not represent exactly; overflow and underflow count."""
     return int((scale_OG.to(dtype).to(torch.float64) != scale_OG.to(torch.float64)).sum())
 
 
 def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme | None) -> None:
-    """Write a quantized model as a Hugging Face directory in the format of that name; without a scheme, a dense one with its KV cache.
+    """Write a quantized model as a Hugging Face directory in the format of that name; without a scheme, a
+    dense one with its KV cache.
 
     Raises:
         UnsupportedFormat: a rule of the format is broken, or a scale would change; nothing is written then.
@@ -184,25 +196,32 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
         config = None if static_kv is None else static_kv.alone
     else:
         linears = [to_disk(linear) for linear in linear_names(source.arch)]
-        said = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
-        config = {**said, **({} if static_kv is None else static_kv.beside)}
+        coded = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
+        config = {**coded, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
 
 
 def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:
-    """How vLLM serves a checkpoint; with a draft in it, by the method of that name and `k` proposed tokens a step."""
+    """Return the command by which vLLM serves a checkpoint; with a draft in it, by the method of that name
+    and `k` proposed tokens a step."""
     words = ["vllm serve <this directory>", VLLM_KV_FLAGS.get(kv_format or "", "")]
     if method is not None:
-        said = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
-        words.append(f"--speculative-config '{json.dumps(said)}'")
+        config = {"model": f"<this directory>/{DRAFT_FOLDER}", "num_speculative_tokens": k, "method": method}
+        words.append(f"--speculative-config '{json.dumps(config)}'")
     return " ".join(word for word in words if word)
 
 
 def kv_note(kv_format: str) -> str:
-    """How consumers come to serve a checkpoint with a KV cache of that format."""
+    """Return how consumers serve a checkpoint with a KV cache of that format."""
     if kv_format == FP8_STATIC:
-        return f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers rounds keys and values alike"
-    return f"KV cache {kv_format}: compress.json says it, no checkpoint format does; vLLM serves it with {VLLM_KV_FLAGS[kv_format]}"
+        return (
+            f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers rounds keys and "
+            "values alike"
+        )
+    return (
+        f"KV cache {kv_format}: only compress.json states it, no checkpoint format can; vLLM serves it with "
+        f"{VLLM_KV_FLAGS[kv_format]}"
+    )
 
 
 def _quantized_weights(source: WeightSource) -> Iterator[QuantizedWeight]:

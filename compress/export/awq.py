@@ -4,10 +4,11 @@
     <module>.qzeros   int32 [G, ceil(O/8)]   zero_point + 8, packed along O
     <module>.scales   float16 [G, O]         value = (code - zero_point) * scale
 
-Of the eight columns of a word, nibble j (low bits first) holds column `COLUMNS[j]`, the order in which the format's kernel unpacks pairs.
-The format has zero points always; a symmetric scheme is 8 everywhere, and `sym` in `quantization_config`, a word of ours that consumers
-pass over, lets it come back as what it was. Scales are float16 whatever the model's dtype; the head stays dense. Checked against vLLM
-0.32; `transformers` needs the package gptqmodel beside it.
+Of the eight columns of a word, nibble j (low bits first) holds column `COLUMNS[j]`, the order in which
+the format's kernel unpacks pairs. The format always has zero points; a symmetric scheme stores 8
+everywhere, and `sym` in `quantization_config`, a key of ours that consumers ignore, restores it as
+symmetric when it is read. Scales are float16 whatever the model's dtype; the head stays dense. Checked
+against vLLM 0.32; `transformers` needs the package gptqmodel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class AwqCodec:
-    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in
+    float16."""
 
     aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -52,7 +54,8 @@ class AwqCodec:
         codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
         if num_groups != scheme.num_groups(codes_IO.shape[0]):
             raise UnsupportedFormat(
-                f"it has {num_groups} groups of scales where {scheme.name} has {scheme.num_groups(codes_IO.shape[0])}."
+                f"it has {num_groups} groups of scales where {scheme.name} has "
+                f"{scheme.num_groups(codes_IO.shape[0])}."
             )
         if scheme.symmetric and bool((zero_GO != 0).any()):
             raise UnsupportedFormat(
@@ -62,11 +65,10 @@ class AwqCodec:
         return QuantizedWeight(scheme, codes_IO.t().contiguous(), scale_GO.t().contiguous(), zero_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        said = quantization_config
-        bits = said.get("bits", said.get("w_bit"))
-        group_size = said.get("group_size", said.get("q_group_size"))
-        version = str(said.get("version") or "gemm").lower()
-        backend = said.get("backend") or "autoawq"
+        bits = quantization_config.get("bits", quantization_config.get("w_bit"))
+        group_size = quantization_config.get("group_size", quantization_config.get("q_group_size"))
+        version = str(quantization_config.get("version") or "gemm").lower()
+        backend = quantization_config.get("backend") or "autoawq"
         if (
             bits != BITS
             or version != "gemm"
@@ -75,18 +77,21 @@ class AwqCodec:
             or (group_size < 1 and group_size != -1)
         ):
             raise UnsupportedFormat(
-                f"the checkpoint is AWQ of {bits} bits in groups of {group_size}, version {version} of {backend}; 4 bits in AutoAWQ's "
+                f"the checkpoint is AWQ of {bits} bits in groups of {group_size}, version {version} of "
+                f"{backend}; 4 bits in AutoAWQ's "
                 "version gemm are read."
             )
-        if said.get("lm_head"):
+        if quantization_config.get("lm_head"):
             raise UnsupportedFormat(
                 "the checkpoint has an AWQ head (lm_head); linears of the layers are read."
             )
-        symmetric = bool(said.get("sym")) or not said.get("zero_point", True)
+        symmetric = bool(quantization_config.get("sym")) or not quantization_config.get("zero_point", True)
         scheme = weight_only_scheme(
             BITS, symmetric=symmetric, group_size=None if group_size == -1 else group_size
         )
-        dense = said.get("modules_to_not_convert") or ()  # parts of names, as AutoAWQ and vLLM take them
+        dense = (
+            quantization_config.get("modules_to_not_convert") or ()
+        )  # parts of names, as AutoAWQ and vLLM take them
         return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
@@ -94,14 +99,14 @@ class AwqCodec:
 
 
 def _pack_columns(codes_RO: Tensor) -> Tensor:
-    """int8 [R, O] -> int32 [R, ceil(O/8)]; a last word that is not full ends in zero bits."""
+    """Pack int8 [R, O] into int32 [R, ceil(O/8)]; a last word that is not full ends in zero bits."""
     rows, columns = codes_RO.shape
     padded = torch.nn.functional.pad(codes_RO, (0, whole_words(columns, BITS) - columns), value=-8)
     return pack(padded.reshape(rows, -1, len(COLUMNS))[..., COLUMNS].reshape(rows, -1), BITS)
 
 
 def _unpack_columns(words: Tensor, columns: int) -> Tensor:
-    """int32 [R, W] -> int8 [R, O]."""
+    """Unpack int32 [R, W] to int8 [R, O]."""
     rows, num_words = words.shape
     nibbles = unpack(words, BITS, num_words * len(COLUMNS)).view(rows, num_words, len(COLUMNS))
     codes = torch.empty_like(nibbles)

@@ -1,19 +1,29 @@
-"""compressed-tensors `pack-quantized`, `float-quantized` and `int-quantized`: the default format; `transformers` and vLLM load it as it is.
+"""compressed-tensors `pack-quantized`, `float-quantized` and `int-quantized`: the default format;
+`transformers` and vLLM load it as it is.
 
-Integer codes                                           Float codes (FP8 e4m3)
+Integer codes
 
-    <module>.weight_packed      int32 [O, ceil(I*b/32)]     <module>.weight         float8_e4m3fn [O, I]
-    <module>.weight_scale       [O, G], the model's dtype   <module>.weight_scale   [O, 1], the model's dtype
-    <module>.weight_shape       int64 [2] = [O, I]          <module>.input_scale    float32 [1], static activations only
-    <module>.weight_zero_point  int32 [ceil(O*b/32), G]     of blocks of 128 x 128: [ceil(O/128), I/128]
+    <module>.weight_packed      int32 [O, ceil(I*b/32)]
+    <module>.weight_scale       [O, G], the model's dtype
+    <module>.weight_shape       int64 [2] = [O, I]
+    <module>.weight_zero_point  int32 [ceil(O*b/32), G]
 
-Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code - zero_point) * scale. Where the
-inputs are rounded to integers too, codes are int8 and lie as float codes do. The rows of a block may end with the weight, its columns may
-not. One group of `quantization_config` in `config.json` says how all linears are coded, or one for each scheme that layers have, by exact
-names, and another one the head if it is quantized; linears that stay dense are listed in `ignore` by exact name. A KV cache in FP8 with
-calibrated scales is said by `kv_cache_scheme`; its scales are `<attention>.k_scale` and `.v_scale`, float32 [1]; where weights are dense
-beside it, there are no groups. Checked against
-compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
+Float codes (FP8 e4m3)
+
+    <module>.weight             float8_e4m3fn [O, I]
+    <module>.weight_scale       [O, 1], the model's dtype; of blocks of 128 x 128: [ceil(O/128), I/128]
+    <module>.input_scale        float32 [1], static activations only
+
+Integers are packed along I (`codes + 2^(b-1)`), zero points of asymmetric schemes along O; value = (code
+- zero_point) * scale. Where the inputs are rounded to integers too, codes are int8 in the layout of float
+codes. The last block of rows may be partial, blocks of columns may not.
+
+One group of `quantization_config` in `config.json` states how all linears are coded, or one for each
+scheme that layers have, by exact names, and another one the head if it is quantized; linears that stay
+dense are listed in `ignore` by exact name. `kv_cache_scheme` states a KV cache in FP8 with calibrated
+scales; its scales are `<attention>.k_scale` and `.v_scale`, float32 [1]; where all weights are dense,
+there are no groups. `dequantize` asks transformers to decompress at load, where it would lose zero points
+otherwise. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
 import re
@@ -48,11 +58,11 @@ MIXED_FORMAT = "mixed-precision"
 NAIVE_FORMAT = "naive-quantized"
 """Another name of the two forms that keep codes as they are."""
 DENSE_FORMAT = "dense"
-"""Weights as they are, beside a quantized KV cache."""
+"""Format of dense weights with a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
-"""What the format's own library takes where a scheme leaves them out."""
+"""Defaults of the format's own library where a scheme leaves fields out."""
 ALL_LINEARS = "Linear"
 """The target that means every linear of the model which nothing else names."""
 
@@ -105,7 +115,8 @@ class CompressedTensorsCodec:
         groups = quantization_config.get("config_groups") or {}
         if not groups and not quantization_config.get(KV_KEY):
             raise UnsupportedFormat(
-                "the checkpoint's quantization_config has no config_groups, so nothing says how its weights are coded."
+                "the checkpoint's quantization_config has no config_groups, so nothing says how its weights "
+                "are coded."
             )
         by_target: dict[str, Scheme] = {}
         for group in groups.values():
@@ -123,13 +134,14 @@ class CompressedTensorsCodec:
         return {linear: scheme for linear, scheme in found.items() if scheme is not None}
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
-        said = quantization_config.get(KV_KEY)
-        if not said:
+        kv_scheme = quantization_config.get(KV_KEY)
+        if not kv_scheme:
             return None
-        if any(said.get(key, _KV_DEFAULTS.get(key)) != value for key, value in STATIC_KV.items()):
-            stated = ", ".join(f"{key} {said.get(key)}" for key in STATIC_KV)
+        if any(kv_scheme.get(key, _KV_DEFAULTS.get(key)) != value for key, value in STATIC_KV.items()):
+            stated = ", ".join(f"{key} {kv_scheme.get(key)}" for key in STATIC_KV)
             raise UnsupportedFormat(
-                f"the checkpoint's {KV_KEY} is {stated}; keys and values of 8 bits, type float, symmetric, strategy tensor and not "
+                f"the checkpoint's {KV_KEY} is {stated}; keys and values of 8 bits, type float, symmetric, "
+                "strategy tensor and not "
                 "dynamic are read."
             )
         return FP8_STATIC
@@ -138,15 +150,18 @@ class CompressedTensorsCodec:
 def decode_unpacked(
     codes_OI: Tensor, scale: Tensor, input_scale: Tensor | None, scheme: Scheme
 ) -> QuantizedWeight:
-    """A checkpoint of somebody else may have one weight scale for the whole matrix, and scalars of shape [] or [1] in any dtype.
+    """Decode a weight whose codes are not packed. Other tools may write one weight scale for the whole
+    matrix, and scalars of shape [] or [1] in any dtype.
 
     Raises:
-        UnsupportedFormat: codes of another type than they claim, or scales that are not one a block, a channel or a matrix.
+        UnsupportedFormat: codes of another type than they claim, or scales that are not one a block, a
+            channel or a matrix.
     """
     if codes_OI.dtype != scheme.code_dtype:
         form = "e4m3" if scheme.type == "float" else "int8"
         raise UnsupportedFormat(
-            f"the checkpoint says that its weights are {scheme.type} of 8 bits and stores them as {codes_OI.dtype}, not {form}."
+            f"the checkpoint says that its weights are {scheme.type} of 8 bits and stores them as "
+            f"{codes_OI.dtype}, not {form}."
         )
     out_features, in_features = codes_OI.shape
     wanted = scheme.num_scale_rows(out_features), scheme.num_groups(in_features)
@@ -154,23 +169,27 @@ def decode_unpacked(
         scale = scale.reshape(-1, 1).expand(wanted)
     if scale.shape != wanted:
         raise UnsupportedFormat(
-            f"it is {out_features} x {in_features} with scales {list(scale.shape)}, where {scheme.name} has {wanted}."
+            f"it is {out_features} x {in_features} with scales {list(scale.shape)}, where {scheme.name} has "
+            f"{wanted}."
         )
     static = None if input_scale is None else input_scale.to(torch.float32).reshape(())
     return QuantizedWeight(scheme, codes_OI, scale.contiguous(), input_scale=static)
 
 
 def _check_targets(targets: Iterable[str], linears: list[str]) -> None:
-    """Raises UnsupportedFormat: a target is neither all linears, nor a pattern, nor a linear of this model."""
+    """Raise UnsupportedFormat where a target is neither all linears, nor a pattern, nor a linear of this
+    model."""
     for target in targets:
         if not (target == ALL_LINEARS or target.startswith("re:") or target in linears):
             raise UnsupportedFormat(
-                f"the checkpoint's config_groups target '{target}'; {ALL_LINEARS}, a linear's full name and patterns behind 're:' are read."
+                f"the checkpoint's config_groups target '{target}'; {ALL_LINEARS}, a linear's full name and "
+                "patterns behind 're:' are read."
             )
 
 
 def _scheme_of(linear: str, by_target: Mapping[str, Scheme]) -> Scheme | None:
-    """A full name goes before a pattern, patterns in the order of the alphabet, the class last: the order of the format's own library."""
+    """Return the scheme of a linear. A full name goes before a pattern, patterns in alphabetical order, the
+    class last: the order of the format's own library."""
     for target in sorted(by_target, key=lambda each: (each.startswith("re:"), each)):
         if target != ALL_LINEARS and _names(target, linear):
             return by_target[target]
@@ -178,7 +197,8 @@ def _scheme_of(linear: str, by_target: Mapping[str, Scheme]) -> Scheme | None:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """An exact module name, or a regular expression behind `re:`, as the format defines `targets` and `ignore`."""
+    """Return whether a pattern names a module: an exact module name, or a regular expression after `re:`, as
+    the format defines `targets` and `ignore`."""
     return (
         re.match(pattern.removeprefix("re:"), module) is not None
         if pattern.startswith("re:")
@@ -208,7 +228,8 @@ def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
         )
     if group.get("input_activations"):
         raise UnsupportedFormat(
-            f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in other formats."
+            f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in "
+            "other formats."
         )
     if weights.get("actorder") == "group":
         raise UnsupportedFormat(
@@ -222,27 +243,30 @@ def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group.get("weights") or {}
     facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
     strategy = weights.get("strategy")
-    said = _said_of_inputs(group)
+    inputs = _input_facts(group)
     read = (
         form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
     )
-    if not read or said != (8, "int", True, "token", True):
+    if not read or inputs != (8, "int", True, "token", True):
         raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy {strategy}, with input activations "
-            f"(bits, type, symmetric, strategy, dynamic) = {said}; {PACK_FORMAT} of 4 or 8 bits, per group or channel, is read, and "
-            f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per token."
+            f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy "
+            f"{strategy}, with input activations "
+            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 4 or 8 bits, per group "
+            "or channel, is read, and "
+            f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per "
+            "token."
         )
     return known_scheme(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
 
 
-def _said_of_inputs(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def _input_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
     inputs = group.get("input_activations") or {}
     return tuple(inputs.get(key) for key in ("num_bits", "type", "symmetric", "strategy", "dynamic"))
 
 
 def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
     weights = group["weights"]
-    said = _said_of_inputs(group)
+    inputs = _input_facts(group)
     bits = weights.get("num_bits")
     strategy = weights.get("strategy")
     symmetric = weights.get("symmetric")
@@ -253,19 +277,22 @@ def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
     }
     block = weights.get("block_structure")
     group_size = (group.get("input_activations") or {}).get("group_size")
-    known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and said in names
-    if known and names[said] == "FP8_BLOCK":
+    known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and inputs in names
+    if known and names[inputs] == "FP8_BLOCK":
         known = strategy == "block" and block in ([128, 128], "128x128") and group_size == 128
     elif known:
         known = strategy in ("channel", "tensor")
     if not known:
         raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, block_structure {block}, with "
-            f"input activations (bits, type, symmetric, strategy, dynamic) = {said} in groups of {group_size}; {FLOAT_FORMAT} of 8 bits, "
-            "symmetric, is read: per channel or tensor with inputs of 8 bits, dynamic per token or static per tensor, or in blocks of "
+            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, "
+            f"block_structure {block}, with "
+            f"input activations (bits, type, symmetric, strategy, dynamic) = {inputs} in groups of "
+            f"{group_size}; {FLOAT_FORMAT} of 8 bits, "
+            "symmetric, is read: per channel or tensor with inputs of 8 bits, dynamic per token or static "
+            "per tensor, or in blocks of "
             "128 x 128 with inputs dynamic per group of 128."
         )
-    return SCHEMES[names[said]]
+    return SCHEMES[names[inputs]]
 
 
 class CompressedTensors:
@@ -288,11 +315,14 @@ class CompressedTensors:
     def quantization_config(
         self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """One group for all linears, or one for each scheme of the layers with the names of its linears: vLLM, which asks for a fused
-        projection, takes a group of the whole class before one that names the parts.
+        """Return one group for all linears, or one for each scheme of the layers with the names of its
+        linears: vLLM looks up a fused linear, and takes a group of the whole class before one that names
+        the parts.
 
-        A quantized head is a group of its own, even in the layers' scheme, because vLLM does not count a head among the linears; and it
-        is the first, because compressed-tensors warns of a name that it finds behind a class which holds it."""
+        A quantized head is a group of its own, even in the layers' scheme, because vLLM does not count a
+        head among the linears; and it is the first, because compressed-tensors warns of a name that
+        follows a class which includes it.
+        """
         coded = [(scheme.head, [head])] if scheme.head is not None else []
         if len(scheme.of_layers) == 1:
             coded.append((scheme.layers, [ALL_LINEARS]))
@@ -329,7 +359,8 @@ class CompressedTensors:
             rules.append(
                 Rule(
                     "tied-head",
-                    "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk.",
+                    "the head is the embedding, which stays dense; a tied head has no tensors of its own on "
+                    "disk.",
                 )
             )
         for name, size, group_size in sorted(
@@ -352,14 +383,15 @@ class CompressedTensors:
         ragged = _fused_ragged(arch, blocks[0]) if blocks else []
         vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
         if ragged:
-            vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {scheme.layers.block_rows}"
+            rows = scheme.layers.block_rows
+            vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {rows}"
         transformers = "decompresses at load: no speed, no memory saved"
         loads = True
         if not all(each.symmetric for each in scheme.all):
             loads = len(scheme.all) == 1
             transformers = "decompresses at load, as its config asks: no speed, no memory saved"
             if not loads:
-                transformers = "5.23 keeps zero points only with dequantize=True, which decompresses the whole model by one scheme"
+                transformers = "keeps zero points only where it decompresses the whole model by one scheme"
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
@@ -369,7 +401,7 @@ class CompressedTensors:
 
 
 def _vllm_on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
-    """Return what vLLM's CPU build does with a checkpoint; its kernels are fewer than those for GPUs."""
+    """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
     name = "vLLM on a CPU"
     if refused is not None:
         return Consumer(name, loads=False, note=refused)
@@ -426,7 +458,8 @@ def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:
-    """Linears that end within a block, with another behind them where vLLM makes one of q, k and v, and of gate and up."""
+    """Return linears that end within a block and are followed by another where vLLM fuses q, k and v, or
+    gate and up."""
     fused = [name for group in LINEAR_GROUPS.values() for name in group.linears[:-1]]
     return [
         name

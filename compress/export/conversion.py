@@ -1,7 +1,8 @@
-"""From one checkpoint format to another: the same codes, scales and dense weights, bit for bit, under other names.
+"""Conversion from one checkpoint format to another: the same codes, scales and dense weights, bit for bit,
+under other names.
 
-Nothing is quantized or rounded here. A weight that the other format cannot say is refused before anything is written, and the result
-appears by one rename of a complete directory.
+Nothing is quantized or rounded here. A weight that the other format cannot express is refused before
+anything is written, and the result appears by one rename of a complete directory.
 """
 
 import os
@@ -33,11 +34,13 @@ CONVERT_VERSION = 2
 
 
 def convert(source: ModelSource, name: str, directory: Path, *, progress: Progress | None = None) -> Artifact:
-    """Write a quantized model, an artifact or anybody's checkpoint, as the new `directory` in the format called `name`.
+    """Write a quantized model, an artifact or another tool's checkpoint, as the new `directory` in the
+    format called `name`.
 
     Raises:
-        UsageError: no such format, or the directory is there and not empty.
-        UnsupportedFormat: the model is dense, is not understood wholly, or cannot be said exactly in that format.
+        UsageError: no such format, or the directory exists and is not empty.
+        UnsupportedFormat: the model is dense, is not supported in every part, or the format cannot express it
+            exactly.
     """
     FORMATS.get(name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -71,7 +74,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
 
 
 def _cache_facts(weights: WeightSource, artifact: Artifact | None) -> dict[str, Any]:
-    """What the manifest says of a quantized KV cache: all that an artifact said of the same one, or its format."""
+    """Return the manifest's facts of a quantized KV cache: those of the artifact with the same cache, or its
+    format."""
     if weights.kv_format is None:
         return {}
     stated = {} if artifact is None else artifact.manifest.facts.get("kv_cache", {})
@@ -81,8 +85,8 @@ def _cache_facts(weights: WeightSource, artifact: Artifact | None) -> dict[str, 
 
 
 def stated_scheme(weights: WeightSource) -> ModelScheme | None:
-    """The scheme of a quantized model; what most linears of the layers have is said of all, and the others are exceptions. None where the
-    KV cache alone is quantized.
+    """Return the scheme of a quantized model; the scheme of most linears is that of the layers, and the
+    others are exceptions. None where only the KV cache is quantized.
 
     Raises:
         UnsupportedFormat: all of it is dense.
@@ -95,14 +99,15 @@ def stated_scheme(weights: WeightSource) -> ModelScheme | None:
         return None
     if not schemes:
         raise UnsupportedFormat(
-            "the linears of this model's layers are dense: there are no codes to convert. `compress run` makes some."
+            "the linears of this model's layers are dense: there are no codes to convert. `compress run` "
+            "makes some."
         )
     return commonest({linear: schemes.get(linear) for linear in linear_names(weights.arch)}, head=head)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A source that says which layer is being read."""
+    """A source that reports which layer is being read."""
 
     source: WeightSource
     progress: Progress
@@ -125,7 +130,7 @@ class Watched:
 
 @contextmanager
 def _neighbour(directory: Path) -> Iterator[Path]:
-    """A directory on the same file system, gone at the end whatever happens."""
+    """Yield a directory on the same file system, which is removed at the end in any case."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
     temporary.mkdir()

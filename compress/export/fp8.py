@@ -1,17 +1,20 @@
-"""FP8 checkpoints of `quant_method: fp8`: in blocks, as DeepSeek-V3 (arXiv 2412.19437) came and Qwen3 and others since; `transformers` and
-vLLM load them as they are. Also read, not written: one scale a matrix or channel.
+"""FP8 checkpoints of `quant_method: fp8`: in blocks, as DeepSeek-V3 (arXiv 2412.19437) was published and
+Qwen3 and others since; `transformers` and vLLM load them as they are. Also read, not written: one scale a
+matrix or channel.
 
     <module>.weight            float8_e4m3fn [O, I]
-    <module>.weight_scale_inv  [ceil(O/128), ceil(I/128)] of blocks; value = code * scale, whatever the name says
-    <module>.weight_scale      [], [1] or [O, 1] without blocks; some programs call it weight_scale_inv here too
+    <module>.weight_scale_inv  [ceil(O/128), ceil(I/128)] of blocks; value = code * scale, despite its name
+    <module>.weight_scale      [], [1] or [O, 1] without blocks; some call it weight_scale_inv here too
     <module>.input_scale       [] or [1], static activations only; some call it activation_scale
 
-`quantization_config` says `weight_block_size` ([128, 128], or null for no blocks), `activation_scheme` (dynamic or static) and in
-`modules_to_not_convert` (`ignored_layers` of other programs) what is dense: prefixes, regular expressions from the start to the end of a
-module's name, or endings. Inputs of blocks are rounded in groups of 128 columns, others a token at a time. The head is dense.
+`quantization_config` states `weight_block_size` ([128, 128], or null for no blocks), `activation_scheme`
+(dynamic or static) and in `modules_to_not_convert` (`ignored_layers` of other programs) the dense
+modules: prefixes, regular expressions from the start to the end of a module's name, or endings. Inputs of
+blocks are rounded in groups of 128 columns, others a token at a time. The head is dense.
 
-Checked against the sources of vLLM 0.32 and transformers 5.23, which divides the rows of a weight evenly among the rows of its scales: a
-number of rows that is no multiple of 128 it would scale wrongly without a word. So such a model is read here, and not written.
+Checked against the sources of vLLM 0.32 and transformers 5.23, which divides the rows of a weight evenly
+among the rows of its scales: a number of rows that is no multiple of 128 it would scale wrongly without
+an error. So such a model is read here, and not written.
 """
 
 import re
@@ -55,19 +58,27 @@ class Fp8Codec:
         )
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        said = quantization_config
         for unread in ("kv_cache_scheme", "modules_to_convert"):
-            if said.get(unread):
+            if quantization_config.get(unread):
                 raise UnsupportedFormat(
                     f"the checkpoint's quantization_config has {unread}, which is not read."
                 )
-        if (said.get("fmt") or "e4m3") != "e4m3" or (said.get("scale_fmt") or "float") != "float":
+        if (quantization_config.get("fmt") or "e4m3") != "e4m3" or (
+            quantization_config.get("scale_fmt") or "float"
+        ) != "float":
             raise UnsupportedFormat(
-                f"the checkpoint is FP8 of fmt {said.get('fmt')} and scale_fmt {said.get('scale_fmt')}; e4m3 with scales that are floats "
-                "is read. (ue8m0 rounds the scales of inputs up to powers of two, so its linears compute other numbers.)"
+                f"the checkpoint is FP8 of fmt {quantization_config.get('fmt')} and scale_fmt {quantization_config.get('scale_fmt')}; e4m3 "
+                "with scales that are floats "
+                "is read. (ue8m0 rounds the scales of inputs up to powers of two, so its linears compute "
+                "other numbers.)"
             )
-        scheme = _scheme(said.get("weight_block_size"), said.get("activation_scheme"))
-        dense = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
+        scheme = _scheme(
+            quantization_config.get("weight_block_size"), quantization_config.get("activation_scheme")
+        )
+        dense = [
+            *(quantization_config.get("modules_to_not_convert") or ()),
+            *(quantization_config.get("ignored_layers") or ()),
+        ]
         return {
             linear: scheme
             for linear in in_layers(linears)
@@ -88,13 +99,15 @@ def _scheme(block_size: Any, activation: Any) -> Scheme:
     if block_size is not None and list(block_size) == BLOCK_SIZE and activation == "dynamic":
         return BLOCKS
     raise UnsupportedFormat(
-        f"the checkpoint is FP8 with weight_block_size {block_size} and activation_scheme {activation}; blocks of {BLOCK_SIZE} with "
+        f"the checkpoint is FP8 with weight_block_size {block_size} and activation_scheme {activation}; "
+        f"blocks of {BLOCK_SIZE} with "
         "dynamic activations are read, and no blocks (null) with dynamic or static ones."
     )
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether the list of dense modules means this one, as transformers and, behind `re:`, other programs read it."""
+    """Return whether an entry of the list of dense modules names this one, as transformers and, after `re:`,
+    other programs read it."""
     pattern = pattern.removeprefix("re:")
     return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None or module.endswith(pattern)
 
@@ -124,7 +137,8 @@ class Fp8:
             rules.append(
                 Rule(
                     "blocks",
-                    f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use compressed-tensors.",
+                    f"{scheme.layers.name} is not {BLOCKS.name}, which alone is written as fp8; use "
+                    "compressed-tensors.",
                 )
             )
         for name, (out_features, in_features) in sorted(shapes(arch).items()):
@@ -134,14 +148,16 @@ class Fp8:
                 rules.append(
                     Rule(
                         "whole-blocks",
-                        f"{name} has N = {out_features}, not a multiple of 128; transformers would misread it.",
+                        f"{name} has N = {out_features}, not a multiple of 128; transformers would misread "
+                        "it.",
                     )
                 )
         if scheme.head is not None:
             rules.append(
                 Rule(
                     "dense-head",
-                    "consumers take the head of an fp8 checkpoint to be dense; compressed-tensors has a place for it.",
+                    "consumers take the head of an fp8 checkpoint to be dense; compressed-tensors has a "
+                    "place for it.",
                 )
             )
         return rules

@@ -1,15 +1,17 @@
 """GPTQ checkpoints (AutoGPTQ, format version 1): vLLM loads them as they are.
 
     <module>.qweight  int32 [ceil(I*b/32), O]   codes + 2^(b-1), packed along I, low bits first
-    <module>.qzeros   int32 [G, ceil(O*b/32)]   zero_point + 2^(b-1) - 1, packed along O: the format stores zeros minus one
+    <module>.qzeros   int32 [G, ceil(O*b/32)]   zero_point + 2^(b-1) - 1, packed along O: stored minus one
     <module>.scales   float16 [G, O]            value = (code - zero_point) * scale
-    <module>.g_idx    int32 [I]                 group of each input feature, i // group_size; anything else is activation order
+    <module>.g_idx    int32 [I]                 group of each input: i // group_size, or any order
 
-`quantization_config` says one number of bits, one group size (-1: one group) and `sym` for all linears of the layers, and in `lm_head`
-whether the head is one of them. Linears that stay dense are patterns behind `-:` in `dynamic`. Scales are float16 whatever the model's
-dtype. Checked against vLLM 0.32; `transformers` needs the package gptqmodel beside it.
+`quantization_config` states one number of bits, one group size (-1: one group) and `sym` for all linears
+of the layers, and in `lm_head` whether the head is one of them. Linears that stay dense are patterns
+after `-:` in `dynamic`. Scales are float16 whatever the model's dtype. Checked against vLLM 0.32;
+`transformers` needs the package gptqmodel.
 
-A zero point of 0 (stored: -1) is read in two ways by programs of this format, so it is refused here in both directions.
+A zero point of 0 (stored: -1) is read in two ways by programs of this format, so it is refused here in
+both directions.
 """
 
 import re
@@ -30,14 +32,15 @@ from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_o
 
 BITS = (4, 8)
 SKIP = "-:"
-"""What a pattern in `dynamic` begins with that names dense linears."""
+"""Prefix of a pattern in `dynamic` that names dense linears."""
 FUSED = re.compile(r"\b([qkv]|gate|up)_proj$")
-"""Linears that vLLM makes one of, for which it asks `dynamic` by the name of the whole."""
+"""Linears that vLLM fuses and looks up in `dynamic` by the name of the whole."""
 _AMBIGUOUS = "a zero point of 0, which GPTQ checkpoints store as -1 and programs read as 0 or as {above}"
 
 
 class GptqCodec:
-    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in float16."""
+    """Exact inverse pair between a `QuantizedWeight` and its tensors on disk; the scales come back in
+    float16."""
 
     aliases: Mapping[str, str] = MappingProxyType({})
 
@@ -68,12 +71,15 @@ class GptqCodec:
         out_features = scale_GO.shape[1]
         if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
             raise UnsupportedFormat(
-                "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose groups are scattered over the "
-                "input. A checkpoint made with desc_act off, or with static_groups in the order of the input, is read."
+                "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose "
+                "groups are scattered over the "
+                "input. A checkpoint made with desc_act off, or with static_groups in the order of the "
+                "input, is read."
             )
         if scale_GO.shape[0] != scheme.num_groups(in_features):
             raise UnsupportedFormat(
-                f"it has {scale_GO.shape[0]} groups of scales where {scheme.name} has {scheme.num_groups(in_features)}."
+                f"it has {scale_GO.shape[0]} groups of scales where {scheme.name} has "
+                f"{scheme.num_groups(in_features)}."
             )
         codes_OI = unpack(leaves["qweight"].t().contiguous(), scheme.num_bits, in_features).contiguous()
         stored_GO = unpack(leaves["qzeros"], scheme.num_bits, out_features)
@@ -81,28 +87,35 @@ class GptqCodec:
         return QuantizedWeight(scheme, codes_OI, scale_GO.t().contiguous(), zero_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        said = quantization_config
-        bits = said.get("bits")
-        group_size = said.get("group_size")
-        form = said.get("checkpoint_format") or "gptq"
-        if form != "gptq" or said.get("is_marlin_format") or said.get("pack_dtype") not in (None, "int32"):
+        bits = quantization_config.get("bits")
+        group_size = quantization_config.get("group_size")
+        form = quantization_config.get("checkpoint_format") or "gptq"
+        if (
+            form != "gptq"
+            or quantization_config.get("is_marlin_format")
+            or quantization_config.get("pack_dtype") not in (None, "int32")
+        ):
             raise UnsupportedFormat(
-                f"the checkpoint is GPTQ in checkpoint_format {form}, packed in {said.get('pack_dtype') or 'int32'}; "
+                f"the checkpoint is GPTQ in checkpoint_format {form}, packed in "
+                f"{quantization_config.get('pack_dtype') or 'int32'}; "
                 "checkpoint_format gptq (version 1: zeros stored minus one, int32 words) is read."
             )
         if bits not in BITS or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
             raise UnsupportedFormat(
                 f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read."
             )
-        if said.get("modules_in_block_to_quantize"):
+        if quantization_config.get("modules_in_block_to_quantize"):
             raise UnsupportedFormat(
-                "the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not read."
+                "the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not "
+                "read."
             )
-        skipped = _skipped(said.get("dynamic") or {})
+        skipped = _skipped(quantization_config.get("dynamic") or {})
         scheme = weight_only_scheme(
-            bits, symmetric=bool(said.get("sym", True)), group_size=None if group_size == -1 else group_size
+            bits,
+            symmetric=bool(quantization_config.get("sym", True)),
+            group_size=None if group_size == -1 else group_size,
         )
-        quantized = linears if said.get("lm_head") else in_layers(linears)
+        quantized = linears if quantization_config.get("lm_head") else in_layers(linears)
         return {
             linear: scheme
             for linear in quantized
@@ -118,16 +131,18 @@ def _fused(linear: re.Match[str]) -> str:
 
 
 def _in_order(in_features: int, scheme: Scheme) -> Tensor:
-    """The g_idx of groups that follow each other."""
+    """Return the g_idx of groups that follow each other."""
     return torch.arange(in_features, dtype=torch.int32) // (scheme.group_size or in_features)
 
 
 def _zero_points(stored_GO: Tensor, scheme: Scheme) -> Tensor | None:
-    """int8 [O, G] of what was stored minus one, None for a symmetric scheme, whose stored zeros must say so."""
+    """Return int8 [O, G] of zero points stored minus one; None for a symmetric scheme, whose stored zeros
+    must agree."""
     if scheme.symmetric:
         if bool((stored_GO != -1).any()):
             raise UnsupportedFormat(
-                f"the checkpoint's config says that its codes are symmetric and its zero points are not all {1 << (scheme.num_bits - 1)}."
+                "the checkpoint's config says that its codes are symmetric and its zero points are not all "
+                f"{1 << (scheme.num_bits - 1)}."
             )
         return None
     if bool((stored_GO == scheme.max_code).any()):
@@ -138,7 +153,8 @@ def _zero_points(stored_GO: Tensor, scheme: Scheme) -> Tensor | None:
 def _skipped(dynamic: Mapping[str, Any]) -> list[str]:
     if other := [pattern for pattern in dynamic if not pattern.startswith(SKIP)]:
         raise UnsupportedFormat(
-            f"the checkpoint's dynamic gives '{other[0]}' a scheme of its own; patterns behind '{SKIP}' are read."
+            f"the checkpoint's dynamic gives '{other[0]}' a scheme of its own; patterns behind '{SKIP}' are "
+            "read."
         )
     return [pattern.removeprefix(SKIP) for pattern in dynamic]
 
@@ -173,7 +189,8 @@ class Gptq:
             rules.append(
                 Rule(
                     "symmetric",
-                    "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use awq.",
+                    "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use "
+                    "awq.",
                 )
             )
         if scheme.head not in (None, scheme.layers):

@@ -1,5 +1,6 @@
-"""Limits that GPTQ and AWQ checkpoints share: one weight-only integer scheme for all linears of the layers, in whole words, with scales in
-float16."""
+"""Limits that GPTQ and AWQ checkpoints share: one weight-only integer scheme for all linears of the layers,
+in whole words, with scales in float16.
+"""
 
 import re
 from collections.abc import Collection, Sequence
@@ -13,11 +14,11 @@ from compress.models.arch import Arch
 from compress.quant.scheme import ModelScheme
 
 GROUP_SIZES = (None, 32, 64, 128)
-"""Those of vLLM's Marlin kernels, which serve both formats."""
+"""Group sizes of vLLM's Marlin kernels, which serve both formats."""
 
 
 def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> list[Rule]:
-    """What breaks a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
+    """Return the broken rules of a checkpoint that packs codes of one scheme along K or N in 32-bit words."""
     layers = scheme.layers
     rules = []
     if len(scheme.of_layers) > 1:
@@ -25,7 +26,8 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
         rules.append(
             Rule(
                 "one-scheme",
-                f"layers have several schemes ({names}); one for all linears, or dense ones beside it, can be said.",
+                f"layers have several schemes ({names}); one for all linears, or dense ones beside it, can "
+                "be said.",
             )
         )
     if layers.type != "int" or layers.activation is not None:
@@ -57,14 +59,15 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
             rules.append(
                 Rule(
                     "whole-words",
-                    f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a word.",
+                    f"{name} is {out_features} x {in_features}, not multiples of the {per_word} codes of a "
+                    "word.",
                 )
             )
     return rules
 
 
 def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
-    """What breaks any checkpoint that a stock config describes."""
+    """Return the broken rules of any checkpoint that a stock config describes."""
     rules = []
     if not arch.is_uniform:
         rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
@@ -72,7 +75,8 @@ def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules.append(
             Rule(
                 "tied-head",
-                "the head is the embedding, which stays dense; a tied head has no tensors of its own on disk.",
+                "the head is the embedding, which stays dense; a tied head has no tensors of its own on "
+                "disk.",
             )
         )
     return rules
@@ -85,7 +89,7 @@ def whole_words(size: int, num_bits: int) -> int:
 
 
 def float16_scales(scale_OG: Tensor) -> Tensor:
-    """[O, G] -> float16 [G, O], each number as it was.
+    """Convert scales [O, G] to float16 [G, O], each number exactly.
 
     Raises:
         UnsupportedFormat: a scale is no number of float16.
@@ -93,25 +97,27 @@ def float16_scales(scale_OG: Tensor) -> Tensor:
     changed = count_changed(scale_OG, torch.float16)
     if changed:
         raise UnsupportedFormat(
-            f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of float16."
+            f"[exact-scales] {changed:,} of {scale_OG.numel():,} scales of a linear are not numbers of "
+            "float16."
         )
     return scale_OG.to(torch.float16).t().contiguous()
 
 
 def in_layers(linears: Sequence[str]) -> list[str]:
-    """Those that belong to a numbered layer: all but the head."""
+    """Return the linears that belong to a numbered layer: all but the head."""
     return [linear for linear in linears if re.search(r"\.\d+\.", linear)]
 
 
 def shapes(arch: Arch) -> dict[str, tuple[int, int]]:
-    """[O, I] of the linears of layers."""
+    """Return [O, I] of the linears of layers."""
     return {
         name: layer.linear_shape(name, arch.hidden_size) for layer in arch.layers for name in layer.linears
     }
 
 
 def _quantized_shapes(arch: Arch, scheme: ModelScheme) -> dict[str, tuple[int, int]]:
-    """[O, I] by the name in its layer of each linear that some layer has quantized, and of the head if it is."""
+    """Return [O, I] of each linear that some layer has quantized, by its name in the layer, and of the head
+    if it is quantized."""
     found = {"head": (arch.vocab_size, arch.hidden_size)} if scheme.head is not None else {}
     for idx, layer in enumerate(arch.layers):
         quantized = [name for name in layer.linears if scheme.for_linear(f"layers.{idx}.{name}") is not None]

@@ -1,12 +1,15 @@
-"""An EAGLE-3 head in the layout of `speculators`, as vLLM loads it: with method `eagle3` in its speculative config and the directory as
-model, or the directory alone, which names the model it drafts for.
+"""An EAGLE-3 head in the layout of `speculators`, as vLLM loads it: with method `eagle3` in its speculative
+config and the directory as model, or the directory alone, which names its target model.
 
-    config.json         speculators_model_type, speculators_config {algorithm, proposal_methods, default_proposal_method, verifier},
-                        transformer_layer_config (the layer as a Llama config), draft_vocab_size, eagle_aux_hidden_state_layer_ids
-    model.safetensors   fc, layers.0.*, norm, lm_head; d2t int64 [W] offsets, t2d bool [V]; embed_tokens where the head has its own
+    config.json         speculators_model_type, speculators_config {algorithm, proposal_methods,
+                        default_proposal_method, verifier}, transformer_layer_config (a Llama config),
+                        draft_vocab_size, eagle_aux_hidden_state_layer_ids
+    model.safetensors   fc, layers.0.*, norm, lm_head; d2t int64 [W] offsets, t2d bool [V];
+                        embed_tokens where the head has its own
 
-Codes are those of compressed-tensors, and its `quantization_config` stands in `transformer_layer_config`, from which vLLM makes the head's
-config. What is not said here of the fields that change the function (`norm_before_fc`, ...) is refused when it is read.
+Codes are those of compressed-tensors, and its `quantization_config` is part of
+`transformer_layer_config`, from which vLLM makes the head's config. Fields that change the function and
+are not listed here (`norm_before_fc`, ...) are refused when they are read.
 """
 
 import json
@@ -50,17 +53,18 @@ _ROPE_FIELDS = {
 
 
 def is_eagle3(path: Path) -> bool:
-    """Whether a directory holds a head in this layout."""
+    """Return whether a directory holds a head in this layout."""
     return (path / CONFIG_NAME).is_file() and _read(path).get("speculators_model_type") == "eagle3"
 
 
 def write_speculators(
     directory: Path, head: Eagle3Head, *, verifier: str, architectures: list[str], k: int
 ) -> None:
-    """`verifier`: the model as its users call it, and its architectures; `k` tokens are proposed unless somebody says otherwise.
+    """Write a head. `verifier` is the target model as its users call it, with its architectures; `k` tokens
+    are proposed by default.
 
     Raises:
-        UnsupportedFormat: codes that the layout has no word for.
+        UnsupportedFormat: codes that the layout cannot express.
     """
     scheme = scheme_of(head)
     codec = FORMATS.get(_CODES).codec
@@ -81,7 +85,11 @@ def write_speculators(
 
 
 def open_eagle3(path: Path) -> Eagle3Head:
-    """Raises UnsupportedFormat where the head computes something else than ours, or tensors are missing."""
+    """Read a head.
+
+    Raises:
+        UnsupportedFormat: the head computes something else than ours, or tensors are missing.
+    """
     config = _read(path)
     facts = _facts(config, path)
     said = config["transformer_layer_config"].get("quantization_config")
@@ -95,7 +103,7 @@ def open_eagle3(path: Path) -> Eagle3Head:
 
 
 def _decode_(tensors: dict[str, Tensor | QuantizedWeight], said: Mapping[str, Any], path: Path) -> None:
-    """Codes of a linear become one weight."""
+    """Replace the codes of a linear by one weight."""
     method = str(said.get("quant_method"))
     if method not in codecs():
         raise UnsupportedFormat(
@@ -112,7 +120,7 @@ def _decode_(tensors: dict[str, Tensor | QuantizedWeight], said: Mapping[str, An
 
 
 def scheme_of(head: Eagle3Head) -> ModelScheme | None:
-    """What its linears are quantized in: one scheme, and the head's."""
+    """Return the scheme of a head's linears, and the head's."""
     codes = {name: value.scheme for name, value in head.weights.items() if isinstance(value, QuantizedWeight)}
     of_head = codes.pop("head.weight", None)
     schemes = list(dict.fromkeys(codes.values()))
@@ -179,7 +187,8 @@ def _facts(config: Mapping[str, Any], path: Path) -> Eagle3Facts:
     ]
     if missing:
         raise UnsupportedFormat(
-            f"{path}: config.json of this EAGLE-3 head does not say {', '.join(missing)}, and programs differ on it."
+            f"{path}: config.json of this EAGLE-3 head does not say {', '.join(missing)}, and programs "
+            "differ on it."
         )
     layer = config["transformer_layer_config"]
     other = [name for name in _OTHER_FUNCTIONS if config.get(name)] + [

@@ -1,4 +1,6 @@
-"""The whole journey of a recipe: `steps` checks it, `run` loops over its stages, `job` is what one command does from lock to push."""
+"""The whole journey of a recipe: `steps` checks it, `run` loops over its stages, `job` is what one command
+does from lock to push.
+"""
 
 from compress.pipeline.device import device_kind, pick_device
 from compress.pipeline.follow import follow

@@ -18,11 +18,13 @@ def pick_device(name: str | None) -> str:
     if device_kind(name) == "cuda":
         if not usable:
             raise EnvironmentUnfit(
-                f"the device {name} was asked for, and torch finds no usable GPU here; `compress doctor` says why."
+                f"the device {name} was asked for, and torch finds no usable GPU here; `compress doctor` "
+                f"says why."
             )
         if (torch.device(name).index or 0) >= torch.cuda.device_count():
             raise EnvironmentUnfit(
-                f"the device {name} was asked for, and this machine has {torch.cuda.device_count()} GPUs, counted from 0."
+                f"the device {name} was asked for, and this machine has {torch.cuda.device_count()} GPUs, "
+                f"counted from 0."
             )
     return name
 

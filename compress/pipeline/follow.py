@@ -1,7 +1,9 @@
-"""What ranks other than 0 do: wait until rank 0 comes to a stage that all take part in, and do their part of it.
+"""The part of ranks other than 0: wait until rank 0 starts a stage in which all ranks take part, and do their
+share of it.
 
-Rank 0 alone has the workspace, the recipe and the registry. A part names what the stage reads by path, so ranks on several machines need
-these directories, the workspace's among them, at the same places of a file system that all share.
+Rank 0 alone has the workspace, the recipe and the registry. A part names what the stage reads by path, so
+ranks on several machines need these directories, the workspace's among them, at the same places of a file
+system that all share.
 """
 
 from dataclasses import asdict
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def share(kind: str, spec: Spec, inputs: Inputs, ctx: Context) -> dict[str, Any]:
-    """One stage, as rank 0 hands it to the others."""
+    """Return one stage as the JSON document that rank 0 sends to the others."""
     source = {**asdict(inputs.source), "path": str(inputs.source.path.resolve())}
     ports = {
         port.value: {"path": str(each.path.resolve()), "digest": each.digest}
@@ -41,9 +43,9 @@ def follow(ranks: "TorchRanks", device: str) -> None:
     Raises:
         CompressError: of the stage, or RankStopped when another rank failed.
     """
-    for work in ranks.summons():
+    for work in ranks.receive_work():
         stage = STAGES.get(work["kind"])
-        assert stage.on_all_ranks is not None, "rank 0 summons to stages that have such a part"
+        assert stage.on_all_ranks is not None, "rank 0 dispatches only stages that all ranks take part in"
         source = ModelSource(**{**work["source"], "path": Path(work["source"]["path"])})
         inputs = Inputs(
             source,

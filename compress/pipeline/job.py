@@ -1,6 +1,8 @@
-"""One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a scheduler run the same function.
+"""One job: a recipe from its file to its registry, safe to repeat and to interrupt. The command line and a
+scheduler run the same function.
 
-check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates -> push
+check everything -> lock the workspace -> (nothing changed? done) -> lock file -> run -> evidence -> gates ->
+push
 """
 
 import time
@@ -23,7 +25,9 @@ from compress.stages import Port
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for. `if_changed`: do nothing when neither recipe, model, data nor registry changed."""
+    """A recipe to run, and how. `if_changed`: do nothing when neither recipe, model, data nor registry
+    changed.
+    """
 
     recipe_file: Path
     directory: RunDir
@@ -39,10 +43,12 @@ class Job:
 
 
 def execute(job: Job, watch: Watch) -> Result:
-    """Run a job to its end. A failed gate is a result (`gate_failed`: artifact kept, nothing pushed), not an error.
+    """Run a job to its end. A failed gate is a result (`gate_failed`: artifact kept, nothing pushed), not an
+    error.
 
     Raises:
-        RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and before the lock.
+        RecipeError, UsageError, UnsupportedArch, UnsupportedFormat: what cannot work, before any work and
+            before the lock.
         LockHeld: another run has the workspace.
         Interrupted: at a boundary; the same job resumes there.
         StorageError: the registry, or a file.
@@ -78,7 +84,8 @@ def execute(job: Job, watch: Watch) -> Result:
             if recipe.push is not None and result.complete and not result.gates_failed:
                 pushed = publish(recipe.push, result, evidence)
                 directory.log(
-                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to {recipe.push.to}"
+                    f"pushed {pushed.artifact_digest} as {pushed.name}:{','.join(pushed.tags)} to "
+                    f"{recipe.push.to}"
                 )
     status = "gate_failed" if result.gates_failed else "done" if result.complete else "stopped"
     return Result(status, result, directory, pushed, time.perf_counter() - started_s)
@@ -106,7 +113,7 @@ def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> 
 
 @contextmanager
 def _ends_in_log(directory: RunDir) -> Iterator[None]:
-    """Whatever ends the block early is noted in the run's log."""
+    """Note the error that ends the block early in the run's log."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,6 @@
-"""Where, when and with what an artifact was made: kept beside the artifact, never in it, because the artifact must not depend on it."""
+"""Provenance of an artifact: where, when and with what it was made. It is kept outside the artifact, which
+must not depend on it.
+"""
 
 import platform
 import sys

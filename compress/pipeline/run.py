@@ -1,10 +1,12 @@
-"""The only loop over stages: a recipe becomes steps, steps become artifacts, artifacts are found again by key.
+"""The only loop over stages: a recipe becomes steps, steps become artifacts, artifacts are found again by
+key.
 
     recipe -> steps (kinds resolved, specs checked, defaults filled in, needs met)   before anything runs
-    step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or built
-    end    -> gates decide, then `publish`
+    step   -> key = digest(stage, version, spec, input digests, seed, what else it depends on) -> cached or
+    built end    -> gates decide, then `publish`
 
-A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same command resumes there.
+A run holds the workspace's lock. A signal ends it at the next boundary that a stage declares; the same
+command resumes there.
 """
 
 import time
@@ -39,14 +41,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What every stage gave; `complete` is false when `until` ended the run early."""
+    """The artifact of every stage; `complete` is false when `until` ended the run early."""
 
     source: ModelSource
     steps: tuple[StepResult, ...]
     complete: bool = True
 
     def latest(self, port: Port) -> Artifact | None:
-        """The last artifact given to a port."""
+        """Return the last artifact given to a port, None where there is none."""
         found = [each.artifact for each in self.steps if STAGES.get(each.kind).gives == port]
         return found[-1] if found else None
 
@@ -66,7 +68,7 @@ class RunResult:
 
 
 class Watch(Protocol):
-    """Who watches a run: gives each stage a place for its progress."""
+    """An observer of a run: gives each stage an object for its progress."""
 
     def stage(self, kind: str, *, cached: bool) -> AbstractContextManager[Progress]: ...
 
@@ -131,7 +133,8 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
     """
     if result.gates_failed:
         raise GateFailed(
-            f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report says by how much."
+            f"not pushed: {', '.join(result.gates_failed)} out of limits. The artifact is kept; the report "
+            f"says by how much."
         )
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
@@ -143,7 +146,9 @@ def publish(push: Push, result: RunResult, evidence: Path | None) -> transfer.Pu
 def unchanged(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> RunResult | None:
-    """The result of an earlier run if nothing that decides it has changed and it is where the recipe pushes it; else None."""
+    """Return the result of an earlier run if nothing that decides it has changed and it was pushed where the
+    recipe pushes; else None.
+    """
     ports = _initial_ports(source)
     results: list[StepResult] = []
     for step in steps:
@@ -162,7 +167,9 @@ def unchanged(
 def cached_keys(
     recipe: Recipe, steps: Sequence[Step], source: ModelSource, workspace: Workspace, device: str
 ) -> list[bool]:
-    """For each step, whether a run would find it built; unknown counts as not, and everything behind a missing step is unknown."""
+    """Return for each step whether a run would find it built; unknown counts as not built, and so does every
+    step after a missing one.
+    """
     ports = _initial_ports(source)
     found: list[bool] = []
     for step in steps:
@@ -195,7 +202,7 @@ def _build(
     )
     parents = {port.value: each.digest for port, each in inputs.ports.items()}
     if step.stage.on_all_ranks is not None:
-        options.ranks.summon(share(step.stage.kind, step.spec, inputs, context))
+        options.ranks.dispatch(share(step.stage.kind, step.spec, inputs, context))
     return workspace.commit(
         key, step.stage.kind, parents, lambda out: step.stage.run(step.spec, inputs, out, context)
     )
@@ -228,7 +235,7 @@ def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:
-    """Whether every tag of the push points at this very artifact."""
+    """Return whether every tag of the push points at this very artifact."""
     checkpoint = result.latest(Port.CHECKPOINT)
     assert checkpoint is not None, "build_steps checks that push has something to push"
     registry = open_registry(push.to)

@@ -1,7 +1,10 @@
-"""The directory of one recipe's runs: the lock, the evidence, the log, and links to the artifacts in the workspace.
+"""The directory of one recipe's runs: the lock, the evidence, the log, and links to the artifacts in the
+workspace.
 
-recipe.lock.yaml   the recipe with everything resolved      evidence/     report.html report.json README.md provenance.json
-run.log            one line per stage and run               artifacts/    a link per stage
+recipe.lock.yaml   the recipe with everything resolved
+evidence/          report.html, report.json, README.md, provenance.json
+run.log            one line for each stage and run
+artifacts/         a link for each stage
 workspace          a link to the workspace of the last run, where `compress resume` goes on
 """
 
@@ -18,7 +21,10 @@ from compress.artifact.manifest import MANIFEST_NAME, Artifact
 
 LOCK_NAME = "recipe.lock.yaml"
 PROVENANCE_NAME = "provenance.json"
-_LOCK_HEADER = "# Written by `compress run`: the recipe with every default and moving name resolved. `compress resume` runs it.\n"
+_LOCK_HEADER = (
+    "# Written by `compress run`: the recipe with every default and moving name resolved. "
+    "`compress resume` runs it.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class RunDir:
         _point(self.path / "workspace", root)
 
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
-        """The provenance that is here, if it speaks of these artifacts."""
+        """Return the provenance in this directory, if it is about these artifacts."""
         try:
             document: dict[str, Any] = json.loads(
                 (self.evidence / PROVENANCE_NAME).read_text(encoding="utf-8")
@@ -91,7 +97,9 @@ class RunDir:
 
 
 def _point(link: Path, target: Path) -> None:
-    """A relative link, set in one step. Both ends are resolved first: a path through another link has another parent than it spells."""
+    """Set a relative link in one step. Both ends are resolved first: a path through another link has another
+    parent than it spells.
+    """
     link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)

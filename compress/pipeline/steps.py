@@ -1,4 +1,6 @@
-"""From a recipe to steps: kinds resolved, specs checked, defaults filled in, needs met; everything that can be refused before any work."""
+"""Steps of a recipe: kinds resolved, specs checked, defaults filled in, needs fulfilled; everything that can
+be refused before any work.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
 
 @dataclass(frozen=True)
 class Step:
-    """A stage of a recipe with its checked spec. `implied` steps stand for a default that the recipe left out."""
+    """A stage of a recipe with its checked spec. An `implied` step is a default that the recipe left out."""
 
     stage: Stage
     spec: Spec
@@ -26,8 +28,9 @@ def build_steps(recipe: Recipe) -> list[Step]:
     """Check a whole recipe before anything runs.
 
     Raises:
-        RecipeError: an unknown stage or key, a wrong value, or a stage whose need no earlier stage meets; with file, line and column.
-            Also a push to what cannot be a registry, a name or a tag, or of what was exported after the last validation.
+        RecipeError: an unknown stage or key, a wrong value, or a stage that needs what no earlier stage
+            gives; with file, line and column. Also a push to what cannot be a registry, a name or a tag, or
+            of what was exported after the last validation.
     """
     steps: list[Step] = []
     present = {Port.SOURCE, Port.DENSE}
@@ -41,34 +44,39 @@ def build_steps(recipe: Recipe) -> list[Step]:
             if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
+                    gives = ", ".join(f"{name} -> {each.gives.value}" for name, each in STAGES.items())
                     raise entry.where.error(
                         ("kind",),
-                        f"'{entry.kind}' needs {_need_text(need)}, and no stage before it gives that. Known stages and what they "
-                        f"give: {', '.join(f'{name} -> {each.gives.value}' for name, each in STAGES.items())}.",
+                        f"'{entry.kind}' needs {_need_text(need)}, and no stage before it gives that. Known "
+                        f"stages and what they give: {gives}.",
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind quantize, whose codes it would not change. Put it before that stage.",
+                f"'{entry.kind}' comes after quantize, whose codes it would not change. Put it before "
+                f"that stage.",
             )
         if stage.gives in (Port.DENSE, Port.QUANTIZED) and Port.DRAFT in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind draft, whose draft would propose to another model. Put it before that stage.",
+                f"'{entry.kind}' comes after draft, whose draft would propose to another model. Put it "
+                f"before that stage.",
             )
         if stage.gives == Port.DRAFT and Port.CHECKPOINT in given:
             raise entry.where.error(
                 ("kind",),
-                f"'{entry.kind}' stands behind export, whose checkpoint would lack it. Put it before that stage.",
+                f"'{entry.kind}' comes after export, whose checkpoint would lack it. Put it before that "
+                f"stage.",
             )
         steps.append(Step(stage, spec))
         present.add(stage.gives)
         given.add(stage.gives)
     if recipe.push is not None and Port.CHECKPOINT not in present:
         raise RecipeError(
-            f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} before it."
+            f"{recipe.file}: push needs an artifact that others can load; add a stage {{kind: export}} "
+            f"before it."
         )
     if recipe.push is not None:
         _check_push(recipe.push, recipe.file)
@@ -80,25 +88,28 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
     """Check the stages that a run is to stop after and to rebuild from.
 
     Raises:
-        UsageError: the recipe has no such stage, or the run would stop before it comes to what is to be rebuilt.
+        UsageError: the recipe has no such stage, or the run would stop before it comes to what is to be
+            rebuilt.
     """
     kinds = [step.stage.kind for step in steps]
     for flag, name in (("--until", until), ("--from", rebuild_from)):
         if name is not None and name not in kinds:
             raise UsageError(
-                f"{flag} names the stage '{name}', which this recipe does not have.{did_you_mean(name, kinds)}"
+                f"{flag} names the stage '{name}', which this recipe does not "
+                f"have.{did_you_mean(name, kinds)}"
             )
     if until is not None and rebuild_from is not None and kinds.index(until) < kinds.index(rebuild_from):
         raise UsageError(f"--until {until} stops before --from {rebuild_from}: nothing would be built again.")
 
 
 def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int = 1) -> list[Estimate]:
-    """What each step will need, of the model that the steps before it leave; also the last check before any work, because a stage refuses
-    here what this model cannot do.
+    """Return what each step will need, for the model that the steps before it leave. This is also the last
+    check before any work, because a stage refuses here what this model cannot do.
 
     Raises:
         RecipeError: a data card that is wrong or not there.
-        UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is broken, ...
+        UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is
+            broken, ...
     """
     specs = {step.stage.kind: step.spec for step in steps}
     source_arch = arch
@@ -114,7 +125,7 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
 
 
 def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
-    """The directory that a model reference (`builtin://`, a path, `hf://`) stands for, fetched if it must be.
+    """Return the model of a reference (`builtin://`, a path, `hf://`), fetched if it is not here.
 
     Raises:
         UsageError: the reference means nothing.
@@ -125,7 +136,9 @@ def resolve_source(model: str, *, offline: bool = False) -> ModelSource:
 
 
 def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[str, Any]:
-    """The recipe with everything resolved: it runs the same again, whatever defaults or moving names become."""
+    """Return the recipe with everything resolved: it runs the same again, whatever defaults or moving names
+    become.
+    """
     ref = parse_model_ref(recipe.model)
     if ref.scheme == "hf":
         model = f"hf://{ref.name}@{source.revision}"
@@ -142,16 +155,19 @@ def lock_of(recipe: Recipe, steps: Sequence[Step], source: ModelSource) -> dict[
 
 
 def _refuse_unproven_push(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """What is pushed is the last checkpoint, and its proof must be about it: no validation of something earlier beside it."""
+    """Refuse a push of a checkpoint that was exported after the last validation: its proof would be about
+    something earlier.
+    """
     gives = [step.stage.gives for step in steps]
     if Port.EVIDENCE in gives and gives[::-1].index(Port.EVIDENCE) > gives[::-1].index(Port.CHECKPOINT):
         raise RecipeError(
-            f"{recipe.file}: validate stands before the last export, so what is pushed would be unproven. Put validate last."
+            f"{recipe.file}: validate comes before the last export, so what is pushed would be unproven. "
+            f"Put validate last."
         )
 
 
 def _check_push(push: Push, file: str) -> None:
-    """A wrong name must not come to light after hours of work."""
+    """Refuse a wrong registry, name or tag before hours of work."""
     try:
         open_registry(push.to)
         for tag in (DEFAULT_TAG, *push.aliases):

@@ -1,4 +1,6 @@
-"""One YAML file: what to compress, with which stages, and where it goes. Owns the syntax and the errors, not the meaning of any stage."""
+"""One YAML file: what to compress, with which stages, and where it goes. Owns the syntax and the errors, not
+the meaning of any stage.
+"""
 
 from compress.recipe.model_ref import ModelRef, parse_model_ref
 from compress.recipe.recipe import (

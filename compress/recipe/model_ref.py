@@ -1,4 +1,4 @@
-"""Where a recipe's source model comes from: bundled, a directory, or the Hugging Face hub."""
+"""References to a recipe's source model: bundled, a directory, or the Hugging Face hub."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from compress.errors import RecipeError, did_you_mean
 
 @dataclass(frozen=True)
 class ModelRef:
-    """Where the source model comes from. A `hf` reference without revision names a branch that moves; resolving it is the caller's part."""
+    """A parsed model reference. A `hf` reference without revision names a branch that moves; the caller
+    resolves it.
+    """
 
     scheme: Literal["builtin", "path", "hf"]
     name: str
@@ -17,7 +19,7 @@ class ModelRef:
 
 
 def parse_model_ref(text: str) -> ModelRef:
-    """`builtin://name`, `hf://org/name[@revision]`, or a path.
+    """Parse `builtin://name`, `hf://org/name[@revision]`, or a path.
 
     Raises:
         RecipeError: another scheme, or a name that cannot be one.
@@ -40,5 +42,6 @@ def parse_model_ref(text: str) -> ModelRef:
             f"'{text}' is not a model reference. Write builtin://reference or hf://org/name@revision."
         )
     raise RecipeError(
-        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A path needs no scheme."
+        f"unknown scheme '{scheme}://' of a model reference.{did_you_mean(scheme, ('builtin', 'hf'))} A "
+        f"path needs no scheme."
     )

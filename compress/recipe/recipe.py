@@ -1,4 +1,6 @@
-"""A recipe: a model, a seed, and stages kept as `{kind, raw mapping, position}` until the stage's own Spec is loaded and checks them."""
+"""A recipe: a model, a seed, and stages kept as `{kind, raw mapping, position}` until the stage's own Spec is
+loaded and checks them.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ _MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage as the file has it: `raw` without `kind`, and `where` its keys stand (paths relative to this stage)."""
+    """One stage as the file has it: `raw` without `kind`, and `where`, the positions of its keys (paths
+    relative to this stage).
+    """
 
     kind: str
     index: int
@@ -27,7 +31,7 @@ class StageEntry:
 
 
 class Push(Spec):
-    """Where the finished artifact goes."""
+    """The registry, name and tags that the finished artifact gets."""
 
     to: str = Field(min_length=1, description="registry, such as layout://registry")
     name: str = Field(min_length=1, description="name of the artifact in the registry")
@@ -61,7 +65,8 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push) is wrong.
+        RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push)
+            is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -77,7 +82,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, *, file: str) -> Recipe:
-    """The recipe that `text` says; each stage is kept raw, for its owner to check with `parse_spec`.
+    """Return the recipe in `text`; each stage is kept raw, for its owner to check with `parse_spec`.
 
     Raises:
         RecipeError: as `load_recipe`.
@@ -103,7 +108,7 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
 
 
 def unknown_kind_error(entry: StageEntry, known: Iterable[str]) -> RecipeError:
-    """The error for a stage whose kind nobody registered."""
+    """Return the error for a stage whose kind is not registered."""
     return entry.where.error(("kind",), f"unknown stage '{entry.kind}'.{did_you_mean(entry.kind, known)}")
 
 

@@ -1,8 +1,9 @@
-"""YAML 1.2 text read into plain values, together with the line and column of every key.
+"""YAML 1.2 text read into plain values, with the line and column of every key.
 
-The values are built from the parser's event stream, not by its object constructor, so the whole language a recipe can say is on this page:
-mappings with unique text keys, lists, and the scalars of the YAML 1.2 core schema (plus `_` between digits). No tags, anchors, aliases,
-merge keys or second documents: a file says what it says, and `no`, `off` and `2026-01-31` are text.
+The values are built from the parser's event stream, not by its object constructor, so the whole language of
+recipes is on this page: mappings with unique text keys, lists, and the scalars of the YAML 1.2 core
+schema (plus `_` between digits). No tags, anchors, aliases, merge keys or second documents: nothing in a
+file refers to something else, and `no`, `off` and `2026-01-31` are text.
 """
 
 import io
@@ -47,7 +48,7 @@ _MAX_DIGITS = (
 
 @dataclass(frozen=True)
 class Position:
-    """Where something starts in a file; both count from 1."""
+    """A place in a file; line and column count from 1."""
 
     line: int
     column: int
@@ -55,20 +56,22 @@ class Position:
 
 @dataclass(frozen=True)
 class SourceMap:
-    """Where every key and list item of a mapping stands in its file; `prefix` is the path of this mapping in the whole file."""
+    """The position of every key and list item of a mapping; `prefix` is the path of this mapping in the whole
+    file.
+    """
 
     file: str
     positions: Mapping[KeyPath, Position]
     prefix: KeyPath = ()
 
     def at(self, path: KeyPath) -> Position:
-        """The position of `path`, or of its nearest parent that the file has."""
+        """Return the position of `path`, or of its nearest parent that the file has."""
         while path and path not in self.positions:
             path = path[:-1]
         return self.positions.get(path, Position(1, 1))
 
     def under(self, *path: str | int) -> "SourceMap":
-        """The part below `path`, with paths relative to it."""
+        """Return the part below `path`, with paths relative to it."""
         depth = len(path)
         inner = {
             known[depth:]: position for known, position in self.positions.items() if known[:depth] == path
@@ -76,7 +79,7 @@ class SourceMap:
         return SourceMap(self.file, {(): self.at(path)} | inner, self.prefix + path)
 
     def error(self, path: KeyPath, problem: str) -> RecipeError:
-        """`file:line:column: <key path>: problem`."""
+        """Return the error `file:line:column: <key path>: problem`."""
         position = self.at(path)
         name = path_text(self.prefix + path)
         return RecipeError(
@@ -85,7 +88,8 @@ class SourceMap:
 
 
 def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
-    """The value of a YAML 1.2 document and where its keys and items stand; an empty document is `None`.
+    """Return the value of a YAML 1.2 document and the positions of its keys and items; an empty document is
+    `None`.
 
     Raises:
         RecipeError: it is not YAML, or uses more of YAML than this module's head allows.
@@ -95,7 +99,9 @@ def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
 
 
 def dump_yaml(value: Any) -> str:
-    """Block YAML of plain data, in the order given; `read_yaml` gives the same value back. Text is quoted, so nothing can be misread."""
+    """Block YAML of plain data, in the order given; `read_yaml` gives the same value back. Text is quoted, so
+    nothing can be misread.
+    """
     out = io.StringIO()
     _write_block(out, value, indent=0)
     return out.getvalue()
@@ -228,7 +234,9 @@ def path_text(path: KeyPath) -> str:
 
 
 def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
-    """Nested collections one level further in; a list's dashes stand at the indent of what they belong to plus two."""
+    """Write nested collections one level further in; a list's dashes are indented two more than the key that
+    the list belongs to.
+    """
     if isinstance(value, Mapping) and value:
         rows = [(_key_head(str(key), indent), inner) for key, inner in value.items()]
     elif isinstance(value, (list, tuple)) and value:
@@ -245,7 +253,9 @@ def _write_block(out: io.StringIO, value: Any, *, indent: int) -> None:
 
 
 def _key_head(key: str, indent: int) -> str:
-    """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit one."""
+    """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit
+    one.
+    """
     text = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
     return f"{text}:" if len(text) < 1000 else f"? {text}\n{' ' * indent}:"
 

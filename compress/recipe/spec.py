@@ -1,6 +1,8 @@
-"""What a part of a recipe may say: a `Spec` per stage, method or data card, and errors that point into the file.
+"""The base of what a recipe can configure: a `Spec` for each stage, method or data card, and errors that
+point into the file.
 
-A raw mapping is held against its spec strictly and as JSON: a quoted number is not a number, `yes` is not a truth value, a list is a tuple.
+A raw mapping is held against its spec strictly and as JSON: a quoted number is not a number, `yes` is not a
+truth value, a list is a tuple.
 """
 
 import json
@@ -28,7 +30,8 @@ S = TypeVar("S", bound=BaseModel)
 
 @dataclass(frozen=True)
 class ByKind:
-    """A field whose Spec is chosen by its `kind`, among specs that plug-ins bring: `round: Annotated[Spec, ByKind(rounder_specs)]`.
+    """A field whose Spec is chosen by its `kind`, among specs that plug-ins bring: `round: Annotated[Spec,
+    ByKind(rounder_specs)]`.
 
     `specs` is called when the Spec that holds the field is built, and to explain an error.
     Each choice declares `kind: Literal["its name"]`.
@@ -44,8 +47,9 @@ class ByKind:
 
 
 def checked_by(check: Callable[[Any], object]) -> AfterValidator:
-    """Mark of a field whose value `check` refuses with a UsageError, so that the error stands at the field's own place in the file:
-    `scheme: Annotated[str, checked_by(scheme_named)]`."""
+    """Return the mark of a field whose value `check` refuses with a UsageError, so that the error points to
+    the field's own place in the file: `scheme: Annotated[str, checked_by(scheme_named)]`.
+    """
 
     def validate(value: Any) -> Any:
         try:
@@ -60,14 +64,15 @@ def checked_by(check: Callable[[Any], object]) -> AfterValidator:
 def list_to_tuple(value: Any) -> Any:
     """Return a list as a tuple and any other value as it is.
 
-    For `Annotated[tuple[...], BeforeValidator(list_to_tuple)]`: strict validation takes a list for a tuple only while it reads JSON, and
-    a Spec inside another one that has a validator of its own is validated from Python values.
+    For `Annotated[tuple[...], BeforeValidator(list_to_tuple)]`: strict validation takes a list for a tuple
+    only while it reads JSON, and a Spec inside another one that has a validator of its own is validated from
+    Python values.
     """
     return tuple(value) if isinstance(value, list) else value
 
 
 def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> S:
-    """`raw` as a `spec_type`.
+    """Return `raw` as a `spec_type`.
 
     Raises:
         RecipeError: naming every wrong key, one a line, each at its place in the file.
@@ -90,7 +95,7 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
 
 
 def _flatten(error: ValidationError, outer: KeyPath = ()) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Every single error; one raised by a validator that itself validated a Spec is opened up."""
+    """Yield every single error; one raised by a validator that itself validated a Spec is opened up."""
     for detail in error.errors(include_url=False):
         location = outer + detail["loc"]
         cause = detail.get("ctx", {}).get("error")
@@ -103,7 +108,7 @@ def _flatten(error: ValidationError, outer: KeyPath = ()) -> Iterator[tuple[KeyP
 def _explain(
     spec_type: type[BaseModel], raw: Mapping[str, Any], location: KeyPath, detail: Mapping[str, Any]
 ) -> tuple[KeyPath, str]:
-    """The path in the file and the sentence for one pydantic error."""
+    """Return the path in the file and the sentence for one pydantic error."""
     path, owner = _locate(spec_type, raw, location)
     context = detail.get("ctx", {})
     given = json.dumps(detail["input"], default=str)
@@ -132,7 +137,9 @@ def _explain(
 
 
 def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
-    """`location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec that owns its last key."""
+    """Return `location` without what pydantic adds (the tag of a union, the label of a branch), and the Spec
+    that owns its last key.
+    """
     path: KeyPath = ()
     annotation = spec_type
     value = raw
@@ -165,7 +172,7 @@ def _locate(spec_type: Any, raw: Any, location: KeyPath) -> tuple[KeyPath, type[
 
 
 def _unwrap(annotation: Any) -> tuple[list[Any], bool]:
-    """The alternatives of a type, and whether pydantic picks among them by `kind`."""
+    """Return the alternatives of a type, and whether pydantic picks among them by `kind`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *marks = get_args(annotation)
@@ -181,7 +188,7 @@ def _unwrap(annotation: Any) -> tuple[list[Any], bool]:
 
 
 def _owner(choices: list[Any], value: Mapping[str, Any]) -> type[BaseModel] | None:
-    """The one Spec among `choices`, or the one that declares the `kind` that `value` gives."""
+    """Return the one Spec among `choices`, or the one that declares the `kind` that `value` gives."""
     specs = _specs(choices)
     if len(specs) == 1:
         return specs[0]
@@ -198,15 +205,16 @@ def _literals(spec: type[BaseModel]) -> tuple[Any, ...]:
 
 
 def _field(owner: type[BaseModel], key: str) -> Any:
-    """The type of a field with its marks; `Any` for a key the Spec does not have."""
+    """Return the type of a field with its marks; `Any` for a key the Spec does not have."""
     for name, field in owner.model_fields.items():
         if key in (name, field.alias):
-            return Annotated.__class_getitem__((field.annotation, field, *field.metadata))  # type: ignore[attr-defined]
+            marked = (field.annotation, field, *field.metadata)
+            return Annotated.__class_getitem__(marked)  # type: ignore[attr-defined]
     return Any
 
 
 def _element(choices: list[Any], container: type) -> Any:
-    """The type of what a mapping or a sequence among `choices` holds."""
+    """Return the type of what a mapping or a sequence among `choices` holds."""
     for choice in choices:
         origin = get_origin(choice)
         if isinstance(origin, type) and issubclass(origin, container):

@@ -1,8 +1,8 @@
 """The JSON of OCI images 1.1: descriptors, and the manifests that an artifact and its evidence become.
 
-An artifact is one image manifest: its config blob is `compress.json`, byte for byte (so the config digest is the artifact digest), and
-each file is one layer with its path as title. Evidence is another manifest whose `subject` is the first
-(https://github.com/opencontainers/image-spec, manifest.md).
+An artifact is one image manifest: its config blob is `compress.json`, byte for byte (so the config digest is
+the artifact digest), and each file is one layer with its path as title. Evidence is another manifest whose
+`subject` is the first (https://github.com/opencontainers/image-spec, manifest.md).
 """
 
 import json
@@ -50,7 +50,7 @@ class Descriptor:
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> "Descriptor":
-        """Raises StorageError when the value is not a descriptor with a SHA-256 digest."""
+        """Return the descriptor in a JSON value; raise StorageError when it is none with a SHA-256 digest."""
         fields = value if isinstance(value, dict) else {}
         annotations = fields.get("annotations") or {}
         media_type = fields.get("mediaType")
@@ -125,7 +125,7 @@ class ImageManifest:
 
 
 def file_layers(files: Iterable[FileRecord]) -> tuple[Descriptor, ...]:
-    """One layer per file."""
+    """Return one layer for each file."""
     return tuple(
         Descriptor(
             TENSOR_LAYER if record.path.endswith(".safetensors") else FILE_LAYER,

@@ -1,11 +1,13 @@
-"""A registry in a local directory: the OCI image layout 1.1 (image-layout.md of the OCI image specification), which needs no server.
+"""A registry in a local directory: the OCI image layout 1.1 (image-layout.md of the OCI image specification),
+which needs no server.
 
     oci-layout     {"imageLayoutVersion": "1.0.0"}          blobs/sha256/<hex>   every blob and manifest
-    index.json     the manifests; a tag is an entry whose annotation `org.opencontainers.image.ref.name` is `name:tag`
+    index.json     the manifests; a tag is an entry whose annotation `org.opencontainers.image.ref.name` is
+    `name:tag`
 
-Blobs are copied, never hard-linked: a program that later truncates and rewrites the source in place would damage the registry through the
-link. `index.json` is replaced in one step under a file lock. When a tag moves, the manifest it left stays listed without a name: a way
-back.
+Blobs are copied, never hard-linked: a program that later truncates and rewrites the source in place would
+damage the registry through the link. `index.json` is replaced in one step under a file lock. When a tag
+moves, the manifest it left stays listed without a name: a way back.
 """
 
 import contextlib
@@ -38,7 +40,9 @@ class Layout:
         self.root = root
 
     def has(self, blob: Descriptor) -> bool:
-        """Reads the blob (about 1.5 GB/s), so that pushing again repairs a damaged one."""
+        """Return whether the blob is there and whole. It is read (about 1.5 GB/s), so that pushing again
+        repairs a damaged one.
+        """
         path = self._blob(blob.digest)
         if path.is_symlink() or not path.is_file() or path.stat().st_size != blob.size_bytes:
             return False
@@ -58,7 +62,8 @@ class Layout:
                 if size_bytes != blob.size_bytes or "sha256:" + hasher.hexdigest() != blob.digest:
                     origin = blob.title or blob.media_type
                     raise StorageError(
-                        f"{origin} has changed since it was described: it is not {blob.digest} any more. Nothing was pushed."
+                        f"{origin} has changed since it was described: it is not {blob.digest} any more. "
+                        f"Nothing was pushed."
                     )
         except OSError as error:
             raise StorageError(f"the {blob} cannot be stored in {self.root}: {error.strerror}.") from error
@@ -96,7 +101,7 @@ class Layout:
         found = []
         for entry in self._entries():
             name, colon, tag = (_ref_name(entry) or "").rpartition(":")
-            if colon:  # other tools may write entries of other shapes beside ours
+            if colon:  # other tools may write entries of other shapes
                 found.append(Tag(name, tag, self._descriptor(entry)))
         return tuple(sorted(found, key=lambda item: (item.name, item.tag)))
 
@@ -127,7 +132,7 @@ class Layout:
         )
         if (
             strange and not (self.root / "oci-layout").exists()
-        ):  # asked again: another first push may have come between
+        ):  # looked at again: another first push may have come between
             raise UsageError(
                 f"{self.root} is not an OCI image layout and not empty; give a new directory to push to."
             )
@@ -144,7 +149,7 @@ class Layout:
         return directory
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of `index.json`, none when nothing was pushed yet."""
+        """Return the entries of `index.json`, none when nothing was pushed yet."""
         entries: list[dict[str, Any]] = self._index()["manifests"]
         return entries
 
@@ -164,20 +169,25 @@ class Layout:
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(
-                f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read ({error})."
+                f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read "
+                f"({error})."
             ) from error
         if not str(version).startswith("1."):
             raise UnsupportedFormat(
-                f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is read here."
+                f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is "
+                f"read here."
             )
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise StorageError(
-                f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of objects."
+                f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of "
+                f"objects."
             )
         return dict(index)
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
-        """Replace `index.json`. A manifest without a name is listed once, and only while no other entry lists it."""
+        """Replace `index.json`. A manifest without a name is listed once, and only while no other entry lists
+        it.
+        """
         listed = {entry.get("digest") for entry in entries if _annotations(entry)}
         unique = []
         for entry in entries:
@@ -194,7 +204,8 @@ class Layout:
             lock.acquire()
         except Timeout as error:
             raise LockHeld(
-                f"the registry at {self.root} has been locked by another push for {_LOCK_TIMEOUT_S:.0f} s; try again."
+                f"the registry at {self.root} has been locked by another push for {_LOCK_TIMEOUT_S:.0f} s; "
+                f"try again."
             ) from error
         try:
             yield
@@ -210,7 +221,9 @@ class Layout:
 
 @REGISTRIES.register("layout")
 def open_layout(place: str) -> Layout:
-    """`layout://place`: a path, relative to the working directory unless it starts with `/` or `~`."""
+    """Return the registry of `layout://place`: a path, relative to the working directory unless it starts
+    with `/` or `~`.
+    """
     return Layout(Path(place).expanduser())
 
 

@@ -1,7 +1,9 @@
-"""Where a recipe's model comes from, as a directory on this machine: bundled with the package, a path, or the Hugging Face hub.
+"""The source model of a recipe as a directory on this machine: bundled with the package, a path, or from the
+Hugging Face hub.
 
-A hub name is resolved to the commit it stands for before anything is fetched, and only model and tokenizer files come: no pickles, no code.
-The digest covers every file that decides the model's function or its text, and nothing else in the directory.
+A hub name is resolved to a commit before anything is fetched, and only model and tokenizer
+files come: no pickles, no code. The digest covers every file that decides the model's function or its text,
+and nothing else in the directory.
 """
 
 import json
@@ -34,7 +36,9 @@ DOCUMENT_FILES = tuple(
     for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
     for suffix in ("", ".md", ".txt")
 )
-"""Files that travel with a model and decide neither its function nor its text, so that its digest leaves them out."""
+"""Files that travel with a model and decide neither its function nor its text, so that its digest leaves them
+out.
+"""
 README_NAME = "README.md"
 SOURCE_README_NAME = "SOURCE_README.md"
 """The name of a source's README in a checkpoint, whose README is the model card."""
@@ -53,7 +57,7 @@ class ModelSource:
     digest: str
 
     def text_files(self) -> list[Path]:
-        """Return the tokenizer and generation files, which travel with every checkpoint made from this model."""
+        """Return the tokenizer and generation files, which every checkpoint made from this model gets."""
         return _matching(self.path, TEXT_FILES)
 
     def copy_text_files(self, directory: Path) -> None:
@@ -64,7 +68,9 @@ class ModelSource:
             shutil.copyfile(file, copy)
 
     def copy_documents(self, directory: Path) -> None:
-        """Copy licences and notices to a checkpoint, and the source's README under a name that leaves room for the card's."""
+        """Copy licences and notices to a checkpoint, and the source's README under a name that leaves room
+        for the card's.
+        """
         for file in _matching(self.path, DOCUMENT_FILES):
             shutil.copyfile(file, directory / file.name)
         for name in (SOURCE_README_NAME, README_NAME):
@@ -74,7 +80,8 @@ class ModelSource:
 
 
 def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
-    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it once.
+    """Return a model with its directory and its digest, fetched if it is not here; reads every file of it
+    once.
 
     Raises:
         UsageError: no such builtin model or directory.
@@ -106,10 +113,11 @@ def locate_model(
 
 
 def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: list[str]) -> dict[str, Any]:
-    """`config.json` alone of a hub model, for planning.
+    """Return `config.json` alone of a hub model, for planning.
 
     Raises:
-        StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with the package.
+        StorageError: the hub cannot be reached or does not have it; names the models whose shapes ship with
+            the package.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -118,7 +126,8 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
         file = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise StorageError(
-            f"the shapes of '{name}' are not known here and its config.json could not be had{' offline' if offline else ''}. Shapes that "
+            f"the shapes of '{name}' are not known here and its config.json could not be "
+            f"had{' offline' if offline else ''}. Shapes that "
             f"ship with the package: {', '.join(shipped)}."
         ) from error
     config: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -131,14 +140,16 @@ def model_digest(path: Path) -> str:
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of a directory and of its folders for which a pattern holds, in order of their names."""
+    """Return the files of a directory and of its folders that match a pattern, in order of their names."""
     found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _fetch(name: str, revision: str | None, *, offline: bool) -> tuple[Path, str]:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # of the HTTP client, whichever it is
+
+    # HTTPError is that of the HTTP client, which differs between versions
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
     try:
         commit = revision

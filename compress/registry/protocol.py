@@ -1,4 +1,4 @@
-"""What a registry can do, and how one is found: a module of this package registers a factory under the scheme of its URLs."""
+"""The interface of a registry. A module of this package registers a factory under the scheme of its URLs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,34 +21,38 @@ class Tag:
 
 
 class Registry(Protocol):
-    """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag` makes anything visible."""
+    """Blobs by digest, and names that point to manifests among them. A blob never changes; only `write_tag`
+    makes anything visible.
+    """
 
     def has(self, blob: Descriptor) -> bool:
-        """Whether the blob is there and whole, so that it need not be put."""
+        """Return whether the blob is there and whole, so that it need not be put."""
         ...
 
     def put(self, blob: Descriptor, source: Path | bytes) -> None:
-        """Store a blob; StorageError, and nothing stored, when the source is not what the descriptor says."""
+        """Store a blob; StorageError, and nothing stored, when the source does not match the descriptor."""
         ...
 
     def get(self, blob: Descriptor) -> AbstractContextManager[BinaryIO]:
-        """The bytes of a blob, unverified: the reader checks them. StorageError when it is not there."""
+        """Open the bytes of a blob, unverified: the reader checks them. StorageError when it is not there."""
         ...
 
     def find(self, digest: str) -> Descriptor | None:
-        """The manifest of that digest, tagged or not."""
+        """Return the manifest of that digest, tagged or not."""
         ...
 
     def read_tag(self, name: str, tag: str) -> Descriptor | None:
-        """The manifest that `name:tag` points to."""
+        """Return the manifest that `name:tag` points to."""
         ...
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
-        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays reachable by digest."""
+        """Point all these tags to a manifest whose blobs are stored, in one step; what they pointed to stays
+        reachable by digest.
+        """
         ...
 
     def tags(self) -> tuple[Tag, ...]:
-        """Every tag, sorted by name and tag."""
+        """Return every tag, sorted by name and tag."""
         ...
 
     def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
@@ -56,7 +60,7 @@ class Registry(Protocol):
         ...
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
-        """The manifests that refer to the subject, oldest first."""
+        """Return the manifests that refer to the subject, oldest first."""
         ...
 
 
@@ -64,7 +68,7 @@ REGISTRIES: PluginSet[Callable[[str], Registry]] = PluginSet("registry", "compre
 
 
 def open_registry(url: str) -> Registry:
-    """The registry of a URL, by its scheme. Nothing is read or written yet.
+    """Return the registry of a URL, by its scheme. Nothing is read or written yet.
 
     Raises:
         UsageError: the URL is malformed or nothing serves its scheme.

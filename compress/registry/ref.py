@@ -1,6 +1,8 @@
-"""A reference to something pushed: `scheme://place/of/registry/name:tag`, or `...name@sha256:<hex>` for one exact object.
+"""A reference to something pushed: `scheme://place/of/registry/name:tag`, or `...name@sha256:<hex>` for one
+exact object.
 
-The last path component is the name, everything before it is the registry; without a tag the reference means `latest`.
+The last path component is the name, everything before it is the registry; without a tag the reference means
+`latest`.
 """
 
 import re
@@ -12,12 +14,17 @@ DEFAULT_TAG = "latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")  # the grammar of OCI distribution 1.1
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_SHAPE = "scheme://registry/name:tag or scheme://registry/name@sha256:<64 hex digits>, for example layout://registry/my-model:latest"
+_SHAPE = (
+    "scheme://registry/name:tag or scheme://registry/name@sha256:<64 hex digits>, for example "
+    "layout://registry/my-model:latest"
+)
 
 
 @dataclass(frozen=True)
 class Ref:
-    """Where an object is. `tag` moves, `digest` (of the OCI manifest) does not; exactly one of them decides, the digest if there is one."""
+    """A reference to an object in a registry. `tag` moves, `digest` (of the OCI manifest) does not; exactly
+    one of them decides, the digest if there is one.
+    """
 
     scheme: str
     place: str
@@ -31,7 +38,7 @@ class Ref:
         return f"{self.scheme}://{self.place}"
 
     def pinned(self, digest: str) -> "Ref":
-        """The same object by digest, so that `parse_ref(str(ref)) == ref` holds for it too."""
+        """Return the same object by digest, so that `parse_ref(str(ref)) == ref` holds for it too."""
         return replace(self, tag=DEFAULT_TAG, digest=digest)
 
     def __str__(self) -> str:
@@ -39,7 +46,7 @@ class Ref:
 
 
 def parse_registry(url: str) -> tuple[str, str]:
-    """`scheme://place` as (scheme, place).
+    """Return `scheme://place` as (scheme, place).
 
     Raises:
         UsageError: it is not of that shape.
@@ -48,13 +55,14 @@ def parse_registry(url: str) -> tuple[str, str]:
     place = place.rstrip("/") or place[:1]  # the root directory is a place too
     if not separator or not place or not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme):
         raise UsageError(
-            f"'{url}' is not a registry; write scheme://place, for example layout://registry for the local directory 'registry'."
+            f"'{url}' is not a registry; write scheme://place, for example layout://registry for "
+            "the local directory 'registry'."
         )
     return scheme, place
 
 
 def compose_ref(registry: str, name: str, tag: str = DEFAULT_TAG) -> Ref:
-    """The reference of a name in a registry, as a recipe gives them.
+    """Return the reference of a name in a registry, as a recipe gives them.
 
     Raises:
         UsageError: the registry, the name or the tag is malformed.
@@ -84,7 +92,8 @@ def parse_ref(text: str) -> Ref:
 def check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"'{name}' is not a name for a registry; use letters, digits, '.', '_' and '-', and start with a letter or digit."
+            f"'{name}' is not a name for a registry; use letters, digits, '.', '_' and '-', and start "
+            "with a letter or digit."
         )
     return name
 
@@ -92,6 +101,7 @@ def check_name(name: str) -> str:
 def check_tag(tag: str) -> str:
     if not _TAG.fullmatch(tag):
         raise UsageError(
-            f"'{tag}' is not a tag; use up to 128 letters, digits, '.', '_' and '-', and start with a letter, digit or '_'."
+            f"'{tag}' is not a tag; use up to 128 letters, digits, '.', '_' and '-', and start with a "
+            "letter, digit or '_'."
         )
     return tag

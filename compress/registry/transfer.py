@@ -1,7 +1,9 @@
-"""Moving artifacts and their evidence to and from a registry so that every byte is checked and only the last step shows.
+"""Transfer of artifacts and their evidence to and from a registry: every byte is checked and only the last
+step is visible.
 
-Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before. Pull writes beside the
-destination, checks each blob against its digest while copying, and renames at the end: killed or failed anywhere, there is no destination.
+Push stores blobs, then manifests, then tags: killed anywhere, the tags still name what they named before.
+Pull writes next to the destination, checks each blob against its digest while copying, and renames at the
+end: killed or failed anywhere, there is no destination.
 """
 
 import contextlib
@@ -43,7 +45,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push made visible; `num_new_blobs` is 0 when all of it was there already."""
+    """The outcome of a push: what became visible; `num_new_blobs` is 0 when all of it was there already."""
 
     name: str
     tags: tuple[str, ...]
@@ -56,7 +58,7 @@ class PushResult:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` read and found whole."""
+    """The objects that `verify` read and found whole."""
 
     ref: Ref
     manifest_digest: str
@@ -74,11 +76,13 @@ def push(
     aliases: Sequence[str] = (),
     evidence: Path | None = None,
 ) -> PushResult:
-    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to it in one step.
+    """Store an artifact, and a directory of evidence that refers to it, then move `latest` and the aliases to
+    it in one step.
 
     Raises:
-        UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an artifact.
-        StorageError: a file is not what the manifest says, or the registry cannot be written.
+        UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
+            artifact.
+        StorageError: a file does not match the manifest, or the registry cannot be written.
     """
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
@@ -124,7 +128,7 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
 
 
 def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path) -> int:
-    """Put what the registry lacks, the manifest last; how many blobs that were."""
+    """Put what the registry lacks, the manifest last, and return how many blobs that were."""
     sources: list[tuple[Descriptor, Path | bytes]] = [
         (layer, files / str(layer.title)) for layer in image.layers
     ]
@@ -139,7 +143,7 @@ def _store(registry: Registry, image: ImageManifest, config: bytes, files: Path)
 
 
 def resolve(ref: Ref | str) -> Ref:
-    """The same reference pinned to the digest that it means now.
+    """Return a reference pinned to the digest that it means now.
 
     Raises:
         UsageError: nothing has that name, tag or digest; the nearest one is named.
@@ -149,13 +153,13 @@ def resolve(ref: Ref | str) -> Ref:
 
 
 def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
-    """The digest of the artifact that `name:tag` points to; None when nothing has that tag."""
+    """Return the digest of the artifact that `name:tag` points to; None when nothing has that tag."""
     found = registry.read_tag(name, tag)
     return None if found is None else _read_artifact(registry, found)[1].digest
 
 
 def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
-    """Every tag of a registry, sorted."""
+    """Return every tag of a registry, sorted."""
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()
 
 
@@ -164,7 +168,8 @@ def pull(ref: Ref | str, destination: Path) -> Artifact:
 
     Raises:
         UsageError: the reference means nothing, or the destination exists and is not an empty directory.
-        StorageError: a blob is missing or differs from its digest (the blob and the file are named); the destination is not made.
+        StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
+            destination is not made.
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
@@ -180,7 +185,7 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
 
     Raises:
         UsageError: there is none, or as `pull`.
-        StorageError: as `pull`, or the evidence speaks of another artifact.
+        StorageError: as `pull`, or the evidence is about another artifact.
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
@@ -237,13 +242,14 @@ def _find(registry: Registry, ref: Ref) -> Descriptor:
                 f"'{ref.name}' in {ref.registry} has no tag '{ref.tag}'.{did_you_mean(ref.tag, tags)}"
             )
         raise UsageError(
-            f"{ref.registry} holds nothing named '{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
+            f"{ref.registry} holds nothing named "
+            f"'{ref.name}'.{did_you_mean(ref.name, {item.name for item in known})}"
         )
     return found
 
 
 def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageManifest, Manifest]:
-    """The manifest of the image and that of the artifact, checked against one another."""
+    """Return the manifest of the image and that of the artifact, checked against one another."""
     image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
     if image.artifact_type != ARTIFACT:
         raise UsageError(
@@ -252,7 +258,8 @@ def _read_artifact(registry: Registry, descriptor: Descriptor) -> tuple[ImageMan
     manifest = Manifest.from_bytes(_read(registry, image.config), where=str(image.config))
     if file_layers(manifest.files) != image.layers:
         raise StorageError(
-            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact again."
+            f"manifest {descriptor.digest} lists other files than its {MANIFEST_NAME}; push the artifact "
+            f"again."
         )
     return image, manifest
 
@@ -261,13 +268,14 @@ def _read_evidence(registry: Registry, descriptor: Descriptor, subject: Descript
     image = ImageManifest.from_bytes(_read(registry, descriptor), f"manifest {descriptor.digest}")
     if image.subject is None or image.subject.digest != subject.digest:
         raise StorageError(
-            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another artifact; push it again."
+            f"the evidence {descriptor.digest} is attached to {subject.digest} but speaks of another "
+            f"artifact; push it again."
         )
     return image
 
 
 def _read(registry: Registry, blob: Descriptor) -> bytes:
-    """A small blob in memory, checked."""
+    """Return a small blob, checked against its digest."""
     if blob.size_bytes > MAX_MANIFEST_BYTES:
         raise StorageError(
             f"the {blob} claims {blob.size_bytes} bytes, too many for a manifest; push the artifact again."
@@ -305,7 +313,8 @@ def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
     if size_bytes != blob.size_bytes:
         kind = "longer than" if size_bytes > blob.size_bytes else f"{size_bytes} bytes instead of"
         raise StorageError(
-            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to repair it."
+            f"the {blob} is damaged: it is {kind} {blob.size_bytes} bytes; push the artifact again to "
+            f"repair it."
         )
     if digest != blob.digest:
         raise StorageError(
@@ -315,7 +324,9 @@ def _check(blob: Descriptor, size_bytes: int, digest: str) -> None:
 
 @contextlib.contextmanager
 def _appearing(destination: Path) -> Iterator[Path]:
-    """A directory beside the destination that takes its place when the block ends well and is removed otherwise."""
+    """Yield a temporary directory next to the destination that replaces it when the block ends well and is
+    removed otherwise.
+    """
     if (
         destination.is_symlink()
         or (destination.exists() and not destination.is_dir())

@@ -29,8 +29,8 @@ class EngineConfig:
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
     - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full
       batch of the longest sequences needs.
-    - `kv_format`: `DENSE` or a name of `kernels/operands/paged.py`. None: the format in the model's config,
-      or its dtype if there is none.
+    - `kv_format`: `DENSE` (the dtype of the activations) or a name of `kernels/operands/paged.py`. None: the
+      format in the model's config, or its dtype if there is none.
     - `sync`: launch no step before the last one's tokens are on the host.
     - `speculative`: options of speculative decoding; None decodes plainly.
 

@@ -1,9 +1,12 @@
 """Acceptance: how many tokens come out of a step of speculative decoding, and which proposals are kept.
 
-    acceptance length   tokens that come out of a request's step, the model's own included: k + 1 at most. Tokens over steps, without the
-                        last steps of a request, which have no room for k; the interval is over prompts
-    rate of position j  share of these steps that kept the j-th proposal; the rates add up to the acceptance length - 1
-    repeated 4-grams    share of a plain continuation's 4-grams that it had before: a model that repeats itself is easy to guess
+    acceptance length   tokens that come out of a request's step, the model's own included: k + 1 at most. Tokens
+                        over steps, without the last steps of a request, which have no room for k; the interval
+                        is over prompts
+    rate of position j  share of these steps that kept the j-th proposal; the rates add up to the acceptance
+                        length - 1
+    repeated 4-grams    share of a plain continuation's 4-grams that it had before: a model that repeats itself is
+                        easy to guess
 
 All of it is read from when tokens arrive: those of one step arrive at the same moment.
 """
@@ -47,7 +50,8 @@ def acceptance_rows(
     """Return the row of all prompts, then that of each category if there are several.
 
     Args:
-        finished: the continuations, `plain` those of plain decoding; those of the prompts first, in their order. What follows has prompts
+        finished: the continuations, `plain` those of plain decoding; those of the prompts first, in their
+        order. What follows has prompts
             that were there before, and does not count.
         categories: of each prompt.
     """
@@ -78,7 +82,9 @@ def acceptance_rows(
 
 
 def step_sizes(finished: Finished, k: int) -> list[int]:
-    """Return how many tokens came out of each step with room for k proposals; the first token comes from the prompt, not from a step."""
+    """Return how many tokens came out of each step with room for k proposals; the first token comes from the
+    prompt, not from a step.
+    """
     sizes = []
     num_left = len(finished.tokens) - 1
     for _, arrivals in groupby(finished.token_times_s[1:]):

@@ -1,17 +1,19 @@
 """Accuracy of a candidate against its source, on the same tokens.
 
-    perplexity       exp(mean NLL) over non-overlapping windows of S tokens, positions 1..S-1 of each window ("convention A": raw
-                     text joined with blank lines, tail dropped). lm-eval's `wikitext` and llama.cpp's number are other quantities.
+    perplexity       exp(mean NLL) over non-overlapping windows of S tokens, positions 1..S-1 of each window
+                     ("convention A": raw text joined with blank lines, tail dropped). lm-eval's `wikitext` and
+                     llama.cpp's number are other quantities.
     bits per byte    total NLL / ln 2 / bytes: comparable between tokenizers.
     KL(p || q)       source p, candidate q, per token, over the full vocabulary, from fp32 log-softmax.
     top-1            share of positions where both have the same most likely token.
 
-KL is summed as sum_v p d + p expm1(-d), d = log p - log q. The added part sums to sum q - sum p = 0, and makes every term non-negative
-and second order in d: rounding of the log-softmax, which the plain sum p d feels to first order, cancels (a KL of 1e-9 keeps its digits
-in fp32).
+KL is summed as sum_v p d + p expm1(-d), d = log p - log q. The added part sums to sum q - sum p = 0, and
+makes every term non-negative and second order in d: rounding of the log-softmax, which the plain sum p d
+feels to first order, cancels (a KL of 1e-9 keeps its digits in fp32).
 
-Windows are scored one by one and reduced in window order, so the result has the same bits whatever the batch size, provided that the
-two models give the same logits whatever the batch size. Logits of one batch of each model are the most that is held.
+Windows are scored one by one and reduced in window order, so the result has the same bits whatever the batch
+size, provided that the two models give the same logits whatever the batch size. Logits of one batch of each
+model are the most that is held.
 
 Shapes: N windows, B windows in a batch, S tokens of a window, T = S - 1 scored positions, V vocabulary.
 """
@@ -37,7 +39,7 @@ from compress.validate.stats import (
 Logits = Callable[[Tensor], Tensor]  # tokens_BS (int64) -> logits_BSV (any float dtype)
 
 ACCURACY_METRICS = ("ppl_ratio", "bits_per_byte", "kl_mean", "kl_p99", "kl_p999", "kl_max", "top1")
-"""Those that gates may name."""
+"""Names of the numbers that gates may limit."""
 CONVENTION = "A: mean NLL over non-overlapping windows, positions 1..S-1, tail dropped"
 _ROWS_AT_ONCE = 128  # x 128,256 words x 4 bytes = 66 MB for each fp32 temporary
 _KL_EDGES = np.logspace(-8, 2, 81)  # eight bins a decade; what lies outside is counted in the end bins
@@ -45,7 +47,7 @@ _KL_EDGES = np.logspace(-8, 2, 81)  # eight bins a decade; what lies outside is 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What moved between source and candidate. Intervals are two-sided at `confidence`, over windows."""
+    """Differences between source and candidate. Intervals are two-sided at `confidence`, over windows."""
 
     convention: str
     confidence: float
@@ -114,21 +116,23 @@ def measure_pairs(
     batch_size: int = 4,
     confidence: float = 0.95,
 ) -> list[Accuracy]:
-    """Score every model once on the same windows, and compare some with others.
+    """Score every model once on the same windows, and compare the given pairs.
 
     Args:
         pairs: of indices, source and candidate.
         tokens_NS: token ids, one window a row, on the device that all callables expect.
-        num_bytes: UTF-8 bytes of the text that the scored tokens (all but the first of each window) stand for.
+        num_bytes: UTF-8 bytes of the text that the scored tokens (all but the first of each window) encode.
 
     Raises:
-        UsageError: fewer than two windows (no uncertainty can be stated), windows of one token, or a source that gives no finite numbers.
-        GateFailed: the candidate gives logits that are not numbers; no gate could accept it.
+        UsageError: fewer than two windows (no uncertainty can be stated), windows of one token, or a source
+        that gives no finite numbers. GateFailed: the candidate gives logits that are not numbers; no gate
+        could accept it.
     """
     num_windows, window_size = tokens_NS.shape
     if num_windows < 2 or window_size < 2 or num_bytes < 1:
         raise UsageError(
-            f"validation needs at least two windows of at least two tokens, and their bytes; here: {num_windows} windows of "
+            "validation needs at least two windows of at least two tokens, and their bytes; here: "
+            f"{num_windows} windows of "
             f"{window_size} tokens, {num_bytes} bytes. Give more evaluation text or a smaller seq_len."
         )
     scores: list[list[WindowScores]] = [[] for _ in pairs]
@@ -141,8 +145,10 @@ def measure_pairs(
                 candidate_BSV = logits[candidate_idx]
                 if source_BSV.shape != candidate_BSV.shape or source_BSV.shape[:2] != tokens_BS.shape:
                     raise UsageError(
-                        f"source logits {tuple(source_BSV.shape)} and candidate logits {tuple(candidate_BSV.shape)} for tokens "
-                        f"{tuple(tokens_BS.shape)} cannot be compared: both models must share one vocabulary and score every position."
+                        f"source logits {tuple(source_BSV.shape)} and candidate logits "
+                        f"{tuple(candidate_BSV.shape)} for tokens "
+                        f"{tuple(tokens_BS.shape)} cannot be compared: both models must share one "
+                        "vocabulary and score every position."
                     )
                 for row in range(tokens_BS.shape[0]):
                     found.append(score_window(source_BSV[row], candidate_BSV[row], tokens_BS[row]))
@@ -154,7 +160,10 @@ def measure_pairs(
 
 
 def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> WindowScores:
-    """NLL, KL and top-1 agreement at the positions that predict tokens 1..S-1. Rows are taken a fixed number at a time to bound memory."""
+    """Return NLL, KL and top-1 agreement at the positions that predict tokens 1..S-1.
+
+    Rows are taken a fixed number at a time to bound memory.
+    """
     parts: list[tuple[Tensor, ...]] = []
     num_scored = tokens_S.shape[0] - 1
     for start in range(0, num_scored, _ROWS_AT_ONCE):
@@ -173,7 +182,7 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
 
 
 def kl_divergence(log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
-    """KL(p || q) of each row [T] from log-probabilities; words that both exclude (-inf) add nothing."""
+    """Return KL(p || q) of each row [T] from log-probabilities; a word that both exclude (-inf) adds nothing."""
     p_TV = log_p_TV.exp()
     q_TV = log_q_TV.exp()
     d_TV = log_p_TV - log_q_TV
@@ -185,11 +194,13 @@ def kl_divergence(log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
 def _refuse_not_finite(scores: WindowScores, *, window: int) -> None:
     if not bool(scores.nll_source.isfinite().all()):
         raise UsageError(
-            f"the source model gives logits that are not finite in evaluation window {window}; check the checkpoint and its dtype."
+            f"the source model gives logits that are not finite in evaluation window {window}; check the "
+            "checkpoint and its dtype."
         )
     if not bool((scores.nll_candidate.isfinite() & scores.kl.isfinite()).all()):
         raise GateFailed(
-            f"the candidate gives logits that are not finite in evaluation window {window}: it is broken, not merely worse. "
+            f"the candidate gives logits that are not finite in evaluation window {window}: it is broken, "
+            "not merely worse. "
             "Inspect its scales (zeros, overflow in float16) before looking at any number."
         )
 

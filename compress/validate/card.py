@@ -1,8 +1,10 @@
-"""The model card (README.md with Hugging Face front matter) of a compressed artifact, written from its report.
+"""The model card (README.md with Hugging Face front matter) of a compressed artifact, written from its
+report.
 
-The front matter has what the hub indexes: `base_model`, `base_model_relation` (`quantized`, or `finetune` for a pruned model), the
-inherited licence. The text has what a reader needs before loading the model: how much accuracy moved and how that was measured, what it was
-calibrated on, and the exact commands to serve it and to measure it again. Numbers come from the report and nowhere else.
+The front matter has what the hub indexes: `base_model`, `base_model_relation` (`quantized`, or `finetune` for
+a pruned model), the inherited licence. The text has what a reader needs before loading the model: how much
+accuracy moved and how that was measured, what it was calibrated on, and the exact commands to serve it and to
+measure it again. Numbers come from the report and nowhere else.
 """
 
 from typing import Any
@@ -22,7 +24,9 @@ def render_markdown_card(
     eval_command: str,
     language: str | None = None,
 ) -> str:
-    """Return the card, without the sections whose part the report lacks; `license_id` is the base model's, such as `apache-2.0`."""
+    """Return the card, without the sections whose part the report lacks; `license_id` is the base model's,
+    such as `apache-2.0`.
+    """
     artifact: Json = report.get("artifact", {})
     parts = parts_in_order()
     form = f"A compressed form of `{_one_line(base_model)}`{_scheme(artifact)}."
@@ -48,7 +52,8 @@ def render_markdown_card(
     ]
     if digest := artifact.get("digest"):
         sections.append(
-            f"These numbers belong to the artifact `{digest}`. The full report, with plots and per-layer errors, is `report.html`."
+            f"These numbers belong to the artifact `{digest}`. The full report, with plots and per-layer "
+            "errors, is `report.html`."
         )
     return "\n\n".join(sections) + "\n"
 

@@ -1,14 +1,15 @@
 """Processor time that a process needed and did not get, from the counters of Linux.
 
-    run     time that the threads of this process ran                       /proc/self/task/*/schedstat, first number
-    wait    time that they could have run and waited for a processor        /proc/self/task/*/schedstat, second number
-    stolen  time that the hypervisor gave to other guests, all processors   /proc/stat, `steal`
+    run     time that the threads of this process ran                  /proc/self/task/*/schedstat, first number
+    wait    time that they could have run and waited for a processor   /proc/self/task/*/schedstat, second number
+    stolen  time that the hypervisor gave to other guests, all processors  /proc/stat, `steal`
     busy    time that all processors worked or were stolen                  /proc/stat
 
     lost = 1 - run / (run + wait) x (1 - stolen / busy)
 
-A process that loses the share x of its time takes 1 / (1 - x) times as long. Where the kernel keeps no such counters, a CPU's work is
-compared with the clock on the wall: the thread that steps the engine either computes or waits.
+A process that loses the share x of its time takes 1 / (1 - x) times as long. Where the kernel keeps no such
+counters, a CPU's work is compared with the clock on the wall: the thread that steps the engine either
+computes or waits.
 """
 
 import time
@@ -23,12 +24,16 @@ _TASKS = Path("/proc/self/task")
 _SYSTEM = Path("/proc/stat")
 _STEAL = 7
 _IDLE = (3, 4)
-"""Places in the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, then guests (counted in user)."""
+"""Places in the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, then guests
+(counted in user).
+"""
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Counters at one moment, or the difference of two; `run` and `wait` in nanoseconds, `busy` and `stolen` in ticks."""
+    """Counters at one moment, or the difference of two; `run` and `wait` in nanoseconds, `busy` and `stolen`
+    in ticks.
+    """
 
     run: int = 0
     wait: int = 0
@@ -45,7 +50,7 @@ class CpuTimes:
 
     @property
     def lost_frac(self) -> float | None:
-        """Share of the needed processor time that this process did not get; None where nothing was counted."""
+        """Share of the needed processor time that this process did not get; None where none was counted."""
         if self.run + self.wait <= 0:
             return None
         stolen_frac = self.stolen / self.busy if self.busy > 0 else 0.0
@@ -53,7 +58,9 @@ class CpuTimes:
 
 
 def cpu_clock(*, on_cpu: bool) -> CpuClock:
-    """Return the clock for work on a CPU (`on_cpu`) or on another device, whose waiting host thread proves nothing without counters."""
+    """Return the clock for work on a CPU (`on_cpu`) or on another device, whose waiting host thread proves
+    nothing without counters.
+    """
     if any(_TASKS.glob("*/schedstat")):
         return _counters
     return _thread_times if on_cpu else CpuTimes

@@ -42,7 +42,9 @@ _LABELS = {
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """Return `digits` significant figures, thousands separated; powers of ten only where they save the reader counting zeros."""
+    """Return `digits` significant figures, thousands separated; powers of ten only where they save the reader
+    counting zeros.
+    """
     if value is None:
         return "–"
     if isinstance(value, int):

@@ -1,9 +1,10 @@
 """Gates: limits that a candidate must keep before it may be published.
 
-Each metric has a side of its limit that is good. What is compared with the limit is the end of the metric's confidence interval on the bad
-side, so that "passed" means that the data rule out (at the interval's confidence) a broken limit, not that a lucky sample was within it. A
-limit in time names the device that it was written for and does not apply on another. No evidence is no permission: a gate whose number was
-not measured fails, and so does one whose number was measured and proves nothing.
+Each metric has a side of its limit that is good. What is compared with the limit is the end of the metric's
+confidence interval on the bad side, so that "passed" means that the data rule out (at the interval's
+confidence) a broken limit, not that a lucky sample was within it. A limit in time names the device that it
+was written for and does not apply on another. No evidence is no permission: a gate whose number was not
+measured fails, and so does one whose number was measured and proves nothing.
 """
 
 import math
@@ -20,7 +21,9 @@ Relation = Literal["<=", ">="]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that gates may name: the relation that a good value has to its limit, and whether it depends on the device."""
+    """A number that gates may name: the relation that a good value has to its limit, and whether it depends
+    on the device.
+    """
 
     relation: Relation
     per_device: bool = False
@@ -51,7 +54,10 @@ _DEVICE_KEY = re.compile(r"cpu|cuda-sm\d{2,3}")
 
 @dataclass(frozen=True)
 class Gate:
-    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage. `device` None: on every device."""
+    """One limit; `name` is a metric, or `<stage>.<metric>` for a number taken after an earlier stage.
+
+    `device` None: on every device.
+    """
 
     name: str
     limit: float
@@ -80,10 +86,12 @@ class GateResult:
 
 
 def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tuple[Gate, ...]:
-    """Return the gates of a recipe, checked before anything runs: `{ppl_ratio: 1.25, tpot_ms_p50: {cuda-sm90: 2.0, cpu: 30}}`.
+    """Return the gates of a recipe, checked before anything runs: `{ppl_ratio: 1.25, tpot_ms_p50: {cuda-sm90:
+    2.0, cpu: 30}}`.
 
     Raises:
-        UsageError: an unknown metric, stage or device, a limit that is not a number, or a limit in time without its device.
+        UsageError: an unknown metric, stage or device, a limit that is not a number, or a limit in time
+        without its device.
     """
     gates: list[Gate] = []
     for name, limit in raw.items():
@@ -94,19 +102,22 @@ def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tupl
             )
         if stage and stage not in stages:
             raise UsageError(
-                f"gate '{name}': no stage '{stage}' measures anything before this gate.{did_you_mean(stage, stages)}"
+                f"gate '{name}': no stage '{stage}' measures anything before this "
+                f"gate.{did_you_mean(stage, stages)}"
             )
         if not METRICS[metric_name].per_device:
             gates.append(Gate(name, _number(name, limit), None))
             continue
         if not isinstance(limit, Mapping):
             raise UsageError(
-                f"gate '{name}' depends on the device: write which one it is for, such as {name}: {{cuda-sm90: {limit}}}."
+                f"gate '{name}' depends on the device: write which one it is for, such as {name}: "
+                f"{{cuda-sm90: {limit}}}."
             )
         for device, device_limit in limit.items():
             if not _DEVICE_KEY.fullmatch(str(device)):
                 raise UsageError(
-                    f"gate '{name}': '{device}' is not a device; write cpu or cuda-sm<compute capability>, such as cuda-sm90."
+                    f"gate '{name}': '{device}' is not a device; write cpu or cuda-sm<compute capability>, "
+                    "such as cuda-sm90."
                 )
             gates.append(Gate(name, _number(name, device_limit), str(device)))
     return tuple(gates)

@@ -1,20 +1,23 @@
-"""Latency of the bundled runtime's own serving path: the `Engine.step()` that is timed is the one that serves.
+"""Latency of the bundled runtime's own serving path: the `Engine.step()` that is timed is the one that
+serves.
 
     TTFT   first token on the host - arrival                          (all requests of a batch arrive at once)
     TPOT   (end to end - TTFT) / (n - 1), one value a request
     ITL    the gaps between consecutive tokens, all of them
-    floor  bytes that one decode step must move / measured bandwidth: all weights once, and keys and values of every sequence at its
-           mean length
+    floor  bytes that one decode step must move / measured bandwidth: all weights once, and keys and values of
+           every sequence at its mean length
 
-Models that are compared are measured in turn, one repeat each, and the order is reversed after every turn (A B, B A, A B ...): what slows
-the machine down for a while slows them all, and a steady drift cancels. Prompts are random tokens, fresh for every request of every
-repeat and the same for all models, so that nothing can be found in a prefix cache ("cold"). A warm-up is a whole repeat that is not
-counted: compilation, graph capture and autotuning fall into it. Nothing of that kind happens on a CPU, where a warm-up only touches the
-memory and ends after eight tokens.
+Models that are compared are measured in turn, one repeat each, and the order is reversed after every turn (A
+B, B A, A B ...): what slows the machine down for a while slows them all, and a steady drift cancels. Prompts
+are random tokens, fresh for every request of every repeat and the same for all models, so that nothing can be
+found in a prefix cache ("cold"). A warm-up is a whole repeat that is not counted: compilation, graph capture
+and autotuning fall into it. Nothing of that kind happens on a CPU, where a warm-up only touches the memory
+and ends after eight tokens.
 
-Requests of one repeat share its disturbances, so intervals are taken over repeats. With fewer than six repeats no order statistics reach
-95 % (the range of n values holds the median with probability 1 - 2^(1-n)), so that the interval of a median is then at least Student's,
-over the repeats' own medians. A row states by `stability.py` whether its repeats agree.
+Requests of one repeat share its disturbances, so intervals are taken over repeats. With fewer than six
+repeats no order statistics reach 95 % (the range of n values holds the median with probability 1 - 2^(1-n)),
+so that the interval of a median is then at least Student's, over the repeats' own medians. A row states by
+`stability.py` whether its repeats agree.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +59,8 @@ _MIN_RANKED_REPEATS = 6
 class LatencyRow:
     """One model at one batch size: the conditions, and the times in ms.
 
-    `interleaved`: other models were measured in turn with this one. `unstable`: its repeats prove nothing, for the reasons in
-    `tpot_instability` and `ttft_instability`.
+    `interleaved`: other models were measured in turn with this one. `unstable`: its repeats prove nothing,
+    for the reasons in `tpot_instability` and `ttft_instability`.
     """
 
     batch_size: int
@@ -120,11 +123,13 @@ class LatencyRow:
 class LatencyConditions:
     """How one batch is timed.
 
-    At most `repeats` repeats are counted, and at least `min_repeats` (None: all of them): in between the measurement ends when the
-    repeats of every model agree. `bandwidth_bytes_per_s` is what `machine.measure_bandwidth` measured on the same device.
+    At most `repeats` repeats are counted, and at least `min_repeats` (None: all of them): in between the
+    measurement ends when the repeats of every model agree. `bandwidth_bytes_per_s` is what
+    `machine.measure_bandwidth` measured on the same device.
 
     Raises:
-        UsageError: fewer than two repeats (no uncertainty can be stated) or fewer than two output tokens (TPOT needs a gap).
+        UsageError: fewer than two repeats (no uncertainty can be stated) or fewer than two output tokens
+        (TPOT needs a gap).
     """
 
     prompt_tokens: int
@@ -313,7 +318,9 @@ class _Times:
 
 
 def _median_estimate(values_RB: Array) -> Estimate:
-    """Return the median of all values and its interval over repeats: Woodruff's, and Student's too where repeats are few."""
+    """Return the median of all values and its interval over repeats: Woodruff's, and Student's too where
+    repeats are few.
+    """
     ranked = quantile_estimate(values_RB, 0.5)
     if values_RB.shape[0] >= _MIN_RANKED_REPEATS:
         return ranked
@@ -334,7 +341,8 @@ def _run_batch(engine: "Engine", prompts: list[list[int]], params: SamplingParam
     lengths = {done.id: len(done.token_times_s) for done in finished}
     if lengths != {request.id: params.max_tokens for request in requests}:
         raise CompressError(
-            f"requested {params.max_tokens} tokens for each of {len(requests)} requests and the engine returned {lengths}; "
+            f"requested {params.max_tokens} tokens for each of {len(requests)} requests and the engine "
+            f"returned {lengths}; "
             "nothing was measured."
         )
     return finished

@@ -1,4 +1,5 @@
-"""Whether speculation pays: the measured speed, the speed that its parts predict, and the advice that follows.
+"""Whether speculation pays: the measured speed, the speed that its parts predict, and the advice that
+follows.
 
 t = (k t_draft + t_verify) / acceptance length          time of a token (arXiv 2211.17192)
 cost of a step = (k t_draft + t_verify) / t_plain       it pays where that is less than the acceptance length
@@ -12,11 +13,13 @@ from compress.validate.stats import Estimate
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One proposer, temperature and batch size; times in ms, of a token, of one draft pass, and of verification.
+    """One proposer, temperature and batch size; times in ms, of a token, of one draft pass, and of
+    verification.
 
-    `num_equal` of `num_requests` had the tokens of plain decoding; None where the rule promises their distribution only. Where
-    `predicted_speedup` is None nothing is predicted: a lookup does not always propose. `unstable`: other work took so much processor time
-    that the speed-up proves nothing; `instability` has the words.
+    `num_equal` of `num_requests` had the tokens of plain decoding; None where the rule promises their
+    distribution only. Where `predicted_speedup` is None nothing is predicted: a lookup does not always
+    propose. `unstable`: other work took so much processor time that the speed-up proves nothing;
+    `instability` has the words.
     """
 
     proposer: str
@@ -41,9 +44,11 @@ class SpeedRow:
 
 
 def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
-    """Return the row with the speed-up that its times predict, for this k and for the best k up to it, and with advice.
+    """Return the row with the speed-up that its times predict, for this k and for the best k up to it, and
+    with advice.
 
-    `rates` are the acceptance rates by position. The time of verifying fewer tokens is interpolated between a plain step and that of k.
+    `rates` are the acceptance rates by position. The time of verifying fewer tokens is interpolated between a
+    plain step and that of k.
     """
     k = len(rates)
     plain_ms = row.tpot_ms_plain
@@ -73,16 +78,22 @@ def advise(row: SpeedRow, k: int) -> str:
         why += " Speculate at smaller batches." if row.batch_size > 1 and verify >= draft else ""
     elif verify >= length:
         why = (
-            f"Verification alone costs {verify:.2f} plain steps and {length:.2f} tokens come out, so that no faster draft helps: it "
+            f"Verification alone costs {verify:.2f} plain steps and {length:.2f} tokens come out, so that "
+            "no faster draft helps: it "
             f"takes an acceptance length above {cost:.2f}."
         )
     elif cost >= length:
         limit_ms = (length - verify) * row.tpot_ms_plain / k
         why = (
-            f"A step costs {cost:.2f} plain ones and {length:.2f} tokens come out: it takes an acceptance length above {cost:.2f}, or a "
+            f"A step costs {cost:.2f} plain ones and {length:.2f} tokens come out: it takes an acceptance "
+            f"length above {cost:.2f}, or a "
             f"draft pass under {limit_ms:.2g} ms instead of {row.draft_ms:.2g}."
         )
     else:
-        why = f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. Measure again."
+        why = (
+            f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. "
+            "Measure again."
+        )
     more = better if row.best_k_speedup > 1 else ""
-    return f"Speculation does not pay at batch {row.batch_size}: {row.speedup.value:.2f} times as fast. {why}{more}"
+    slower = f"Speculation does not pay at batch {row.batch_size}: {row.speedup.value:.2f} times as fast."
+    return f"{slower} {why}{more}"

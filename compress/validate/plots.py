@@ -1,9 +1,10 @@
-"""What the report's figures share: one palette, one style, and inline SVG that follows the light or dark colours of the page.
+"""Palette, style and output of the report's figures: inline SVG in the light or dark colours of the page.
 
-Figures are drawn by matplotlib's SVG backend through `Figure` objects, without pyplot's state: the same data give the same bytes. Grey is
-the source (or before), blue the candidate (or after), amber the hardware's floor, a limit or a mark. Colours are written as CSS variables,
-with the light colour for a page that defines none. Text stays text (the page's own font, searchable); ids that nothing refers to are
-dropped, and the rest differ from figure to figure, so that two figures on one page do not share clip paths.
+Figures are drawn by matplotlib's SVG backend through `Figure` objects, without pyplot's state: the same data
+give the same bytes. Grey is the source (or before), blue the candidate (or after), amber the hardware's
+floor, a limit or a mark. Colours are written as CSS variables, with the light colour for a page that defines
+none. Text stays text (the page's own font, searchable); ids that nothing refers to are dropped, and the rest
+differ from figure to figure, so that two figures on one page do not share clip paths.
 
 matplotlib takes half a second to import, so that it is imported when the first figure is drawn.
 """
@@ -51,7 +52,9 @@ _VARIABLES = {
     "#c9cfd6": "fifth",
     "#dfe3e8": "sixth",
 }
-"""Colour of the light page -> the CSS variable `--plot-<name>` that `report.html.j2` defines for light and dark pages."""
+"""Colour of the light page -> the CSS variable `--plot-<name>` that `report.html.j2` defines for light and
+dark pages.
+"""
 _WIDTH = 7.4  # inches; the page scales it
 _STYLE = {
     "svg.fonttype": "none",
@@ -105,7 +108,9 @@ def new_grid(
 
 
 def log_scale(axes: "Axes", name: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, after its data are drawn: labels at powers of ten, where few are in view also at 2 and 5 times those."""
+    """Make an axis logarithmic, after its data are drawn: labels at powers of ten, where few are in view also
+    at 2 and 5 times those.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis = axes.xaxis if name == "x" else axes.yaxis
@@ -147,7 +152,9 @@ def token_count(value: float) -> str:
 
 
 def svg(figure: "Figure", *, name: str) -> str:
-    """Return the figure as an SVG element of class `name`, which also keeps its ids apart from those of other figures."""
+    """Return the figure as an SVG element of class `name`, which also keeps its ids apart from those of other
+    figures.
+    """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

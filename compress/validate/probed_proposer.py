@@ -1,7 +1,7 @@
 """A proposer that can be timed, or replaced by one that costs nothing, while its engine runs.
 
-A step whose proposals cost nothing is as expensive as verification alone: that is how the two parts of a step
-are told apart.
+A step whose proposals cost nothing is as expensive as verification alone, so that the two parts of a step can
+be timed separately.
 """
 
 import time

@@ -1,7 +1,9 @@
-"""The report: one JSON document, and the same content as one self-contained HTML page (inline SVG, no script, nothing loaded).
+"""The report: one JSON document, and the same content as one self-contained HTML page (inline SVG, no script,
+nothing loaded).
 
-`build_report` joins parts (`parts/`) that other code measured; a part that was not measured is absent from the document and from the page.
-The document holds plain JSON values only. `render_html` is a pure function of the document: the same document gives the same bytes.
+`build_report` joins parts (`parts/`) that other code measured; a part that was not measured is absent from
+the document and from the page. The document holds plain JSON values only. `render_html` is a pure function of
+the document: the same document gives the same bytes.
 """
 
 import json

@@ -1,11 +1,13 @@
-"""The hardware's floor under prefill and decode, from rates measured on this device, and the advice that follows from it.
+"""The hardware's floor under prefill and decode, from rates measured on this device, and the advice that
+follows from it.
 
-    memory_ms   bytes that must move / read bandwidth          decode:  weights + keys and values of every sequence
-    compute_ms  arithmetic / matrix-product rate               prefill: 2 x weights x tokens + attention over S (S + 1) / 2 pairs a sequence
+    memory_ms   bytes that must move / read bandwidth     decode: weights + keys and values of every sequence
+    compute_ms  arithmetic / matrix-product rate          prefill: 2 x weights x tokens + attention over
+                                                          S (S + 1) / 2 pairs a sequence
     floor       the larger of the two; the larger one names the bound
 
-Both rates are measured on the device (`compress/machine.py`). Activations and norms are left out: they are small, and a floor must not lie
-above the truth.
+Both rates are measured on the device (`compress/machine.py`). Activations and norms are left out: they are
+small, and a floor must not lie above the truth.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,7 +16,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Work:
-    """What one model asks of the device, whatever the batch. A multiply and an add are two FLOPs."""
+    """Bytes and arithmetic that one model needs, independent of the batch.
+
+    A multiply and an add are two FLOPs.
+    """
 
     weight_bytes: int  # read once by every step
     kv_bytes_per_token: int
@@ -57,7 +62,9 @@ def roofline(
     bandwidth_bytes_per_s: float,
     flops_per_s: float,
 ) -> list[RooflineRow]:
-    """Prefill and decode of one measured batch against the floor; `ttft_ms` and `tpot_ms` are its medians."""
+    """Compare prefill and decode of one measured batch with the floor; `ttft_ms` and `tpot_ms` are its
+    medians.
+    """
     decode_total_ms = (output_tokens - 1) * tpot_ms
     pairs = prompt_tokens * (prompt_tokens + 1) // 2
     context = prompt_tokens + output_tokens / 2
@@ -117,39 +124,48 @@ def roofline(
 
 
 def advise(phase: str, *, memory_ms: float, compute_ms: float, measured_ms: float, kv_frac: float) -> str:
-    """One sentence that follows from the numbers; the order of the cases is the order in which effort pays."""
+    """Return one sentence of advice; the order of the cases is the order in which effort pays."""
     share = max(memory_ms, compute_ms) / measured_ms
     ratio = max(memory_ms, compute_ms) / max(min(memory_ms, compute_ms), 1e-12)
     times = f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
     if share > 1.05:
         return (
-            "Faster than the floor: the weights stay in a cache, or the rates were measured while the device was busy. Do not read a bound "
+            "Faster than the floor: the weights stay in a cache, or the rates were measured while the "
+            "device was busy. Do not read a bound "
             "from this row."
         )
     if share < 0.4:
         explained = f"{share * 100:.0f}" if share >= 0.01 else "under 1"
         return (
-            f"Only {explained} % of this time is explained by bytes or arithmetic: look at launches, the host and slow kernels first; "
+            f"Only {explained} % of this time is explained by bytes or arithmetic: look at launches, the "
+            "host and slow kernels first; "
             "making the model smaller will buy less than the floor promises."
         )
     if phase == "decode" and memory_ms >= compute_ms:
         if kv_frac > 0.5:
             return (
-                f"Memory-bound, and {kv_frac * 100:.0f} % of the bytes are keys and values: quantize the KV cache or shorten the context "
+                f"Memory-bound, and {kv_frac * 100:.0f} % of the bytes are keys and values: quantize the "
+                "KV cache or shorten the context "
                 "before the weights."
             )
         return (
-            f"Memory-bound ({times} more bytes than arithmetic), {(1 - kv_frac) * 100:.0f} % of the bytes are weights: fewer bits per "
+            f"Memory-bound ({times} more bytes than arithmetic), {(1 - kv_frac) * 100:.0f} % of the bytes "
+            "are weights: fewer bits per "
             "weight, speculative decoding or a larger batch pay directly."
         )
     if phase == "decode":
         return (
-            f"Compute-bound ({times}): weight-only quantization no longer helps at this batch size; compute in FP8 or INT8, or use "
+            f"Compute-bound ({times}): weight-only quantization no longer helps at this batch size; "
+            "compute in FP8 or INT8, or use "
             "smaller batches."
         )
     if compute_ms > memory_ms:
         return (
-            f"Compute-bound ({times}): weight-only quantization does not shorten it; FP8 or INT8 activations, pruning or a prefix cache "
+            f"Compute-bound ({times}): weight-only quantization does not shorten it; FP8 or INT8 "
+            "activations, pruning or a prefix cache "
             "for shared prompts do."
         )
-    return f"Memory-bound ({times}): prompts are too short to fill the arithmetic units; prefill several requests together."
+    return (
+        f"Memory-bound ({times}): prompts are too short to fill the arithmetic units; prefill several requests "
+        "together."
+    )

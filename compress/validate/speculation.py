@@ -1,12 +1,16 @@
-"""What speculative decoding gives on text: tokens a step, time a token, whether tokens are those of plain decoding, and whether it pays.
+"""Speculative decoding measured on text: tokens a step, time a token, whether tokens are those of plain
+decoding, and whether it pays.
 
     acceptance   `acceptance.py`
-    speed-up     time from the first token to the last, plainly over speculatively, for the same prompts and numbers of tokens
-    prediction   t = (k t_draft + t_verify) / acceptance length a token (arXiv 2211.17192), where t_draft and t_verify are measured
-                 apart: with the proposer timed, and with steps that verify what costs nothing to propose (`payoff.py`)
+    speed-up     time from the first token to the last, plainly over speculatively, for the same prompts and
+                 numbers of tokens
+    prediction   t = (k t_draft + t_verify) / acceptance length a token (arXiv 2211.17192), where t_draft and
+                 t_verify are measured apart: with the proposer timed, and with steps that verify what costs
+                 nothing to propose (`payoff.py`)
 
-Requests do not end at an end of sequence, so that all have the same length. Categories are mixed in every batch. Batches are decoded
-plainly and speculatively in turn, in alternating order, so that what slows the machine down slows both.
+Requests do not end at an end of sequence, so that all have the same length. Categories are mixed in every
+batch. Batches are decoded plainly and speculatively in turn, in alternating order, so that what slows the
+machine down slows both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +42,9 @@ PROBE_STEPS = 8
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is decoded. `prompts` by category: at the largest batch size all of them are continued, at smaller ones the first.
+    """Prompts and how they are decoded.
+
+    `prompts` by category: at the largest batch size all of them are continued, at smaller ones the first.
 
     Raises:
         UsageError: too few output tokens for a step of k proposals, or fewer than two prompts of a category.
@@ -54,7 +60,8 @@ class Conditions:
     def __post_init__(self) -> None:
         if self.output_tokens <= self.k + 1:
             raise UsageError(
-                f"no step of {self.output_tokens} output tokens has room for {self.k} proposals after the first token."
+                f"no step of {self.output_tokens} output tokens has room for {self.k} proposals after the "
+                "first token."
             )
         if min(map(len, self.prompts.values()), default=0) < 2:
             raise UsageError(
@@ -72,7 +79,9 @@ class Conditions:
         return [(category, prompt) for _, category, prompt in sorted(placed, key=lambda item: item[0])]
 
     def requests(self, temperature: float, batch_size: int) -> list[Request]:
-        """Return the requests of one measurement; where a batch takes more than there are prompts, they come again with other seeds."""
+        """Return the requests of one measurement; where a batch takes more than there are prompts, they come
+        again with other seeds.
+        """
         prompts = [prompt for _, prompt in self.mixed]
         num = max(batch_size, len(prompts) if batch_size == max(self.batch_sizes) else MIN_REQUESTS)
         params = SamplingParams(self.output_tokens, temperature=temperature, ignore_eos=True)
@@ -83,7 +92,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class SpeculationEvidence:
-    """Rows of acceptance and of speed. Gates look at the first ones: the first proposer, temperature and batch size, all prompts."""
+    """Rows of acceptance and of speed.
+
+    Gates look at the first ones: the first proposer, temperature and batch size, all prompts.
+    """
 
     acceptance: tuple[AcceptanceRow, ...]
     speed: tuple[SpeedRow, ...]
@@ -116,7 +128,7 @@ class SpeculationEvidence:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The same requests decoded plainly and speculatively."""
+    """Results of the same requests, decoded plainly and speculatively."""
 
     plain: list[Finished]
     speculative: list[Finished]
@@ -130,7 +142,8 @@ def measure_speculation(
     conditions: Conditions,
     progress: Callable[[str], None] = lambda note: None,
 ) -> SpeculationEvidence:
-    """Decode plainly and with each proposer, in an engine of its own that is dropped before the next one is made.
+    """Decode plainly and with each proposer, in an engine of its own that is dropped before the next one is
+    made.
 
     Raises:
         UsageError: a proposer that cannot propose for this model.
@@ -179,7 +192,7 @@ def _measure_proposer(
 
 
 def _compare(plain: Engine, engine: Engine, requests: Sequence[Request], batch_size: int) -> _Comparison:
-    """Decode batches in turn; on CUDA twice, as graphs of every size that occurs are captured the first time."""
+    """Decode batches in turn; on CUDA twice, as the first time captures graphs of every size that occurs."""
     engines = {"plain": plain, "speculative": engine}
     groups = [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
     clock = cpu_clock(on_cpu=engine.device.type == "cpu")
@@ -215,7 +228,9 @@ def speed_row(
     costs: tuple[float, float],
     k: int,
 ) -> SpeedRow:
-    """Return the times of one comparison; `costs` are the seconds of a call of the proposer and of a verification."""
+    """Return the times of one comparison; `costs` are the seconds of a call of the proposer and of a
+    verification.
+    """
     plain_N = decode_seconds(compared.plain)
     speculative_N = decode_seconds(compared.speculative)
     num_tokens = sum(len(each.tokens) - 1 for each in compared.speculative)

@@ -1,18 +1,19 @@
-"""Whether repeats of one measurement agree, judged by shares of their own median, so that the law is the same for fast and slow models.
+"""Whether repeats of one measurement agree, judged by shares of their own median, so that the law is the same
+for fast and slow models.
 
     spread   90th minus 10th percentile of the repeats / their median
-    drift    median of the last half of the repeats / median of the first half - 1 (an odd one in the middle belongs to neither)
+    drift    median of the last half of the repeats / median of the first half - 1 (an odd one is in neither)
     lost     share of the processor time it needed that the process did not get (`contention.py`)
 
 A latency is unstable, and proves nothing, where
 
-    spread > 20 %     the medians of two runs of five such repeats differ by more than 10 % in one pair of four, by chance alone
+    spread > 20 %     by chance alone, the medians of two runs of five differ by 10 % in one pair of four
     |drift| > 10 %    the halves of one run differ by more than that
     lost > 10 %       all times are longer by a tenth or more, even where repeats agree
 
-The three limits have one reason: 10 % is the smallest difference that a latency is read for, and beyond them the disturbance alone makes
-one. With normal noise of 3 % a run of five repeats exceeds them once in a thousand runs. Repeats agree, and no more of them are needed,
-where spread and drift are at most 5 %.
+The three limits have one reason: 10 % is the smallest difference that a latency is read for, and beyond them
+the disturbance alone makes one. With normal noise of 3 % a run of five repeats exceeds them once in a
+thousand runs. Repeats agree, and no more of them are needed, where spread and drift are at most 5 %.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,9 @@ def instability(found: Stability, *, lost_frac: float | None) -> str:
 
 
 def lost_processor(lost_frac: float | None) -> str:
-    """Return how much processor time other work took, in words; an empty string where it was little, or was not counted."""
+    """Return how much processor time other work took, in words; an empty string where it was little, or was
+    not counted.
+    """
     if lost_frac is None or lost_frac <= MAX_LOST_FRAC:
         return ""
     return f"other work took {lost_frac * 100:.0f} % of the processor time"

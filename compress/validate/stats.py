@@ -1,13 +1,17 @@
 """Uncertainty of numbers measured on windows of text or on repeated runs.
 
-Tokens inside a window (and requests inside a run) are dependent, so the window is the unit that was sampled, and every interval here is
-taken over windows ("clusters"), never over tokens:
-- a mean: mean of the window means +- t(n-1) * sd / sqrt(n) (Student), paired by taking differences inside a window first;
-- a ratio of sums (tokens over steps): linearized (Cochran, Sampling Techniques, 1977, 6.4): the t interval of the mean of
-  (a - r b) / mean(b), r being the ratio. With a dozen windows it covers better than a bootstrap of percentiles, and needs no seed;
-- a quantile: Woodruff's interval (J. Am. Stat. Assoc. 47, 1952): the t interval of P(value <= q), over windows, read back through the
-  empirical distribution (never narrower than independent values would give). Near the tail its upper end is the largest value seen:
-  with few windows a p99.9 is hardly known, and the interval says so.
+Tokens inside a window (and requests inside a run) are dependent, so the window is the unit that was sampled,
+and every interval here is taken over windows ("clusters"), never over tokens:
+
+- a mean: mean of the window means +- t(n-1) * sd / sqrt(n) (Student), paired by taking differences inside a
+  window first;
+- a ratio of sums (tokens over steps): linearized (Cochran, Sampling Techniques, 1977, 6.4): the t interval of
+  the mean of (a - r b) / mean(b), r being the ratio. With a dozen windows it covers better than a bootstrap
+  of percentiles, and needs no seed;
+- a quantile: Woodruff's interval (J. Am. Stat. Assoc. 47, 1952): the t interval of P(value <= q), over
+  windows, read back through the empirical distribution (never narrower than independent values would give). Near the
+  tail its upper end is the largest value seen: with few windows a p99.9 is hardly known, and its interval is
+  wide.
 
 Not here: tests of one hypothesis. Intervals are what the gates compare.
 """
@@ -27,7 +31,9 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured number and its two-sided confidence interval; a number that is known exactly has an interval of no width."""
+    """A measured number and its two-sided confidence interval; a number that is known exactly has an interval
+    of no width.
+    """
 
     value: float
     lower: float
@@ -39,21 +45,21 @@ class Estimate:
 
 
 def mean_estimate(values_N: Array, *, confidence: float = 0.95) -> Estimate:
-    """Mean of one value per window, with Student's t interval."""
+    """Return the mean of one value per window, with Student's t interval."""
     mean, error = _mean_and_error(values_N)
     margin = _t_quantile((1 + confidence) / 2, values_N.size) * error
     return Estimate(mean, mean - margin, mean + margin)
 
 
 def ratio_estimate(above_N: Array, below_N: Array, *, confidence: float = 0.95) -> Estimate:
-    """sum(above) / sum(below) of one pair per window."""
+    """Return sum(above) / sum(below) of one pair per window, with its interval."""
     ratio = math.fsum(above_N.tolist()) / math.fsum(below_N.tolist())
     around = mean_estimate((above_N - ratio * below_N) / below_N.mean(), confidence=confidence)
     return Estimate(ratio, ratio + around.lower, ratio + around.upper)
 
 
 def quantile_estimate(values_NT: Array, probability: float, *, confidence: float = 0.95) -> Estimate:
-    """The pooled quantile of N windows of T values each, with Woodruff's interval over windows."""
+    """Return the pooled quantile of N windows of T values each, with Woodruff's interval over windows."""
     ordered = np.sort(values_NT, axis=None)
     value = _quantile(ordered, probability)
     _, clustered = _mean_and_error((values_NT <= value).mean(axis=1))
@@ -69,13 +75,15 @@ def quantile_estimate(values_NT: Array, probability: float, *, confidence: float
 
 
 def quantiles(values: Sequence[float] | Array, probabilities: Sequence[float]) -> list[float]:
-    """Quantiles by linear interpolation between order statistics (numpy's default, "type 7")."""
+    """Return quantiles by linear interpolation between order statistics (numpy's default, "type 7")."""
     ordered = np.sort(np.asarray(values, dtype=np.float64), axis=None)
     return [_quantile(ordered, probability) for probability in probabilities]
 
 
 def minimum_detectable_effect(differences_N: Array, *, confidence: float = 0.95, power: float = 0.8) -> float:
-    """The smallest true mean difference that a paired t test over these windows would report with probability `power`."""
+    """Return the smallest true mean difference that a paired t test over these windows would report with
+    probability `power`.
+    """
     _, error = _mean_and_error(differences_N)
     return (
         _t_quantile((1 + confidence) / 2, differences_N.size) + _t_quantile(power, differences_N.size)
@@ -83,11 +91,14 @@ def minimum_detectable_effect(differences_N: Array, *, confidence: float = 0.95,
 
 
 def _mean_and_error(values_N: Array) -> tuple[float, float]:
-    """Mean and its standard error; the sums are exactly rounded, so they do not depend on how the work was split."""
+    """Return the mean and its standard error; the sums are exactly rounded, so they do not depend on how the
+    work was split.
+    """
     num = values_N.size
     if num < 2:
         raise UsageError(
-            f"an uncertainty needs at least two windows (or repeats), and there is {num}. Give more text or shorter windows."
+            f"an uncertainty needs at least two windows (or repeats), and there is {num}. Give more text "
+            "or shorter windows."
         )
     mean = math.fsum(values_N.tolist()) / num
     variance = math.fsum(((values_N - mean) ** 2).tolist()) / (num - 1)

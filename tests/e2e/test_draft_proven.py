@@ -158,7 +158,7 @@ def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Comma
             [CALIBRATE, QUANTIZE, EXPORT, {**VALIDATE, "gates": {"acceptance_length": 1.5}}],
             "needs speculation to be measured",
         ),
-        ([CALIBRATE, QUANTIZE, EXPORT, DRAFT, VALIDATE], "stands behind export"),
+        ([CALIBRATE, QUANTIZE, EXPORT, DRAFT, VALIDATE], "comes after export"),
         (stages(gates={"speedup": 1.5}), "depends on the device"),
         (stages(gates={"quantize.tpot_ms_p50": {"cpu": 5}}), "of quantize alone accuracy is measured"),
         (

@@ -122,7 +122,7 @@ def test_what_is_pruned_alone_is_published_dense_or_validated_as_it_is(
     assert direct["accuracy"] == report["accuracy"]
     assert direct["pruning"] == report["pruning"]
     err = refused(command, recipe(stages=[CALIBRATE, QUANTIZE, {"kind": "prune", **BY_HAND}]))
-    assert "'prune' stands behind quantize" in err
+    assert "'prune' comes after quantize" in err
     assert "'export' needs quantized or dense" in refused(
         command, recipe(stages=[CALIBRATE, {"kind": "export"}])
     )

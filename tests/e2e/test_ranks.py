@@ -178,6 +178,6 @@ def test_torchrun_starts_them(recipe: Recipe, command: Command) -> None:
 def test_more_ranks_than_shards_are_refused() -> None:
     environ = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with pytest.raises(UsageError, match="Start 8 at most"):
-        Launch.of({**environ, "WORLD_SIZE": "9"})
-    assert Launch.of({**environ, "WORLD_SIZE": "1"}) is None
-    assert Launch.of({**environ, "WORLD_SIZE": "8"}) == Launch(0, 8, 0)
+        Launch.from_environ({**environ, "WORLD_SIZE": "9"})
+    assert Launch.from_environ({**environ, "WORLD_SIZE": "1"}) is None
+    assert Launch.from_environ({**environ, "WORLD_SIZE": "8"}) == Launch(0, 8, 0)

@@ -82,7 +82,7 @@ def test_a_boundary_stops_only_when_asked_and_says_how_the_process_ends(tmp_path
         def update(self, done: int, total: int, note: str) -> None:
             shown.append((done, total, note))
 
-        def say(self, text: str) -> None: ...
+        def log(self, text: str) -> None: ...
 
     Context("cpu", 0, tmp_path, progress=Shown()).boundary(1, 3, "layer 1")
     with pytest.raises(Interrupted, match="layer 2") as stopped:

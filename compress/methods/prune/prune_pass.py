@@ -57,6 +57,11 @@ class Cut:
             keep_heads_(weights, shape, unit, kept_U, w_OK)
 
 
+Decision = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]
+"""Outcome of pruning one linear's inputs, in the form that is sent between ranks: kept units (bool [U]), weights
+[O, kept], bias [O] or None, facts."""
+
+
 class PrunePass:
     """A `LayerPass` that removes units of heads and channels."""
 
@@ -94,7 +99,7 @@ class PrunePass:
         Raises:
             UsageError: the statistics hold NaN or infinity.
         """
-        decided: dict[str, tuple[Tensor, Compensated, dict[str, Any]]] = {}
+        decided: dict[str, Decision] = {}
         for cut in self._cuts:
             if cut.tap in state.stats:
                 try:
@@ -103,20 +108,19 @@ class PrunePass:
                     )
                 except UsageError as error:
                     raise UsageError(f"layer {state.layer_idx}, {cut.linear}: {error}") from error
-        for rank in range(state.run.ranks.size):
-            decided |= state.run.ranks.broadcast(decided, source=rank)
+        for of_rank in state.run.ranks.all_gather(decided):
+            decided |= of_rank
         shape = self._arch.layers[state.layer_idx]
         add_biases_(state.weights, self._pruned, shape)
         for cut in self._cuts:
-            kept_U, result, facts = decided[cut.linear]
-            cut.keep_(state.weights, shape, kept_U, result.w_OK)
-            if result.bias_O is not None:
-                state.weights[f"{cut.linear}.bias"] = state.weights[f"{cut.linear}.bias"] + result.bias_O
+            kept_U, w_OK, bias_O, facts = decided[cut.linear]
+            cut.keep_(state.weights, shape, kept_U, w_OK)
+            if bias_O is not None:
+                state.weights[f"{cut.linear}.bias"] = state.weights[f"{cut.linear}.bias"] + bias_O
             state.row(cut.linear).update(facts)
 
-    def _decide(self, cut: Cut, state: LayerState) -> tuple[Tensor, Compensated, dict[str, Any]]:
-        """Return which units of one linear stay (bool [U]), what becomes of the linear, and facts for the
-        report."""
+    def _decide(self, cut: Cut, state: LayerState) -> Decision:
+        """Return what pruning the inputs of one linear keeps and leaves, and facts for the report."""
         w_OI = state.weights[f"{cut.linear}.weight"]
         stats = state.stats[cut.tap]
         units = cut.units(self._arch.layers[state.layer_idx])
@@ -135,7 +139,7 @@ class PrunePass:
             "error": relative_error(w_OI, kept_I, result, stats[SecondMoment].mean(), mean_I),
             **_score_facts(choice.kept_U, choice.score_U),
         }
-        return choice.kept_U, result, facts
+        return choice.kept_U, result.w_OK, result.bias_O, facts
 
 
 def relative_error(

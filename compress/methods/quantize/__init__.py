@@ -1,11 +1,46 @@
-"""Quantization = smoother x rounding target x rounder x refiner x scheme. A method is one file: the
-mathematics of a paper and its options.
+"""Quantization = smoother x rounding target x rounder x refiner x scheme; each of the first four is a method,
+one file.
 
-A smoother proposes a per-channel scale that is moved in front of a linear group; a rounding target is the
-weight matrix that rounding approximates, if not the linear's own; a rounder turns weights into codes; a
+A smoother proposes a per-channel scale that is moved in front of a linear group. A rounding target is the
+weight matrix that rounding approximates, if not the linear's own. A rounder turns weights into codes. A
 refiner improves the codes and scales of any rounder. All read the inputs of the group only as statistics.
 Methods import neither layers, files nor one another; `passes.py` applies them to a layer and
 `stages/quantize` combines them.
+
+To add a rounder, write one file in this package, for instance `shrunk.py` (complete but for its imports):
+
+    @ROUNDERS.register("shrunk")                       # the `kind` that a recipe names
+    class Shrunk(Rounder):                             # a pydantic model: its fields are the recipe's options
+        # a docstring: what the method does
+
+        kind: Literal["shrunk"] = "shrunk"             # the same name again
+        range_frac: float = Field(                     # every option has a default and a description
+            0.98, gt=0, le=1, description="share of the range of a group that codes cover"
+        )
+
+        def needs(self) -> tuple[type[Stat], ...]:     # statistics that `round` reads; none if left out
+            return (SecondMoment,)
+
+        def round(
+            self, w_OI: Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype
+        ) -> Rounded:
+            h_II = stats[SecondMoment].mean()          # E[x x^T] of the group's input; here only for show
+            w_OGN = grouped(w_OI, scheme)
+            scale_OG, zero_OG = min_max_scale(w_OGN, scheme, scale_dtype, range_frac=self.range_frac)
+            weight = round_to_nearest(w_OI, scheme, scale_OG, zero_OG)
+            return Rounded(weight, {"inputs": len(h_II)})       # facts for the report
+
+No list needs an edit: every module of the package is imported when a name is first looked up. Then `round:
+{kind: shrunk}` is valid in a recipe, `compress schema` shows its options, and the contract test, which is
+parametrised over the registries, holds it to what a rounder must keep, under every scheme:
+
+    python -m pytest tests/contract/test_methods_contract.py -k shrunk
+
+The contract: codes, scales and zero points have the scheme's dtypes, shapes and ranges; rows are independent;
+a repeated call gives the same result and changes no argument; the output error is no larger than that of
+nearest codes at the same scales. Smoothers, rounding targets and refiners are added the same way, with their
+own class and registry below. A module of another distribution registers itself as an entry point of the group
+`compress.methods`.
 """
 
 from abc import abstractmethod

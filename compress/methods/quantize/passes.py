@@ -51,8 +51,8 @@ class SmoothPass:
                 scales[pair.tap] = state.run.memory.retry_on_oom(
                     partial(self._scale, pair, state, scheme), f"smoothing {pair.tap}"
                 )
-        for rank in range(state.run.ranks.size):
-            scales |= state.run.ranks.broadcast(scales, source=rank)
+        for found in state.run.ranks.all_gather(scales):
+            scales |= found
         for pair in state.pairs:
             if pair.tap not in scales:
                 continue

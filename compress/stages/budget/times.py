@@ -93,7 +93,7 @@ class MeasuredTimes:
     def _time(self, key: str, measure: Callable[[], float]) -> float:
         if key not in self._kept:
             if not self._announced:
-                self._ctx.progress.say("timing the kernels of each linear group and scheme on this device")
+                self._ctx.progress.log("timing the kernels of each linear group and scheme on this device")
                 self._announced = True
             self._kept[key] = round(measure(), 3)
             write_atomic(self._file, canonical_json(self._kept))

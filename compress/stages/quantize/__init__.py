@@ -120,5 +120,5 @@ def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any
         return {}
     cached = [row for row in rows if "cache" in row]
     if warning := cache_warning(cached):
-        ctx.progress.say(warning)
+        ctx.progress.log(warning)
     return {"kv_cache": {"format": kv_format, "layers": cached, "warning": warning}}

@@ -59,13 +59,12 @@ def quantize_layers(
     stored_dtype = getattr(torch, source.arch.dtype)
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
     tokens_NS = tokens.tokens_NS
-    chosen = ctx.ranks.broadcast(_schemes(spec, source, tokens_NS, ctx) if ctx.ranks.rank == 0 else None)
-    assert chosen is not None
-    scheme, explained = chosen
+    chosen, explained = ctx.ranks.from_lead(lambda: _schemes(spec, source, tokens_NS, ctx))
+    scheme = None if chosen is None else ModelScheme.from_json(chosen)
     in_dtype = compute_dtype(ctx.device, stored_dtype)
     if spec.guide is not None and ctx.ranks.rank == 0:
         make_guide(spec.guide, source, tokens_NS, ctx, compute_dtype=in_dtype)
-    ctx.ranks.broadcast(None)  # the guide is written before any rank reads it
+    ctx.ranks.barrier()  # rank 0 writes the guide before any rank reads it
     passes = quantization_passes(spec, scheme, stored_dtype)
     kv_scales = spec.kv_format() == FP8_STATIC
     rows = run_sequential(
@@ -83,7 +82,7 @@ def quantize_layers(
         compute_dtype=in_dtype,
     )
     if spec.tune is not None and scheme is not None:
-        ctx.ranks.broadcast(None)  # the layers are written before any rank reads them
+        ctx.ranks.barrier()  # rank 0 writes the last layer before any rank reads it
         explained = {
             **explained,
             "tuning": tune_scales(spec.tune, source, scheme, tokens, ctx, compute_dtype=in_dtype),
@@ -93,12 +92,12 @@ def quantize_layers(
 
 def _schemes(
     spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context
-) -> tuple[ModelScheme | None, dict[str, Any]]:
-    """Return the scheme of every linear, None where all stay dense, and facts of the choice where there was
-    one."""
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the model's scheme as JSON, None where all linears stay dense, and facts of the choice."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):
-        return model_scheme(spec, arch), {}
+        scheme = model_scheme(spec, arch)
+        return None if scheme is None else scheme.to_json(), {}
     chosen, facts = choose(
         spec.scheme,
         mixed_schemes(spec, spec.scheme, arch),
@@ -108,4 +107,4 @@ def _schemes(
         compute_dtype=compute_dtype(ctx.device, getattr(torch, arch.dtype)),
         outer_bytes=outer_bytes(arch, spec.head_scheme),
     )
-    return replace(chosen, head=spec.head_scheme), {"mixed": facts}
+    return replace(chosen, head=spec.head_scheme).to_json(), {"mixed": facts}

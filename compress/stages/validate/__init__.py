@@ -1,6 +1,8 @@
-"""`validate`: measure the artifact against its source, compare the numbers with the recipe's gates, and write the report.
+"""`validate`: measure the artifact against its source, compare the numbers with the recipe's gates, and write
+the report.
 
-Both models run through the bundled runtime's own path; the numbers that are gated are the numbers that would be served.
+Both models run through the bundled runtime's own path; the numbers that are gated are the numbers that would
+be served.
 
     spec.py        the stage's keys in a recipe
     measure.py     all measurements: accuracy, speed.py (latency, roofline), proposers.py (speculation)
@@ -68,7 +70,7 @@ REPORT_HTML = "report.html"
 
 
 def _depends(spec: Validate, device: str) -> Mapping[str, str]:
-    """Return digests of the evaluation text and of the machine: a latency is never reused on another machine."""
+    """Return digests of the evaluation text and of the machine: no latency is reused on another machine."""
     facts = environment_facts(torch.device(device))
     machine = {name: facts.get(name) for name in ("device_key", "device", "threads", "driver")}
     stated = {} if spec.speculative is None else spec.speculative.data
@@ -197,8 +199,8 @@ def _gates(
 ) -> list[GateResult]:
     """Compare what was measured with the limits of the recipe.
 
-    Gates on latency look at the first batch size, those on size at the model without its draft. `quantized`: the recipe has quantized, and
-    what it quantized is the source unless other weights were measured too.
+    Gates on latency look at the first batch size, those on size at the model without its draft. `quantized`:
+    the recipe has quantized, and what it quantized is the source unless other weights were measured too.
     """
     total = {side: sum(row[f"{side}_bytes"] for row in sizes) for side in ("source", "candidate")}
     whole = measured.accuracy["source", "candidate"]

@@ -1,4 +1,4 @@
-"""What validation will need, from shapes alone, for `compress plan`."""
+"""Memory and work of validation, from shapes alone, for `compress plan`."""
 
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
@@ -11,7 +11,8 @@ SPECULATIVE = ("acceptance_length", "speedup")
 
 
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
-    """The models side by side, 2 FLOPs a weight and token, and the float32 logits of all with what is computed from them.
+    """Return the peak of all models at once and their float32 logits, and the work: 2 FLOPs a weight and
+    token.
 
     Raises:
         UsageError: sequences that the model is too short for, or gates on a draft that nothing makes.
@@ -36,7 +37,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
             check_at_hand(load_card(card))
     elif named := [name for name in spec.gates if name in SPECULATIVE]:
         raise UsageError(
-            f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} before export, or speculative: "
+            f"validate: the gate '{named[0]}' needs speculation to be measured: a stage {{kind: draft}} "
+            "before export, or speculative: "
             "{kind: ngram}."
         )
     num_between = int("quantize" in facts.specs and not facts.specs.keys().isdisjoint(("prune", "distill")))

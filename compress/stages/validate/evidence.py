@@ -1,4 +1,6 @@
-"""What the report says besides what is measured: the artifact's own facts, its bytes, the text it was made with."""
+"""Facts of the report that are read, not measured: the artifact's manifest, its bytes, the data it was made
+with.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +21,9 @@ MODEL_CARD = "README.md"
 
 
 def served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
-    """The candidate's KV cache if it is quantized: what its manifest says of it, if that is the one that was served."""
+    """Return facts of the candidate's KV cache if it is quantized; those of its manifest if that format was
+    served.
+    """
     if engine.kv_format in DENSE_FORMATS.values():
         return None
     stated: dict[str, Any] = manifest.facts.get("kv_cache", {})
@@ -27,13 +31,13 @@ def served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
 
 
 def quantization(inputs: Inputs) -> Mapping[str, Any]:
-    """Facts of the quantize stage, if the recipe has one."""
+    """Return the facts of the quantize stage; none if the recipe has no such stage."""
     quantized = inputs.ports.get(Port.QUANTIZED)
     return {} if quantized is None else open_artifact(quantized.path).manifest.facts
 
 
 def dense_facts(inputs: Inputs) -> dict[str, Any]:
-    """How the dense weights that were compressed had been pruned (`pruning`) and trained (`distillation`), if they had."""
+    """Return facts of how the dense weights had been pruned (`pruning`) and trained (`distillation`)."""
     dense = inputs.ports.get(Port.DENSE)
     if dense is None or not (dense.path / MANIFEST_NAME).exists():
         return {}
@@ -42,7 +46,7 @@ def dense_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
-    """The quantization's row of every linear, with its scheme where linears differ in it."""
+    """Return the quantization's row of every linear, with its scheme where linears differ in it."""
     rows = quantization(inputs).get("layers", [])
     if scheme is None or not scheme.exceptions:
         return rows
@@ -53,7 +57,7 @@ def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any
 
 
 def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:
-    """Scheme -> the linears that have it instead of the model's, as `ffn.down of 0–3`."""
+    """Return scheme -> the linears that have it instead of the model's, as `ffn.down of 0–3`."""
     layers_of: dict[str, dict[str, list[int]]] = {}
     for linear, other in scheme.exceptions if scheme is not None else ():
         _, layer_idx, name = linear.split(".", 2)
@@ -66,7 +70,7 @@ def exceptions_of(scheme: ModelScheme | None) -> dict[str, str] | None:
 
 
 def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
-    """Bytes on disk of both sides by kind of tensor."""
+    """Return the bytes on disk of source and candidate by kind of tensor."""
     before, after = (_bytes_by_kind(path) for path in (source, candidate))
     kinds = sorted(before.keys() | after.keys())
     return [
@@ -76,7 +80,7 @@ def sizes_of(source: Path, candidate: Path) -> list[dict[str, Any]]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes on disk of all tensors of a model, its draft aside."""
+    """Return the bytes on disk of all tensors of a model without its draft."""
     return sum(_bytes_by_kind(path).values())
 
 
@@ -100,7 +104,9 @@ def _kind(name: str) -> str:
 def calibration_facts(
     inputs: Inputs, evaluation: TokenSet, evaluation_facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Calibration, training and evaluation data, and whether they share text: the windows that were really used, compared word by word."""
+    """Return facts of calibration, training and evaluation data, and how much text the windows that were used
+    share.
+    """
     facts: dict[str, Any] = {
         "evaluation_data": evaluation_facts["title"],
         "evaluation_digest": evaluation.digest(),
@@ -144,11 +150,12 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
         )
 
     shared = overlap(texts(seen), texts(evaluation))
-    return f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text occur in the {name} text"
+    found = f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text"
+    return f"{found} occur in the {name} text"
 
 
 def license_of(inputs: Inputs) -> str:
-    """The licence that the source's own model card states, else `other`."""
+    """Return the licence in the source's own model card, else `other`."""
     card = inputs.source.path / MODEL_CARD
     if not card.is_file():
         return "other"

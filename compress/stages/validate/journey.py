@@ -1,7 +1,8 @@
-"""What each stage of a recipe did to size, accuracy and latency: one row for each model on the way from the source to the candidate.
+"""Size, accuracy and latency after each stage: one row for each model on the way from the source to the
+candidate.
 
-A pruned model that was then trained no longer exists when validation runs. Its row has its size, and the KL that training measured when it
-began, on text of its own.
+A pruned model that was then trained no longer exists when validation runs. Its row has its size, and the KL
+that training measured when it began, on text of its own.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,9 @@ PRUNED = "KL at the start of training, on held-out windows of its own data"
 class Journey:
     """Measurements of the models on the way, and the rows that they make.
 
-    `sizes` in bytes and `latency` are by model (`source`, `dense`, `candidate`), `accuracy` by pair of models; missing entries were not
-    measured. `dense` are the weights that pruning and training left, where they did anything and quantization came after; `dense_facts`
-    has their `pruning` and `distillation`.
+    `sizes` in bytes and `latency` are by model (`source`, `dense`, `candidate`), `accuracy` by pair of
+    models; missing entries were not measured. `dense` are the weights that pruning and training left, where
+    they did anything and quantization came after; `dense_facts` has their `pruning` and `distillation`.
     """
 
     dense_facts: Mapping[str, Any]

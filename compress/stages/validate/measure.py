@@ -1,4 +1,6 @@
-"""Everything that validation measures: both models, and what was quantized where that is a third, through the runtime that serves them."""
+"""Everything that validation measures: both models, and what was quantized where that is a third, through the
+runtime that serves them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,9 +28,13 @@ from compress.validate.speculation import SpeculationEvidence
 
 @dataclass(frozen=True)
 class Measured:
-    """All measurements. Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were quantized.
+    """All measurements.
 
-    `latency` and `roofs` are empty where the recipe has `latency: null`; `conditions` are those of `speculation`, for the report.
+    Models are `source`, `candidate` (still loaded), and `dense` where other weights than the source's were
+    quantized.
+
+    `latency` and `roofs` are empty where the recipe has `latency: null`; `conditions` are those of
+    `speculation`, for the report.
     """
 
     paths: Mapping[str, Path]
@@ -43,10 +49,12 @@ class Measured:
 
 
 def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) -> Measured:
-    """Load all models, score the evaluation text with each, time them in turn, and decode with the drafts there are.
+    """Load all models, score the evaluation text with each, time them in turn, and decode with the drafts
+    there are.
 
     Raises:
-        UsageError: the models do not share a vocabulary, a sequence is longer than the model, or logits are not finite.
+        UsageError: the models do not share a vocabulary, a sequence is longer than the model, or logits are
+        not finite.
     """
     device = torch.device(ctx.device)
     paths = {"source": inputs.source.path, **_dense_path(inputs), "candidate": candidate_path}
@@ -111,7 +119,8 @@ def _engines(
     candidate = engines["candidate"].arch
     if source.vocab_size != candidate.vocab_size:
         raise UsageError(
-            f"the source {inputs.source.name} has {source.vocab_size} tokens and the artifact {candidate.vocab_size}: it was not made from "
+            f"the source {inputs.source.name} has {source.vocab_size} tokens and the artifact "
+            f"{candidate.vocab_size}: it was not made from "
             "this model. Name its own source."
         )
     return engines
@@ -120,7 +129,9 @@ def _engines(
 def _accuracy(
     engines: Mapping[str, Engine], tokens: TokenSet, batch_size: int, device: torch.device
 ) -> dict[tuple[str, str], Accuracy]:
-    """Return the accuracy of the candidate against the source; with a model in between, also of each step by itself."""
+    """Return the accuracy of the candidate against the source; with a model in between, also of each step by
+    itself.
+    """
     sides = list(engines)
     pairs = [
         ("source", "candidate"),

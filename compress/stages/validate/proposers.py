@@ -1,4 +1,4 @@
-"""The candidate served with its draft, beside prompt lookup: who proposes, on which prompts."""
+"""The proposers that are measured with the candidate: its draft and prompt lookup; and the prompts."""
 
 import gc
 from collections.abc import Mapping
@@ -26,7 +26,9 @@ LOOKUP = "ngram"
 
 
 def draft_path(inputs: Inputs) -> Path | None:
-    """Where the candidate's draft lies: in its checkpoint, or, where nothing was exported, in the draft stage's own artifact."""
+    """Return the folder of the candidate's draft: in its checkpoint, or the draft stage's artifact if nothing
+    was exported.
+    """
     if Port.CHECKPOINT in inputs.ports:
         path = inputs[Port.CHECKPOINT].path / DRAFT_FOLDER
         return path if path.is_dir() else None
@@ -34,7 +36,7 @@ def draft_path(inputs: Inputs) -> Path | None:
 
 
 def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
-    """How the draft was made, with its curve where the recipe made it."""
+    """Return how the draft was made, with its training curve where the recipe made it."""
     port = inputs.ports.get(Port.DRAFT, inputs.ports.get(Port.CHECKPOINT))
     facts = (
         open_artifact(port.path).manifest.facts
@@ -45,7 +47,7 @@ def draft_facts(inputs: Inputs) -> dict[str, Any] | None:
 
 
 def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, ProposerOptions]:
-    """By name, the one that gates look at first; none where nothing is to be measured."""
+    """Return the proposers by name, first the one that gates look at; none if nothing is to be measured."""
     path = draft_path(inputs)
     if spec is None or (path is None and spec.kind == "draft"):
         return {}
@@ -57,7 +59,7 @@ def proposers_of(spec: Speculation | None, inputs: Inputs) -> dict[str, Proposer
 
 
 def draft_method(inputs: Inputs) -> str | None:
-    """vLLM's word for the kind of draft that the candidate has."""
+    """Return vLLM's name for the kind of draft that the candidate has."""
     path = draft_path(inputs)
     return None if path is None else "eagle3" if is_draft_head(path) else "draft_model"
 
@@ -72,8 +74,11 @@ def speculate(
     *,
     step: tuple[int, int],
 ) -> tuple[SpeculationEvidence, dict[str, Any]]:
-    """The measurement, and its conditions for the report; `plain` serves `weights` without proposals. `step`: which of
-    how many of the stage this is."""
+    """Return the measurement and its conditions for the report.
+
+    `plain` serves `weights` without proposals; `step` is the number of this step and of all steps of the
+    stage.
+    """
     own = spec.speculative
     assert own is not None
     prompts = {}

@@ -1,4 +1,4 @@
-"""What a recipe says of validation: evaluation text, what is timed, and the gates that decide."""
+"""The stage's keys in a recipe: evaluation text, conditions of latency and speculation, and gates."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -22,7 +22,7 @@ QUANTIZE = "quantize"
 
 
 def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Gates that this stage can decide: on the artifact, and as `quantize.<metric>` on what quantization alone did to the dense model.
+    """Return gates on the artifact, and as `quantize.<metric>` on the change that quantization alone made.
 
     Raises:
         UsageError: as `parse_gates`, or of quantization alone something else than accuracy.
@@ -38,7 +38,9 @@ def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 class Latency(Spec):
-    """What is timed, on this machine."""
+    """Conditions of the latency measurement; `repeats` is the most that are counted, fewer where three or
+    more agree.
+    """
 
     batch_sizes: tuple[int, ...] = Field((1, 4), min_length=1)
     prompt_tokens: int = Field(128, ge=1)
@@ -59,7 +61,8 @@ class Speculation(Spec):
     k: int = Field(PROPOSED, ge=1, le=MAX_K, description="tokens proposed a step")
     rule: Rule = Field(
         "rejection",
-        description="how drawn tokens are kept: rejection, as other engines do, or coupled: those of plain decoding",
+        description="how drawn tokens are kept: rejection, as other engines do, or coupled: "
+        "those of plain decoding",
     )
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
@@ -67,7 +70,8 @@ class Speculation(Spec):
     )
     data: dict[str, str] = Field(
         default_factory=dict,
-        description="category -> data card of prompts; by default the evaluation text, the embedded one as code and prose",
+        description="category -> data card of prompts; by default the evaluation text, "
+        "the embedded one as code and prose",
     )
     num_prompts: int = Field(8, ge=2, description="of each category")
     prompt_tokens: int = Field(64, ge=2)
@@ -83,7 +87,8 @@ class Validate(Spec):
     seq_len: int = Field(512, ge=8)
     kv_format: KVFormat | None = Field(
         None,
-        description="of the candidate's KV cache; by default what the artifact states, the model's dtype where it states nothing",
+        description="of the candidate's KV cache; by default what the artifact states, "
+        "the model's dtype where it states nothing",
     )
     latency: Latency | None = Latency()
     speculative: Speculation | None = Field(
@@ -109,7 +114,9 @@ class Validate(Spec):
         return (self.data, *self.prompt_data.values())
 
     def engine_config(self, *, speculates: bool) -> EngineConfig:
-        """Room for what is measured and no more: engines share the device, and a cache for the model's full length would fill it."""
+        """Room for what is measured and no more: engines share the device, and a cache for the model's full
+        length would fill it.
+        """
         latency = self.latency
         own = self.speculative if speculates else None
         batch_sizes = (1, *(latency.batch_sizes if latency else ()), *(own.batch_sizes if own else ()))
@@ -120,12 +127,16 @@ class Validate(Spec):
         return EngineConfig(max_batch_size=max(batch_sizes), max_model_len=max(lengths))
 
     def windows_at_once(self, arch: Arch) -> int:
-        """Windows whose float32 logits stay near half a gigabyte a side."""
+        """Return how many windows have float32 logits of half a gigabyte a model at most."""
         return max(1, min(8, (1 << 27) // (self.seq_len * arch.vocab_size)))
 
 
 def kv_format_named(name: str | None) -> KVFormat | None:
-    """Raises UsageError: there is no KV cache of that name."""
+    """Return the KV cache format of that name.
+
+    Raises:
+        UsageError: there is no such format.
+    """
     known = {each: each for each in get_args(KVFormat)}
     if name is not None and name not in known:
         raise UsageError(f"unknown KV cache format '{name}'.{did_you_mean(name, known)}")

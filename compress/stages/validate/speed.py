@@ -18,7 +18,8 @@ def time_models(
 ) -> tuple[dict[str, list[LatencyRow]], list[RooflineRow]]:
     """Return the latency rows of each model and the roofline of the candidate.
 
-    A model between source and candidate is timed at the first batch size only. `progress` is called with each batch size in turn.
+    A model between source and candidate is timed at the first batch size only. `progress` is called with each
+    batch size in turn.
     """
     device = engines["candidate"].device
     bandwidth = measure_bandwidth(device)

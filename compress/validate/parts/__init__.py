@@ -1,8 +1,9 @@
-"""The parts of a report, one file each: the facts of a section, its pictures, its lines in the model card, and its template.
+"""The parts of a report, one file each: the facts of a section, its pictures, its lines in the model card,
+and its template.
 
-`PARTS` finds the files by itself. A new section is `<name>.py` with a class like those here, `<name>.html.j2` next to it, and the line
-in `stages/validate` that makes it. Everything but `as_json` and `warnings` reads the finished document, so that a report can be drawn
-again from its JSON alone.
+`PARTS` finds the files by itself. A new section is `<name>.py` with a class like those here, `<name>.html.j2`
+next to it, and the line in `stages/validate` that makes it. Everything but `as_json` and `warnings` reads the
+finished document, so that a report can be drawn again from its JSON alone.
 """
 
 from typing import ClassVar, Protocol
@@ -14,8 +15,9 @@ from compress.validate.display import Json
 class Part(Protocol):
     """One section of the report.
 
-    The template has the blocks `section` and, where the part has headline numbers, `tiles`. Both see the document as `report`, the
-    pictures by name as `plots`, what `values` returns, and the macros of `macros.html.j2` as `macros`.
+    The template has the blocks `section` and, where the part has headline numbers, `tiles`. Both see the
+    document as `report`, the pictures by name as `plots`, what `values` returns, and the macros of
+    `macros.html.j2` as `macros`.
     """
 
     page_order: ClassVar[int]

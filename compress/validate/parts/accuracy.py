@@ -69,7 +69,7 @@ class AccuracyPart(Part):
 
 
 def kl_plot(accuracy: Row) -> str:
-    """Return the share of tokens in each bin of KL, on a logarithmic axis, with the mean and the tail marked."""
+    """Return the share of tokens in each bin of KL, on a logarithmic axis, with mean and tail marked."""
     edges = accuracy["kl_bin_edges"]
     counts = accuracy["kl_bin_counts"]
     shares = [count / accuracy["num_tokens"] * 100 for count in counts]

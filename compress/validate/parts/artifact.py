@@ -1,4 +1,4 @@
-"""What the artifact is, and its size against the source's."""
+"""Facts of the artifact, and its size against the source's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from compress.validate.plots import KINDS, PAPER, Row, new_figure, style, svg
 @PARTS.register("artifact")
 @dataclass(frozen=True)
 class ArtifactPart(Part):
-    """`digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes, candidate_bytes}."""
+    """`digest`, `source`, `source_digest`, `scheme`, ... and `sizes`: rows {kind, source_bytes,
+    candidate_bytes}.
+    """
 
     page_order: ClassVar[int] = 130
     facts: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What each stage of the recipe did to size, accuracy and speed."""
+"""Size, accuracy and speed after each stage of the recipe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from compress.validate.parts import PARTS, Part
 class JourneyPart(Part):
     """One row for each model on the way from the source to the candidate.
 
-    Rows: {stage, size_bytes} and, where known, kl_source, kl_before (to the row above), top1, ppl, batch_size, tpot_ms, note.
+    Rows: {stage, size_bytes} and, where known, kl_source, kl_before (to the row above), top1, ppl,
+    batch_size, tpot_ms, note.
     """
 
     page_order: ClassVar[int] = 30

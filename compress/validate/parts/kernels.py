@@ -23,7 +23,9 @@ class KernelsPart(Part):
 
     @staticmethod
     def values(report: Json) -> Json:
-        """Return rows with equal layers joined, refusals by reason, and whether quantized linears ran dequantized."""
+        """Return rows with equal layers joined, refusals by reason, and whether quantized linears ran
+        dequantized.
+        """
         rows = report.get("kernels", [])
         return {
             "joined": joined(rows),
@@ -33,7 +35,9 @@ class KernelsPart(Part):
 
 
 def joined(rows: Sequence[Json]) -> list[Json]:
-    """Return the rows with equal layers joined: 32 layers of one shape are one line, with `layers` such as `0–31`."""
+    """Return the rows with equal layers joined: 32 layers of one shape are one line, with `layers` such as
+    `0–31`.
+    """
     layers_of: dict[str, list[int]] = {}
     row_of: dict[str, Json] = {}
     for row in rows:
@@ -44,7 +48,9 @@ def joined(rows: Sequence[Json]) -> list[Json]:
 
 
 def refusals(rows: Sequence[Json]) -> list[tuple[str, list[str]]]:
-    """Return why faster kernels refused where the reference kernel served: each reason with the kernels that gave it."""
+    """Return why faster kernels refused where the reference kernel served: each reason with the kernels that
+    gave it.
+    """
     kernels_of: dict[str, set[str]] = {}
     for row in rows:
         if row["kernel"].startswith("reference"):

@@ -15,7 +15,8 @@ NUM_WORST = 8
 class KVCachePart(Part):
     """`format`, and where scales were calibrated `layers` and a `warning` or None.
 
-    Rows of `layers`: {layer, cache, amax, scale, saturated_frac, flushed_frac, worst_head, error, error_token_head}.
+    Rows of `layers`: {layer, cache, amax, scale, saturated_frac, flushed_frac, worst_head, error,
+    error_token_head}.
     """
 
     page_order: ClassVar[int] = 120

@@ -1,4 +1,6 @@
-"""How fast source and candidate serve, against the floor of the hardware, and whether these times prove anything."""
+"""How fast source and candidate serve, against the floor of the hardware, and whether these times prove
+anything.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,12 +90,14 @@ class LatencyPart(Part):
         device = report.get("environment", {}).get("device", "this device")
         turns = ", both models measured in turn" if first.get("interleaved") else ""
         note = (
-            f"Milliseconds: TTFT is the time to the first token, TPOT the time of each further one. Bundled runtime on {device}, "
-            f"{number(first['prompt_tokens'])} prompt and {number(first['output_tokens'])} output tokens, {first['repeats']} repeats"
+            "Milliseconds: TTFT is the time to the first token, TPOT the time of each further one. "
+            f"Bundled runtime on {device}, "
+            f"{number(first['prompt_tokens'])} prompt and {number(first['output_tokens'])} output tokens, "
+            f"{first['repeats']} repeats"
             f"{turns}, prefix cache {first['prefix_cache']}."
         )
         if any(row.get("unstable") for rows in latency.values() for row in rows):
-            note += " **Times marked unstable prove nothing:** the repeats disagree, or other work took the processor."
+            note += " **Times marked unstable prove nothing:** repeats disagree, or other work took the processor."
         head = [
             "batch",
             "TTFT p50",

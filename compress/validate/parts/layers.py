@@ -27,8 +27,9 @@ NUM_WORST = 8
 class LayersPart(Part):
     """Errors by linear.
 
-    `rows`: {layer, linear, error_before, error_after} and, where known, damping, error_rtn, ..., and scheme where linears differ in it.
-    `guided`: whether tokens were weighted in these errors. `tuning`: facts of training the scales, as `stages/quantize` gives them.
+    `rows`: {layer, linear, error_before, error_after} and, where known, damping, error_rtn, ..., and scheme
+    where linears differ in it. `guided`: whether tokens were weighted in these errors. `tuning`: facts of
+    training the scales, as `stages/quantize` gives them.
     """
 
     page_order: ClassVar[int] = 110
@@ -53,7 +54,9 @@ class LayersPart(Part):
 
 
 def layer_error_plot(layers: Sequence[Row]) -> str:
-    """Return one small panel a kind of linear (experts averaged): error over depth, before and after, on one logarithmic axis."""
+    """Return one small panel a kind of linear (experts averaged): error over depth, before and after, on one
+    logarithmic axis.
+    """
     panels = _by_kind(layers)
     num_columns = min(4, len(panels))
     num_rows = -(-len(panels) // num_columns)

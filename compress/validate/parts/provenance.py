@@ -1,4 +1,4 @@
-"""Where the numbers come from: artifact, calibration data, environment and recipe."""
+"""Provenance of the numbers: artifact, calibration data, environment and recipe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from compress.validate.parts import PARTS, Part
 class ProvenancePart(Part):
     """Facts to print.
 
-    `calibration`: `overlap` states the check of calibration against evaluation text. `environment`: `machine.environment_facts`. `recipe`:
-    at least `digest`; `text` is shown as it is.
+    `calibration`: `overlap` states the check of calibration against evaluation text. `environment`:
+    `machine.environment_facts`. `recipe`: at least `digest`; `text` is shown as it is.
     """
 
     page_order: ClassVar[int] = 140

@@ -1,7 +1,7 @@
-"""What pruning removed: heads by layer, channels, layers, and why so much of each.
+"""Removed heads, channels and layers, and why so much of each was removed.
 
-Rounds of pruning follow one another on ever smaller models. Rows of later rounds number layers and units of the model they found; here they
-are given the numbers that they have in the source.
+Rounds of pruning follow one another on ever smaller models. Rows of later rounds number layers and units of
+the model they found; here they are given the numbers that they have in the source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +94,9 @@ def rows_of_source(pruning: Row, *, round_idx: int = -1) -> list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class UnitScores:
-    """Of every layer of the source and every unit: its score over the layer's largest, and whether it was kept. `unit` names what it is."""
+    """Scores by layer of the source and unit, each over the largest of its layer; whether each unit was kept;
+    the name of a `unit`.
+    """
 
     shares: list[list[float]]
     kept: list[list[bool]]
@@ -172,7 +174,9 @@ def heads_plot(scores: UnitScores) -> str:
 
 
 def channels_plot(rows: Sequence[Row]) -> str:
-    """Return one line a layer, light near the input: the share of all scores that the channels with the least of them have."""
+    """Return one line a layer, light near the input: the share of all scores that the channels with the least
+    of them have.
+    """
     with style():
         figure, axes = new_figure(height=2.7)
         for idx, row in enumerate(rows):
@@ -206,7 +210,9 @@ def depth_plot(influence: Sequence[float], kept: Sequence[int]) -> str:
 
 
 def budget_plot(target: Mapping[str, Any]) -> str:
-    """Return predicted KL over cost: the best combinations, each axis alone as measured, the budget, and the choice."""
+    """Return predicted KL over cost: the best combinations, each axis alone as measured, the budget, and the
+    choice.
+    """
     with style():
         figure, axes = new_figure(height=2.9)
         lossy = [each for each in target["frontier"] if each["kl"] > 0]

@@ -1,4 +1,4 @@
-"""What training brought back: how far the student is from its teacher, over tokens of training."""
+"""Recovery by training: the distance of the student from its teacher, over tokens of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +38,9 @@ class RecoveryPart(Part):
 
 
 def recovery_plot(distillation: Mapping[str, Any]) -> str:
-    """Return the held-out KL on the left axis, and on the right one bits per byte with the teacher's as a line."""
+    """Return the held-out KL on the left axis, and on the right one bits per byte with the teacher's as a
+    line.
+    """
     looks = [row for row in distillation["curve"] if "kl" in row]
     tokens = [row["tokens"] for row in looks]
     with style():

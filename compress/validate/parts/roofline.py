@@ -1,4 +1,4 @@
-"""Where the time of a request goes, against the floor that bytes and arithmetic set."""
+"""The time of a request by phase, against the floor that bytes and arithmetic set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the draft is worth on text: tokens a step, speed-up, and whether the tokens are those of plain decoding."""
+"""Speculation on text: tokens a step, speed-up, and whether the tokens are those of plain decoding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +41,15 @@ class SpeculationPart(Part):
         return {"speculation": self.facts}
 
     def warnings(self) -> list[str]:
-        """Return a warning where speculation changed tokens that it must not change, and one where its speed-up proves nothing."""
+        """Return a warning where speculation changed tokens that it must not change, and one where its
+        speed-up proves nothing.
+        """
         found = []
         differ = self.facts["num_compared"] - self.facts["num_equal"]
         if differ > 0:
             found.append(
-                f"Speculation changed {differ} of {self.facts['num_compared']} continuations that it must not change."
+                f"Speculation changed {differ} of {self.facts['num_compared']} continuations that it must "
+                "not change."
             )
         reasons = dict.fromkeys(row["instability"] for row in self.facts["speed"] if row.get("unstable"))
         if reasons:
@@ -58,7 +61,9 @@ class SpeculationPart(Part):
 
     @staticmethod
     def plots(report: Json) -> dict[str, str]:
-        """Return the picture of acceptance and speed-up, and that of the draft's training where it has a curve."""
+        """Return the picture of acceptance and speed-up, and that of the draft's training where it has a
+        curve.
+        """
         if "speculation" not in report:
             return {}
         facts = report["speculation"]
@@ -70,7 +75,9 @@ class SpeculationPart(Part):
 
     @staticmethod
     def card(report: Json) -> list[str]:
-        """Return one row a proposer, at the first temperature and batch size; the acceptance length is over all prompts."""
+        """Return one row a proposer, at the first temperature and batch size; the acceptance length is over
+        all prompts.
+        """
         if "speculation" not in report:
             return []
         facts = report["speculation"]
@@ -80,15 +87,23 @@ class SpeculationPart(Part):
         for row in facts["speed"]:
             if (row["temperature"], row["batch_size"]) == (first["temperature"], first["batch_size"]):
                 found = acceptance[row["proposer"], row["temperature"]]
-                bounds = f"[{number(found['acceptance_length_lower'])}, {number(found['acceptance_length_upper'])}]"
+                lower = number(found["acceptance_length_lower"])
+                upper = number(found["acceptance_length_upper"])
                 kept = " ".join(percent(rate, 0) for rate in found["acceptance_rates"])
                 speedup = f"× {number(row['speedup'])}" + (" (unstable)" if row.get("unstable") else "")
                 rows.append(
-                    [row["proposer"], f"{number(found['acceptance_length'])} {bounds}", kept, speedup]
+                    [
+                        row["proposer"],
+                        f"{number(found['acceptance_length'])} [{lower}, {upper}]",
+                        kept,
+                        speedup,
+                    ]
                 )
         note = (
-            f"{facts['k']} tokens proposed a step, temperature {first['temperature']:g}, batch {first['batch_size']}, prompts from "
-            f"{', '.join(facts['data'])}. {facts['num_equal']} of {facts['num_compared']} continuations that must be those of "
+            f"{facts['k']} tokens proposed a step, temperature {first['temperature']:g}, batch "
+            f"{first['batch_size']}, prompts from "
+            f"{', '.join(facts['data'])}. {facts['num_equal']} of {facts['num_compared']} continuations "
+            "that must be those of "
             "plain decoding are."
         )
         head = ["proposer", "tokens a step", "kept, by position", "speed-up"]
@@ -98,8 +113,8 @@ class SpeculationPart(Part):
 def speculation_plot(acceptance: Sequence[Row], speed: Sequence[Row]) -> str:
     """Return two panels at the first temperature.
 
-    Left: the share of steps that keep the proposal of each position; the first proposer by category, the others over all prompts. Right:
-    the speed-up by batch size, measured and predicted.
+    Left: the share of steps that keep the proposal of each position; the first proposer by category, the
+    others over all prompts. Right: the speed-up by batch size, measured and predicted.
     """
     first = acceptance[0]["proposer"]
     temperature = acceptance[0]["temperature"]
@@ -157,7 +172,9 @@ def _speed(axes: "Axes", rows: Sequence[Row], first: str) -> None:
 
 
 def draft_plot(curve: Sequence[Row]) -> str:
-    """Return the held-out KL to the target model over training, and on the right axis the acceptance length that follows from it."""
+    """Return the held-out KL to the target model over training, and on the right axis the acceptance length
+    that follows from it.
+    """
     looks = [row for row in curve if "kl" in row]
     tokens = [row["tokens"] for row in looks]
     line: dict[str, Any] = {"linewidth": 1.6, "marker": "o", "markersize": 3}

@@ -1,4 +1,6 @@
-"""The manifest and the safetensors header against safetensors itself, hashlib, and every truncation of a file."""
+"""The manifest and the safetensors header against safetensors itself, hashlib, and every truncation of a
+file.
+"""
 
 import hashlib
 import json

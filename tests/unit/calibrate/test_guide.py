@@ -40,7 +40,7 @@ def test_a_guide_says_what_gradients_of_the_whole_graph_say(
     config: dict[str, Any], windows: float, walked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guides, "SEGMENT_ROWS", 24)
-    monkeypatch.setattr(guides, "TOKENS_OF_A_WALK", 3 * SEQ_LEN)  # two walks; moments are of the first
+    monkeypatch.setattr(guides, "WALK_TOKENS", 3 * SEQ_LEN)  # two walks; moments are of the first
     source = tiny_source(tiny_arch(config))
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     ctx = Context("cpu", 3, tmp_path)
@@ -124,7 +124,7 @@ def test_weights_count_in_sums_of_squares_and_not_in_ranges() -> None:
     factories = [SecondMoment, CrossMoment, AbsMax]
     run = LayerRun.on_one_rank(x_NSD, source_NSD)
     trees = observe(layer, run, factories, source_layer=layer, token_weights=weights)
-    stats = gather_everywhere(trees, OneRank())["attn_in"]
+    stats = gather_everywhere(trees, factories, OneRank())["attn_in"]
     normed, of_source = (layer.attn_norm(each).flatten(0, 1).double() for each in (x_NSD, source_NSD))
     weighed = normed * weights_NS.flatten().double().unsqueeze(1)
     tokens = NUM_SAMPLES * SEQ_LEN

@@ -34,7 +34,7 @@ class Said:
 
     def update(self, done: int, total: int, note: str) -> None: ...
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.lines.append(text)
 
 

@@ -1,4 +1,6 @@
-"""The command line's frame: exit codes, where output goes, what may be imported, and the commands that need no pipeline."""
+"""The command line's frame: exit codes, where output goes, what may be imported, and the commands that need
+no pipeline.
+"""
 
 import io
 import json
@@ -73,7 +75,8 @@ def python(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- start-up
+# -------------------------------------------------------------------------------------------------------
+# start-up
 
 
 def loaded_after(code: str) -> set[str]:
@@ -126,7 +129,8 @@ def test_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (f"compress {compress.__version__}\n", "")
 
 
-# ------------------------------------------------------------------------------------------------------- errors
+# -------------------------------------------------------------------------------------------------------
+# errors
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,8 @@ def test_a_reader_that_left_is_no_traceback() -> None:
     assert (done.returncode, done.stderr) == (5, "")
 
 
-# ------------------------------------------------------------------------------------------------------- init and schema
+# ------------------------------------------------------------------------------------------------------- init
+# and schema
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -238,7 +243,8 @@ def test_schema_covers_the_registered_stages(
     assert schema["$defs"]["stage:quantize"]["properties"]["kind"] == {"const": "quantize"}
 
 
-# ------------------------------------------------------------------------------------------------------- artifacts
+# -------------------------------------------------------------------------------------------------------
+# artifacts
 
 
 def test_inspect_sums_what_the_manifest_says(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,7 +318,8 @@ def test_a_directory_that_is_no_artifact_is_a_usage_error(
     assert "compress.json" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------- doctor
+# -------------------------------------------------------------------------------------------------------
+# doctor
 
 
 def test_doctor_reports_and_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,7 +390,8 @@ def test_cpu_features_come_from_the_flags_line() -> None:
     assert "avx512f" not in doctor.cpu("flags : fpu\nbugs: avx512f\n").value
 
 
-# ------------------------------------------------------------------------------------------------------- output
+# -------------------------------------------------------------------------------------------------------
+# output
 
 
 class Clock:

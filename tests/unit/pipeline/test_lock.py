@@ -1,4 +1,6 @@
-"""The lock of a recipe: read again, it asks for what the recipe asked for, and leaves nothing to a default that may change."""
+"""The lock of a recipe: read again, it asks for what the recipe asked for, and leaves nothing to a default
+that may change.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ def asked(steps: list[Step]) -> list[tuple[str, dict[str, Any]]]:
     [
         "[{kind: quantize, preset: balanced}, {kind: export}, {kind: validate}]",
         "[{kind: quantize, preset: balanced, refine: null, target: null}]",
-        "[{kind: quantize, smooth: {kind: awq}, overrides: {'layers.0.*': dense}, kv_cache: fp8}, {kind: validate, latency: null}]",
+        "[{kind: quantize, smooth: {kind: awq}, overrides: {'layers.0.*': dense}, kv_cache: fp8}, {kind: "
+        "validate, latency: null}]",
         "[{kind: quantize, scheme: {kind: mixed, schemes: [W4A16_G128, dense], budget: {size_ratio: 0.4}}}]",
     ],
 )

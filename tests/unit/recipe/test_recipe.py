@@ -77,7 +77,8 @@ def recipe_error(text: str) -> str:
     return str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------- scalars and YAML
+# -------------------------------------------------------------------------------------------------------
+# scalars and YAML
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,8 @@ def test_dump_agrees_with_another_yaml_reader() -> None:
     assert YAML(typ="safe", pure=True).load(dump_yaml(value)) == value
 
 
-# ------------------------------------------------------------------------------------------------------- the recipe
+# ------------------------------------------------------------------------------------------------------- the
+# recipe
 
 
 def test_a_recipe_keeps_its_stages_raw() -> None:
@@ -286,7 +288,8 @@ def test_other_model_references_are_refused(text: str) -> None:
         parse_model_ref(text)
 
 
-# ------------------------------------------------------------------------------------------------------- specs
+# -------------------------------------------------------------------------------------------------------
+# specs
 
 
 def test_a_spec_is_read_with_its_unions() -> None:
@@ -384,7 +387,8 @@ def test_a_spec_cannot_be_changed() -> None:
         Awq().grid = 3  # type: ignore[misc]
 
 
-# ------------------------------------------------------------------------------------------------------- the schema
+# ------------------------------------------------------------------------------------------------------- the
+# schema
 
 
 def references(node: Any) -> set[str]:

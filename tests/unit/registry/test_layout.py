@@ -337,7 +337,8 @@ def test_concurrent_pushes_lose_no_tag(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from compress.artifact.manifest import open_artifact;"
         "from compress.registry.layout import Layout; from compress.registry.transfer import push;"
-        "[push(Layout(Path(sys.argv[1])), open_artifact(Path(sys.argv[2])), name=f'model-{sys.argv[3]}-{i}') for i in range(8)]"
+        "[push(Layout(Path(sys.argv[1])), open_artifact(Path(sys.argv[2])), "
+        "name=f'model-{sys.argv[3]}-{i}') for i in range(8)]"
     )
     root = tmp_path / "registry"
     workers = [

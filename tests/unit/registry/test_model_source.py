@@ -1,4 +1,6 @@
-"""Where models come from: every file that decides the function or the text is in the digest, and hub names are pinned to a commit."""
+"""Where models come from: every file that decides the function or the text is in the digest, and hub names
+are pinned to a commit.
+"""
 
 import shutil
 from pathlib import Path

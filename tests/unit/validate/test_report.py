@@ -186,7 +186,7 @@ def test_an_unstable_latency_is_named_in_warning_headline_table_and_picture() ->
     page = render_html(document)
     assert "unstable: no evidence" in page
     assert "slower" not in page
-    assert "candidate <span" in page
+    assert "candidate<br><span" in page
     assert "169, unstable" in page
     assert "12 × slower" in render_html(
         report(latency=LatencyPart([latency_row(1, 14.0)], [latency_row(1, 169.0)]))
