@@ -44,11 +44,11 @@ class SpeedRow:
 
 
 def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
-    """Return the row with the speed-up that its times predict, for this k and for the best k up to it, and
-    with advice.
+    """Return the row with the speed-up over plain decoding that its times predict, for this k and for the
+    best k up to it, and with advice.
 
-    `rates` are the acceptance rates by position. The time of verifying fewer tokens is interpolated between a
-    plain step and that of k.
+    `rates` are the acceptance rates by position; their number is k. The time of verifying fewer tokens is
+    interpolated between a plain step and that of k.
     """
     k = len(rates)
     plain_ms = row.tpot_ms_plain
