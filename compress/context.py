@@ -1,7 +1,8 @@
-"""What a stage receives besides its inputs: device, seed, scratch directory, progress, the other ranks, the stop signal.
+"""The context of a stage, besides its inputs: device, seed, scratch directory, progress, the other ranks, and
+the stop signal.
 
-It is passed as an argument and never global. Randomness comes only from `Context.rng`, whose stream depends on the seed and
-a path of names, so a new consumer does not change the numbers of another.
+It is passed as an argument and never global. Randomness comes only from `Context.rng`, whose stream depends
+on the seed and a path of names, so a new consumer does not change the numbers of another.
 """
 
 import hashlib
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NUM_SHARDS = 8
-"""Number of virtual shards of a calibration set; a rank owns whole shards. It is as many as one node has GPUs, and gives a
-merge tree of depth 3."""
+"""Number of virtual shards of a calibration set; a rank owns whole shards. It is as many as one node has
+GPUs, and gives a merge tree of depth 3."""
 
 
 class Progress(Protocol):
-    """Where progress is shown: on stderr or in a log, never on stdout."""
+    """An output for progress, to stderr or a log, never to stdout."""
 
     def update(self, done: int, total: int, note: str) -> None: ...
 
@@ -40,10 +41,11 @@ class SilentProgress:
 
 
 class Ranks(Protocol):
-    """The processes that work on one job. All of them make the same collective calls (all but `dispatch`) in the same order.
+    """The processes that work on one job. All of them make the same collective calls (all but `dispatch`) in
+    the same order.
 
-    Values that are exchanged are None, bool, int, float, str, tensors, and lists, tuples and dicts of these; a received
-    tensor lies on the receiver's own device.
+    Values that are exchanged are None, bool, int, float, str, tensors, and lists, tuples and dicts of these;
+    a received tensor lies on the receiver's own device.
 
     Raises:
         RankStopped: another rank failed; the error has its message.
@@ -116,11 +118,11 @@ def never() -> int | None:
 
 @dataclass(frozen=True)
 class Context:
-    """What every stage of a run receives.
+    """The environment that every stage of a run receives.
 
-    `stop_signal` returns the number of the signal that asked this run to end, or None. `offline` forbids the network.
-    `kept` is a directory whose files several stages and runs may reuse, under names that identify their content;
-    `scratch` is deleted with the stage.
+    `stop_signal` returns the number of the signal that asked this run to end, or None. `offline` forbids the
+    network. `kept` is a directory whose files several stages and runs may reuse, under names that identify
+    their content; `scratch` is deleted when the stage is complete.
     """
 
     device: str
@@ -142,7 +144,8 @@ class Context:
         )
 
     def boundary(self, done: int, total: int, note: str) -> None:
-        """Show progress, and stop here if a signal asked for it; to be called where all work so far is on disk.
+        """Show progress, and stop here if a signal asked for it; to be called where all work so far is on
+        disk.
 
         Raises:
             Interrupted: with the signal's exit code; the same command resumes from this point.

@@ -1,13 +1,15 @@
-"""Several processes as the ranks of one job: what torchrun starts, joined by torch.distributed (gloo on CPUs, NCCL on GPUs).
+"""Several processes as the ranks of one job: what torchrun starts, joined by torch.distributed (gloo on CPUs,
+NCCL on GPUs).
 
-Work and failures travel through the launcher's key-value store, where waiting costs nothing: a rank may wait for hours
-while rank 0 exports or validates. Values travel through the process group, as JSON that has a place for each tensor and
-then the bytes of the tensors, each received into its final memory. Only scalars, strings, lists, tuples, dicts and
-tensors are sent; who sends an object sends its parts, and who receives them builds the object. Every wait checks the
-store now and then, so a failing rank stops all others with its own message, and a wait ends after `timeout_s`.
+Work and failures travel through the launcher's key-value store, where waiting costs nothing: a rank may wait
+for hours while rank 0 exports or validates. Values travel through the process group, as JSON that has a place
+for each tensor and then the bytes of the tensors, each received into its final memory. Only scalars, strings,
+lists, tuples, dicts and tensors are sent; who sends an object sends its parts, and who receives them builds
+the object. Every wait checks the store now and then, so a failing rank stops all others with its own message,
+and a wait ends after `timeout_s`.
 
-What it does not do: elastic membership. A job is continued with another number of ranks by starting it again; its resume
-points are the same.
+What it does not do: elastic membership. A job is continued with another number of ranks by starting it again;
+its resume points are the same.
 """
 
 import atexit
@@ -33,11 +35,13 @@ from compress.errors import CompressError, EnvironmentUnfit, RankStopped, UsageE
 
 T = TypeVar("T")
 TIMEOUT_S = 3600.0
-"""Longest wait for one value. Ranks wait for one another as long as one linear group takes, minutes on a CPU."""
+"""Longest wait for one value. Ranks wait for one another as long as one linear group takes, minutes on a
+CPU."""
 POLL_S = 0.2
 """Time between two checks of the store."""
 FAILURE_SEEN_S = 30.0
-"""How long a failed rank waits until rank 0 has read its failure: a launcher kills all processes when the first one ends."""
+"""How long a failed rank waits until rank 0 has read its failure: a launcher kills all processes when the
+first one ends."""
 LEAVE_S = 5.0
 """How long rank 0, whose process may hold the store, waits at the end for the others to leave."""
 BUCKET_VALUES = 1 << 26
@@ -69,8 +73,8 @@ class Launch:
         launch = Launch(rank, int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", rank)))
         if launch.size > NUM_SHARDS:
             raise UsageError(
-                f"{launch.size} ranks were started, and a calibration set is summed in {NUM_SHARDS} shards, so that more "
-                f"ranks would have nothing to do. Start {NUM_SHARDS} at most."
+                f"{launch.size} ranks were started, and a calibration set is summed in {NUM_SHARDS} shards, "
+                f"so that more ranks would have nothing to do. Start {NUM_SHARDS} at most."
             )
         return launch
 
@@ -78,7 +82,8 @@ class Launch:
 class TorchRanks:
     """`Ranks` over a process group.
 
-    A received tensor lies on this rank's device if it lay on the sender's device, and on the CPU if it lay there.
+    A received tensor lies on this rank's device if it lay on the sender's device, and on the CPU if it lay
+    there.
     """
 
     def __init__(
@@ -113,7 +118,8 @@ class TorchRanks:
             yield work
 
     def leave(self) -> None:
-        """End the job: rank 0 dispatches nothing more, and returns when the others have left or after `LEAVE_S`."""
+        """End the job: rank 0 dispatches nothing more, and returns when the others have left or after
+        `LEAVE_S`."""
         if self.rank == 0:
             self.dispatch(None)
         self._count_as_left()
@@ -181,8 +187,8 @@ class TorchRanks:
     def abort(self, error: BaseException) -> None:
         """Abandon an exchange that is under way.
 
-        If its thread does not return, the process will end without waiting for it: an interpreter that shuts down while
-        a thread is inside gloo is aborted, and the exit code of `error` would be lost.
+        If its thread does not return, the process will end without waiting for it: an interpreter that shuts
+        down while a thread is inside gloo is aborted, and the exit code of `error` would be lost.
         """
         if dist.group.WORLD is not None:
             dist.group.WORLD.abort()
@@ -211,7 +217,8 @@ class TorchRanks:
         }
 
     def _exchange(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a blocking exchange, which runs in a thread because gloo has no wait that can be abandoned.
+        """Return the result of a blocking exchange, which runs in a thread because gloo has no wait that can
+        be abandoned.
 
         Raises:
             RankStopped: another rank failed meanwhile.
@@ -228,15 +235,16 @@ class TorchRanks:
             self.raise_if_failed()
             if time.monotonic() > deadline:
                 raise EnvironmentUnfit(
-                    f"rank {self.rank} of {self.size} waited {self._timeout_s:.0f} s for another rank: a process or the "
-                    "network between them hangs. The same command resumes at the last layer that is stored."
+                    f"rank {self.rank} of {self.size} waited {self._timeout_s:.0f} s for another rank: a "
+                    "process or the network between them hangs. The same command resumes at the last layer "
+                    "that is stored."
                 )
         if exchange.error is not None:
             time.sleep(2 * POLL_S)  # a broken connection is noticed before its reason is written
             self.raise_if_failed()
             raise EnvironmentUnfit(
-                f"rank {self.rank} of {self.size} lost another rank: its process ended without a message (killed, or out "
-                "of memory). The same command resumes at the last layer that is stored. "
+                f"rank {self.rank} of {self.size} lost another rank: its process ended without a message "
+                "(killed, or out of memory). The same command resumes at the last layer that is stored. "
                 f"({str(exchange.error).strip().splitlines()[0]})"
             ) from exchange.error
         return exchange.value
@@ -293,7 +301,8 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def decode(encoded: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the value that `encode` was given; its tensors are uninitialised and appended to `tensors`, in order."""
+    """Return the value that `encode` was given; its tensors are uninitialised and appended to `tensors`, in
+    order."""
     match encoded:
         case list():
             return [decode(each, tensors, device) for each in encoded]
@@ -313,7 +322,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield consecutive tensors of one dtype, at most `BUCKET_VALUES` values: each exchange has a fixed latency."""
+    """Yield consecutive tensors of one dtype, at most `BUCKET_VALUES` values: each exchange has a fixed
+    latency."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         num_values = sum(each.numel() for each in bucket) + tensor.numel()
@@ -360,7 +370,8 @@ def _end_at_once(exit_code: int) -> None:
 
 @contextlib.contextmanager
 def joined(launch: Launch, device: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[TorchRanks]:
-    """Join the ranks of a launch while the block runs. When a block raises, every other rank's next exchange raises RankStopped.
+    """Join the ranks of a launch while the block runs. When a block raises, every other rank's next exchange
+    raises RankStopped.
 
     Raises:
         EnvironmentUnfit: not all ranks came, or they compute on different kinds of devices.
@@ -376,7 +387,8 @@ def joined(launch: Launch, device: str, *, timeout_s: float = TIMEOUT_S) -> Iter
         )
     except RuntimeError as error:
         raise EnvironmentUnfit(
-            f"rank {launch.rank} of {launch.size} cannot reach the others: {str(error).strip().splitlines()[0]}"
+            f"rank {launch.rank} of {launch.size} cannot reach the others: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
     ranks = TorchRanks(launch, place, PrefixStore("compress", store), timeout_s=timeout_s)
     try:
@@ -404,5 +416,6 @@ def _check_devices(ranks: TorchRanks, device: torch.device) -> None:
     lead = ranks.broadcast(name)
     if name != lead:
         raise EnvironmentUnfit(
-            f"it computes on {name} and rank 0 on {lead}: their sums would differ. Give all ranks the same device."
+            f"it computes on {name} and rank 0 on {lead}: their sums would differ. Give all ranks the same "
+            "device."
         )

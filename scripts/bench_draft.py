@@ -59,8 +59,8 @@ from compress.runtime.speculative.speculation import Acceptance, Speculative
 from compress.stages import Input, Inputs, Port
 from compress.stages.distill.learning import learning_facts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import Text, sampled
-from compress.stages.draft.inits import Setting
+from compress.stages.distill.text import TrainingText, sample_text
+from compress.stages.draft.inits import DraftTask
 from compress.stages.draft.inits.pruned import Pruned
 from compress.stages.draft.spec import Draft
 from compress.stages.quantize import quantize
@@ -174,7 +174,9 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
     num = spec.num_windows
     tokens_NS = torch.from_numpy(bench.stream[: num * length].reshape(num, length).astype(np.int32))
     held_out_NS = torch.cat([each[: spec.eval_samples] for each in bench.held_out.values()])
-    text = Text(TokenSet(tokens_NS, 0, 0, {"title": str(bench.args.data), "license": ""}), held_out_NS, 1)
+    text = TrainingText(
+        TokenSet(tokens_NS, 0, 0, {"title": str(bench.args.data), "license": ""}), held_out_NS, 1
+    )
     weights = open_weights(target.path)
     dtype = spec.computes_in(bench.device)
     said = spec.model_dump(mode="json", serialize_as_any=True)
@@ -186,12 +188,12 @@ def trained(bench: Bench, target: Artifact, name: str, spec: Draft) -> Artifact:
         learns_on = text
         if spec.sample is not None:
             learns_on = text.with_training(
-                sampled(spec.sample, tokens_NS, weights, context, device=bench.device)
+                sample_text(spec.sample, tokens_NS, weights, context, device=bench.device)
             )
         decoder = build_decoder(weights, dtype=dtype, device=bench.device)
         named = NamedTeacher("target", target.digest, target.path, weights)
-        made = spec.start.make(
-            Setting(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context
+        made = spec.kind.make(
+            DraftTask(spec, bench.source, named, decoder, learns_on, dtype, bench.device), context
         )
         described = made.write(out)
         facts = {

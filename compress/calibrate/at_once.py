@@ -1,4 +1,5 @@
-"""A layer whose linear groups are all compressed from one observation of it, dealt out over the ranks by what they cost."""
+"""A layer whose linear groups are all compressed from one observation of it, and assigned to ranks by their
+cost."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +16,11 @@ def compress_at_once(
     prefetch_next: Callable[[], None],
     on_kv_ready: Callable[[], None],
 ) -> None:
-    """Compress a layer of `arch`; afterwards the state holds the results of all ranks, and the samples are still the layer's inputs.
+    """Compress a layer of `arch`. Afterwards the state holds the results of all ranks, and the samples are
+    still the layer's inputs.
 
     Args:
-        prefetch_next: called once the layer that was observed is freed, so that there is room for the next.
+        prefetch_next: called once the observed layer is freed, so that there is memory for the next one.
         on_kv_ready: called when the linears of keys and values have their final weights.
     """
     run = state.run
@@ -41,7 +43,8 @@ def compress_at_once(
 def assign_groups(
     arch: Arch, layer_idx: int, groups: Sequence[LinearGroup], num_ranks: int
 ) -> dict[str, int]:
-    """Return tap -> the rank that compresses its linear group: the costliest group first, each to the rank with the least to do."""
+    """Return tap -> the rank that compresses its linear group: the costliest group first, each to the rank
+    with the least to do."""
     layer = arch.layers[layer_idx]
     shapes = {
         group.tap: [layer.linear_shape(name, arch.hidden_size) for name in group.linears] for group in groups

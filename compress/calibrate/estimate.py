@@ -1,10 +1,13 @@
-"""What the layer-by-layer runner will need, from shapes alone: bytes at its peak and floating-point operations, for `compress plan`.
+"""Estimates for `compress plan`, from shapes alone: bytes of the layer-by-layer runner at its peak and
+floating-point operations.
 
-The peak is that of the largest layer in whichever of these takes most, beside the activations of one rank's samples:
+The peak is the activations of one rank's samples plus the largest of these, over all layers:
 
     outside   embedding and head, before the first layer
-    observe   the layer, the sums of the shard at hand, half a sum for each one that waits in the tree, and what one product needs
-    compress  the layer, the next one (read ahead), codes, one statistic of each tap, and what rounding one stack of linears takes
+    observe   the layer, the sums of the present shard, half a sum for each one that waits in the merge tree,
+              and the copies that one product needs
+    compress  the layer, the next one (read ahead), codes, one statistic of each tap, and the copies that
+              rounding one stack of linears needs
     replay    the compressed layer as it runs, its codes, the next layer
 
 On a GPU the next layer waits in host memory.
@@ -17,23 +20,28 @@ import torch
 
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.at_once import assign_groups
-from compress.calibrate.guide import SEGMENT_ROWS, TOKENS_OF_A_WALK, Guide
+from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.context import NUM_SHARDS, OneRank
 from compress.models.arch import Arch, LayerShape
 
 STACK_COPIES = 6
-"""float32 matrices as large as the stack that GPTQ and the search of its scales hold at once, the stack among them."""
+"""float32 matrices of the size of the stack that GPTQ and its search of scales hold at once, with the stack
+itself."""
 MOMENT_COPIES = 7
-"""float32 matrices as large as the second moment while it is factorised, its mean among them."""
+"""float32 matrices of the size of the second moment that exist while it is factorised, with its mean."""
 LIBRARY_BYTES = {"cpu": 40_000_000, "cuda": 0}
-"""What the mathematical libraries load when they first compute."""
+"""Bytes that the mathematical libraries load when they first compute."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is asked of the runner: of which model, on what text, where, by how many ranks; `compares`: source's activations go along;
-    `factorises`: moments are, as GPTQ does; `true_sequential`: the linears of a layer wait for one another."""
+class Workload:
+    """A task of the runner: a model, the text, the device and the number of ranks.
+
+    `compares`: the source's activations are kept and observed, too. `factorises`: second moments are
+    factorised, as GPTQ does. `true_sequential`: the linear groups of a layer are compressed one after the
+    other.
+    """
 
     arch: Arch
     num_samples: int
@@ -45,18 +53,19 @@ class Work:
     true_sequential: bool = False
 
     @property
-    def streams(self) -> int:
-        """Of activations: those of the compressed model, and those of the source."""
+    def num_streams(self) -> int:
+        """Number of sets of activations: those of the compressed model and, to compare, those of the
+        source."""
         return 2 if self.compares else 1
 
     @property
-    def width(self) -> int:
-        """Bytes of a number of the computation."""
+    def value_bytes(self) -> int:
+        """Bytes of one value of the computation."""
         return self._dtype.itemsize
 
     @property
     def in_tiles(self) -> bool:
-        """Whether it is a CPU that computes in bfloat16."""
+        """Whether the device is a CPU that computes in bfloat16."""
         return self.device == "cpu" and self._dtype == torch.bfloat16
 
     @property
@@ -64,15 +73,17 @@ class Work:
         return compute_dtype(self.device, getattr(torch, self.arch.dtype))
 
 
-def peak_bytes(work: Work) -> int:
-    """Of the largest rank, over what the interpreter and its libraries take."""
+def peak_bytes(work: Workload) -> int:
+    """Return the peak of the rank that needs most, beyond the interpreter and its libraries."""
     arch = work.arch
     num_outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
     rank_samples = -(-work.num_samples // work.num_ranks)
     widest = (
         max(max(_input_sizes(arch, layer)) for layer in arch.layers) if work.true_sequential else 0
     )  # what is kept at a second tap
-    activations = (work.streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.width
+    activations = (
+        (work.num_streams * arch.hidden_size + widest) * rank_samples * work.seq_len * work.value_bytes
+    )
     return (
         LIBRARY_BYTES[work.device]
         + activations
@@ -80,8 +91,9 @@ def peak_bytes(work: Work) -> int:
     )
 
 
-def host_bytes(work: Work) -> int:
-    """Of pinned memory beside a GPU: two layers, the one that is read and the one on its way."""
+def host_bytes(work: Workload) -> int:
+    """Return the bytes of pinned memory for a GPU: two layers, the one that is read and the one that is
+    copied."""
     return (
         0
         if work.device == "cpu"
@@ -89,43 +101,43 @@ def host_bytes(work: Work) -> int:
     )
 
 
-def flops(work: Work, *, products: float) -> tuple[float, float]:
-    """Operations of the busiest rank: over activations, and over weights. `products` counts those of a weight with its statistic, or work
-    like it."""
+def flops(work: Workload, *, products: float) -> tuple[float, float]:
+    """Return the operations of the busiest rank over activations, and those over weights. `products` is the
+    number of products of a weight with its statistic, or of equal work."""
     arch = work.arch
     tokens = work.num_samples * work.seq_len
-    grams = work.streams * sum(
+    grams = work.num_streams * sum(
         2.0 * tokens * size**2 for layer in arch.layers for size in _input_sizes(arch, layer)
     )
     replays = 0 if work.true_sequential else 1
-    forward = (replays + work.streams) * 2.0 * arch.num_linear_params * tokens
+    forward = (replays + work.num_streams) * 2.0 * arch.num_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(
         work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes)
     )
 
 
-def guide_effort(work: Work, guide: Guide) -> tuple[int, float]:
-    """Bytes that a walk holds, on the host, and operations of all walks (`calibrate/guide.py`): forward, forward again and back, and the
-    output moments of the first. One rank walks."""
+def guide_effort(work: Workload, guide: Guide) -> tuple[int, float]:
+    """Return the bytes that a walk of `calibrate/guide.py` holds on the host, and the operations of all
+    walks: forward, forward again and back, and the output moments of the first. One rank walks."""
     arch = work.arch
     walked = len(guide.walked(work.num_samples))
-    samples = min(max(1, TOKENS_OF_A_WALK // work.seq_len), walked)
+    samples = min(max(1, WALK_TOKENS // work.seq_len), walked)
     outer = 3 * 2.0 * arch.vocab_size * arch.hidden_size
     walks = (3 * 2.0 * arch.num_linear_params + outer) * walked * work.seq_len
     rows = [layer.linear_shape(name, arch.hidden_size)[0] for layer in arch.layers for name in layer.linears]
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
-    held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.width
+    held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.value_bytes
     return held + 10 * work.seq_len * arch.vocab_size, walks + moments
 
 
-def num_columns(work: Work) -> int:
-    """Columns that the busiest rank rounds one after the other."""
+def num_columns(work: Workload) -> int:
+    """Return the number of columns that the busiest rank rounds one after the other."""
     return int(_busiest(work, lambda shapes: shapes[0][1]))
 
 
-def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> float:
-    """Over all layers, the cost of the groups of linears that fall to the rank with the most to do; of all groups where they wait for one
-    another."""
+def _busiest(work: Workload, cost: Callable[[list[tuple[int, int]]], float]) -> float:
+    """Return the cost of the linear groups of the busiest rank, summed over all layers; with
+    `true_sequential` that of all groups, since one rank compresses at a time."""
     arch = work.arch
     total = 0.0
     num_ranks = 1 if work.true_sequential else work.num_ranks
@@ -140,7 +152,7 @@ def _busiest(work: Work, cost: Callable[[list[tuple[int, int]]], float]) -> floa
     return total
 
 
-def _layer_bytes(work: Work, layer: LayerShape) -> int:
+def _layer_bytes(work: Workload, layer: LayerShape) -> int:
     params = _num_params(work.arch, layer)
     on_cpu = work.device == "cpu"
     sizes = _input_sizes(work.arch, layer)
@@ -155,8 +167,9 @@ def _layer_bytes(work: Work, layer: LayerShape) -> int:
     return max(observe, compress, replay)
 
 
-def _rounding_bytes(work: Work, layer: LayerShape) -> int:
-    """Of one stack of linears: its own copies beside the moment and the factor, or the factorisation beside the stack."""
+def _rounding_bytes(work: Workload, layer: LayerShape) -> int:
+    """Return the bytes of one stack of linears: its copies with the moment and its factor, or those of the
+    factorisation with the stack."""
     most = 0
     on_cpu = work.device == "cpu"
     for group in layer.groups:

@@ -1,12 +1,16 @@
-"""A backward pass with one layer on the device at a time: gradients of the model's own loss at the outputs of every linear.
+"""A backward pass with one layer on the device at a time: gradients of the model's own loss at the outputs of
+every linear.
 
     forward    x_0 = embed(tokens), x_{l+1} = layer_l(x_l); every x_l is kept
-    labels     drawn from the model's own predictions: the mean of g g^T over them is the Fisher matrix of the model's distribution
-    backward   layer by layer from the last: run again from x_l with a graph, g at its output gives g at its linears and at x_l
+    labels     drawn from the model's own predictions: the mean of g g^T over them is the Fisher matrix of
+               the model's distribution
+    backward   layer by layer from the last: run again from x_l with a graph; g at its output gives g at its
+               linears and at x_l
 
-The loss of a sample is the sum of -log p(label) over its positions. The inputs of the layers lie in host memory between the two directions,
-pinned beside a GPU; what goes from layer to layer stays on the device. Weights are read twice, a layer at a time and the next one ahead,
-as the sequential runner reads them. Parameters get no gradients.
+The loss of a sample is the sum of -log p(label) over its positions. The inputs of the layers are kept in host
+memory between the two directions, pinned if the device is a GPU; activations and gradients between layers
+stay on the device. Weights are read twice, one layer at a time and the next one ahead, as in the sequential
+runner. Parameters get no gradients.
 
 Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary, I in, O out.
 """
@@ -31,25 +35,27 @@ from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 
 class GradientVisitor(Protocol):
-    """Sees every layer once, the last first: `enter` with the statistics that it asks for, then `see` for each sample and group."""
+    """A consumer of gradients. For every layer, the last first, `start_layer` is called with the statistics
+    that it needs, then `add_sample` for each sample and linear group."""
 
     def needs(self) -> tuple[type[Stat], ...]:
-        """Return the types of the statistics that `enter` reads; none by default."""
+        """Return the types of the statistics that `start_layer` reads; none by default."""
         return ()
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
-        """`stats` is tap -> statistics over all samples."""
+    def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+        """Begin a layer; `stats` is tap -> statistics over all samples."""
 
-    def see(
+    def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
-        """One sample: the input of the group, and for each of its linears the gradient at the output, [T, O]. What is to outlive the call
-        must be copied."""
+        """Receive, for one sample, the input of the group and the gradient [T, O] at the output of each of
+        its linears. Tensors that are kept must be copied."""
 
 
 @dataclass(frozen=True)
 class EmbedAndHead:
-    """What lies before the first layer and behind the last, on the device: read once for all walks."""
+    """The parts of a model before the first layer and after the last, on the device; they are read once for
+    several walks."""
 
     embed_VD: Tensor
     norm: RMSNorm
@@ -68,7 +74,7 @@ class EmbedAndHead:
 
 
 def gradient_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """Gradients leave the range of float16."""
+    """Return the dtype to compute gradients in: float32 for float16, whose range they exceed."""
     return torch.float32 if compute_dtype == torch.float16 else compute_dtype
 
 
@@ -80,25 +86,25 @@ def visit_gradients(
     *,
     compute_dtype: torch.dtype,
     draws_NS: Tensor,
-    ends: EmbedAndHead | None = None,
+    outer_modules: EmbedAndHead | None = None,
 ) -> None:
     """Walk the model forward and back over the samples.
 
     Args:
-        draws_NS: where in the cumulative prediction of each position its label lies, uniform in [0, 1).
-        ends: of the source, if they are there already.
+        draws_NS: uniform in [0, 1); where in the cumulative prediction of each position its label lies.
+        outer_modules: those of the source, if they are loaded already.
 
     Raises:
         UsageError: the model's logits are not finite.
-        Interrupted: between layers, when the context says so.
+        Interrupted: between layers, when a signal asked for it.
     """
     arch = source.arch
     device = torch.device(ctx.device)
     dtype = gradient_dtype(compute_dtype)
     if device.type == "cpu":
         return_freed_blocks(arch)
-    ends = ends or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
-    x_NSD = ends.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
+    outer_modules = outer_modules or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
+    x_NSD = outer_modules.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
     inputs = list[Tensor]()
     last = arch.num_layers - 1
     total = 2 * arch.num_layers
@@ -108,10 +114,10 @@ def visit_gradients(
             layer = build_layer(arch, idx, layers.take(idx), dtype=dtype, device=device)
             if last:
                 layers.start(idx + 1 if idx < last else last - 1)
-            inputs.append(_kept(x_NSD))
+            inputs.append(_to_host(x_NSD))
             _forward_(layer, x_NSD)
         gradient_NSD = x_NSD
-        _at_the_end_(gradient_NSD, ends, draws_NS)
+        _replace_by_loss_gradient_(gradient_NSD, outer_modules, draws_NS)
         for idx in reversed(range(arch.num_layers)):
             ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
             if idx < last:
@@ -120,14 +126,14 @@ def visit_gradients(
                 layers.start(idx - 1)
             x_NSD = inputs.pop().to(device, non_blocking=True)
             needs = visitor.needs()
-            visitor.enter(layer, observe_on_one_rank(layer, x_NSD, needs) if needs else {})
+            visitor.start_layer(layer, observe_on_one_rank(layer, x_NSD, needs) if needs else {})
             for sample in range(len(x_NSD)):
                 one = slice(sample, sample + 1)
                 gradient_NSD[one] = _backward(layer, x_NSD[one], gradient_NSD[one], visitor)
 
 
-def _kept(x_NSD: Tensor) -> Tensor:
-    """The same numbers in host memory, when the device comes to it."""
+def _to_host(x_NSD: Tensor) -> Tensor:
+    """Return a copy in host memory; a GPU makes it asynchronously."""
     return torch.empty(x_NSD.shape, dtype=x_NSD.dtype, pin_memory=x_NSD.is_cuda).copy_(
         x_NSD, non_blocking=True
     )
@@ -140,18 +146,19 @@ def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
         x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
 
 
-def _at_the_end_(x_NSD: Tensor, ends: EmbedAndHead, draws_NS: Tensor) -> None:
-    """Outputs of the last layer become gradients there, of labels that lie at `draws_NS` of the cumulative predictions."""
+def _replace_by_loss_gradient_(x_NSD: Tensor, outer_modules: EmbedAndHead, draws_NS: Tensor) -> None:
+    """Replace outputs of the last layer by the gradients of the loss there. Labels lie at `draws_NS` of the
+    cumulative predictions."""
     for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
         x_SD = kept_SD.clone().requires_grad_(True)
-        logits_SV = F.linear(ends.norm(x_SD), ends.head_VD)
-        (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _of_labels(logits_SV.detach(), draws_S))
+        logits_SV = F.linear(outer_modules.norm(x_SD), outer_modules.head_VD)
+        (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _logits_gradient(logits_SV.detach(), draws_S))
         kept_SD.copy_(gradient_SD)
 
 
 @torch.no_grad()
-def _of_labels(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
-    """The gradient at the logits of the sum of -log p(label): p less one at the label.
+def _logits_gradient(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
+    """Return the gradient of the sum of -log p(label) at the logits: p, less one at the label.
 
     Raises:
         UsageError: the logits are not finite.
@@ -169,7 +176,7 @@ def _of_labels(logits_SV: Tensor, draws_S: Tensor) -> Tensor:
 
 
 def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor: GradientVisitor) -> Tensor:
-    """The gradient at the layer's input; the visitor sees those at the outputs of its linears."""
+    """Return the gradient at the layer's input; the visitor receives those at the outputs of its linears."""
     taps: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -190,5 +197,5 @@ def _backward(layer: DecoderLayer, x_1SD: Tensor, gradient_1SD: Tensor, visitor:
     found = {name: each.flatten(0, -2) for name, each in zip(outputs, of_outputs, strict=True)}
     with torch.no_grad():
         for group in layer.groups():
-            visitor.see(layer, group, taps[group.tap], {name: found[name] for name in group.linears})
+            visitor.add_sample(layer, group, taps[group.tap], {name: found[name] for name in group.linears})
     return gradient

@@ -1,22 +1,26 @@
-"""What the end of the model says about each linear: how much a token counts, and which rows of a weight err together.
+"""Gradients as a guide for calibration: how much each token counts, and which rows of a weight should err in
+opposite ways.
 
-To second order, the KL that an error of one linear causes is a sum over tokens of (g d)^2 / 2, where d is the error of its output and g the
-gradient, at that output, of log p of labels drawn from the model's own predictions (`calibrate/gradients.py`). A layer's squared output
-error, which GPTQ and its kin minimise, takes every token and every direction of the output for equally important. Two factors of what it
-leaves out:
+To second order, the KL that an error of one linear causes is a sum over tokens of (g d)^2 / 2, where d is the
+error of its output and g the gradient, at that output, of log p of labels drawn from the model's own
+predictions (`calibrate/gradients.py`). A layer's squared output error, which GPTQ and its kin minimise,
+treats all tokens and all directions of the output as equally important. A guide adds two factors:
 
-    weights   E[|g|^2 x x^T] in the place of E[x x^T]: tokens count by what their gradient is (GuidedQuant, arXiv 2505.07004)
-    outputs   E[u u^T], u = g / |g|: rows whose errors the rest of the model adds up should err in opposite ways (the output factor of
-              YAQA, arXiv 2505.22988, which takes g)
+    weights   E[|g|^2 x x^T] in the place of E[x x^T]: tokens count by their gradient
+              (GuidedQuant, arXiv 2505.07004)
+    outputs   E[u u^T], u = g / |g|: rows whose errors the rest of the model adds up should err in opposite
+              ways (the output factor of YAQA, arXiv 2505.22988, which takes g)
 
-How large a gradient is, the weights say already; with g itself the few tokens of large ones would decide the second factor alone, which is
-then as noisy as their number is small. Noise of few tokens is taken out again by shrinking what lies off the diagonal. So an eighth of the
-windows is enough, and the tokens of the others count as the mean. Mean KL on the bundled model, linears compressed in turn, two seeds:
-with u and shrunk 0.0203 from all windows, 0.0203 from a quarter, 0.0204 from an eighth, 0.0210 from a sixteenth; with g, not shrunk, 0.0203
-from all, 0.0214 from a quarter.
+The weights already hold the size of a gradient. With g in the place of u the few tokens of large gradients
+would decide the second factor alone and make it as noisy as a mean over so few. The noise of few tokens is
+reduced by shrinking the values off the diagonal. So an eighth of the windows is enough, and the tokens of the
+others count as the mean. Mean KL on the bundled model with `true_sequential`, two seeds: with u and shrunk
+0.0203 from all windows, 0.0203 from a quarter, 0.0204 from an eighth, 0.0210 from a sixteenth; with g, not
+shrunk, 0.0203 from all, 0.0214 from a quarter.
 
-Both come from walks forward and back over the source model and are kept in files of the stage's scratch. Output moments come from the first
-walk alone. They have segments of rows, across which they are zero: whole, they would outgrow the layer.
+Both factors come from walks forward and back over the source model and are kept in files of the stage's
+scratch directory. Output moments come from the first walk only. They are block-diagonal, with segments of
+rows, because a whole one would be larger than the layer.
 
 Shapes: N samples, S sequence, T tokens of one sample, O out, R rows of a segment.
 """
@@ -41,16 +45,16 @@ from compress.models.weights import WeightSource
 from compress.recipe import Spec
 
 SEGMENT_ROWS = 2048
-"""Largest segment of rows."""
-TOKENS_OF_A_WALK = 1 << 16
-"""Tokens that are walked together, in whole samples: their inputs of all layers are what is held on the way."""
-TOKENS_OF_A_PRODUCT = 1 << 12
-"""Tokens whose gradients are summed by one product."""
+"""Largest number of rows of a segment of an output moment."""
+WALK_TOKENS = 1 << 16
+"""Largest number of tokens of one walk, in whole samples; a walk holds their inputs of all layers."""
+PRODUCT_TOKENS = 1 << 12
+"""Number of tokens whose gradients one product sums."""
 WEIGHTS_NAME = "guide-weights.safetensors"
 
 
 class Guide(Spec):
-    """How far the calibration follows the end of the model."""
+    """Options of the guide of a recipe: how far calibration follows gradients."""
 
     kind: Literal["gradients"] = "gradients"
     share: float = Field(
@@ -64,19 +68,20 @@ class Guide(Spec):
     )
 
     def walked(self, num_samples: int) -> list[int]:
-        """Which samples, evenly spread."""
+        """Return the indices of the samples that gradients are taken on, evenly spread."""
         num = max(1, round(self.windows * num_samples))
         return [idx * num_samples // num for idx in range(num)]
 
 
 @dataclass(frozen=True)
 class OutputMoment:
-    """E[u u^T] of stacked rows, 1 on average on the diagonal, as square segments in the order of the rows."""
+    """E[u u^T] of stacked rows, 1 on average on the diagonal, as square segments in the order of the rows;
+    zero between segments."""
 
     segments: tuple[Tensor, ...]
 
     def rows(self, begin: int, end: int) -> "OutputMoment":
-        """That of some rows."""
+        """Return the moment of the rows begin .. end - 1."""
         found = []
         first = 0
         for segment in self.segments:
@@ -87,7 +92,7 @@ class OutputMoment:
         return OutputMoment(tuple(found))
 
     def rescaled(self, scale_O: Tensor) -> "OutputMoment":
-        """After outputs were divided by a scale, and the gradients multiplied."""
+        """Return the moment after outputs were divided by a scale, which multiplies the gradients by it."""
         pieces = zip(self.segments, scale_O.cpu().split([len(each) for each in self.segments]), strict=True)
         return OutputMoment(
             tuple(segment * scale_R.to(segment).outer(scale_R.to(segment)) for segment, scale_R in pieces)
@@ -96,7 +101,8 @@ class OutputMoment:
 
 @dataclass(frozen=True)
 class LayerGuide:
-    """By tap: float32 weights [N, S], 1 on average, and the output moment of the linears behind it."""
+    """The guide of one layer, by tap: token weights, float32 [N, S], 1 on average, and the output moment of
+    the linear group."""
 
     token_weights: Mapping[str, Tensor]
     output_moments: Mapping[str, OutputMoment]
@@ -105,19 +111,19 @@ class LayerGuide:
 def make_guide(
     spec: Guide, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, compute_dtype: torch.dtype
 ) -> None:
-    """Write the guide of every layer into the scratch directory, if it is not there.
+    """Write the guide of every layer into the scratch directory, unless it is there.
 
     Raises:
         UsageError: the model's logits are not finite.
-        Interrupted: between layers, when the context says so.
+        Interrupted: between layers, when a signal asked for it.
     """
     if (ctx.scratch / WEIGHTS_NAME).exists():
         return
     walked = torch.tensor(spec.walked(len(tokens_NS)))
     draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
     squares: dict[str, list[Tensor]] = {}
-    ends = EmbedAndHead.load(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
-    for begin, walk in enumerate(walked.split(max(1, TOKENS_OF_A_WALK // tokens_NS.shape[1]))):
+    outer_modules = EmbedAndHead.load(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
+    for begin, walk in enumerate(walked.split(max(1, WALK_TOKENS // tokens_NS.shape[1]))):
         visitor = _Visitor(squares, outputs_to=ctx.scratch if begin == 0 else None)
         visit_gradients(
             source,
@@ -126,7 +132,7 @@ def make_guide(
             ctx,
             compute_dtype=compute_dtype,
             draws_NS=draws_NS[walk],
-            ends=ends,
+            outer_modules=outer_modules,
         )
         visitor.write()
     shared = {
@@ -137,7 +143,7 @@ def make_guide(
 
 
 class GuideFiles:
-    """The guide that `make_guide` has written."""
+    """The guide in a scratch directory, as `make_guide` wrote it."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -152,7 +158,8 @@ class GuideFiles:
 
 
 class _Visitor(GradientVisitor):
-    """Notes the squared gradient of each token, and sums a layer's output moments, which are written when the next layer comes."""
+    """Records the squared gradient of each token and sums a layer's output moments, which it writes before
+    the next layer."""
 
     def __init__(self, squares: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
         self._squares = squares
@@ -162,11 +169,11 @@ class _Visitor(GradientVisitor):
         self._num_tokens = Counter[str]()
         self._waiting: dict[str, list[Tensor]] = {}
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+    def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self.write()
         self._layer_idx = layer.layer_idx
 
-    def see(
+    def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         g_TO = torch.cat([gradients[name] for name in group.linears], dim=1)
@@ -177,12 +184,12 @@ class _Visitor(GradientVisitor):
         self._num_tokens[group.tap] += len(g_TO)
         waiting = self._waiting.setdefault(group.tap, [])
         waiting.append(g_TO * (1 / sizes_T).nan_to_num_(posinf=0).to(g_TO.dtype).unsqueeze(1))
-        if sum(map(len, waiting)) >= TOKENS_OF_A_PRODUCT:
+        if sum(map(len, waiting)) >= PRODUCT_TOKENS:
             self._add(group.tap)
 
     def _add(self, tap: str) -> None:
-        """The directions that wait for company become one product for each segment: its sums outweigh a few tokens. They are rounded to the
-        dtype of the gradients, as the whole will be."""
+        """Add the collected directions of a tap as one product for each segment: the sums are much larger
+        than a few tokens. The product is rounded to the dtype of the gradients, as the total will be."""
         for idx, g_TR in enumerate(torch.cat(self._waiting.pop(tap)).split(SEGMENT_ROWS, dim=1)):
             name = f"{tap}/{idx:04d}"
             moment_RR = (g_TR.t() @ g_TR).to(torch.float32)
@@ -203,8 +210,9 @@ class _Visitor(GradientVisitor):
 
 
 def _moment(sum_RR: Tensor, num_tokens: int) -> Tensor:
-    """1 on average on the diagonal; where no gradient arrives, zero. What lies off the diagonal shrinks by R / (R + T), the more the fewer
-    the tokens are that R^2 numbers were estimated from, as the best mixture with the diagonal does (Ledoit and Wolf 2004)."""
+    """Return the moment with 1 on average on the diagonal, or zeros if no gradient arrives. Values off the
+    diagonal shrink by T / (R + T), more if R^2 numbers were estimated from fewer tokens T, like the best
+    mixture with the diagonal (Ledoit and Wolf 2004)."""
     mean = sum_RR.diagonal().mean()
     rows = len(sum_RR)
     moment_RR = sum_RR / mean if float(mean) > 0 else sum_RR

@@ -1,20 +1,22 @@
 """Calibrated scales of a KV cache, and whether one scale for a whole layer can hold its keys and its values.
 
-    scale = largest |x| over the calibration set / 448        one for the keys, one for the values of a layer; x ~ e4m3(x / scale) * scale
+    scale = largest |x| over the calibration set / 448        x ~ e4m3(x / scale) * scale
 
-x is what the cache of the served model holds: keys behind norm and rotation, values as projected, by the layer whose linears are rounded
-already, behind layers that are.
+A layer has one scale for its keys and one for its values. x is what the cache of the served model holds: keys
+after norm and rotation, values as projected, computed by the quantized linears of the layer on inputs from
+quantized layers.
 
-An e4m3 number errs by a few percent of itself (0.026 at the mean of squares) down to 2^-6; below, its steps no longer shrink, and under
-2^-10 all becomes zero. A scale is thus spent on outliers when some heads lie 2^-14 and more below the largest number of the layer. What is
-lost then does not show in the error of the whole tensor, which the outliers decide and they are kept well. It shows channel by channel:
+An e4m3 number errs by a few percent of itself (root mean square 0.026) down to 2^-6; below, its steps no
+longer shrink, and under 2^-10 all becomes zero. So outliers take the range of a scale when some heads are
+2^-14 of the largest number of the layer, or smaller. The error of the whole tensor does not show this loss,
+because outliers decide it and they are kept well. The error channel by channel does:
 
     error of a head = sqrt(mean over its channels of  E[(x' - x)^2] / E[x^2])
 
-A channel of v can be multiplied by anything and its column of o divided without changing the model, and so can a pair of rotated channels
-of k with its pair of q; this number does not change with either, the one of the whole tensor does. A lost channel counts 1 / C.
-The worst head of a layer is compared with the same error under scales of its own for every position and head, measured beside it: the
-advice is to take them, where they help.
+A channel of v can be multiplied by anything and its column of o divided by it without changing the model, and
+so can a pair of rotated channels of k with its pair of q. This error is invariant to both; that of the whole
+tensor is not. A lost channel counts 1 / C. The worst head of a layer is compared with its error under a scale
+for every position and head, measured in the same pass: the advice is to use these scales where they help.
 
 Shapes: B batch, S sequence, D hidden, T tokens, K kv heads, C head dimension, F = K C.
 """
@@ -40,22 +42,25 @@ from compress.quant.scheme import FP8_MAX, SCHEMES
 
 Row = dict[str, Any]
 Forward = Callable[[Tensor, Tensor, AttentionFn, Tap], Tensor]
-"""(x [B, S, D], positions [S], attention, tap) -> [B, S, D]: a layer, or what is watched in its place."""
+"""(x [B, S, D], positions [S], attention, tap) -> [B, S, D]: a layer, a part of one, or another function
+observed like one."""
 Observe = Callable[[Forward, Sequence[StatFactory]], Mapping[str, InputStats]]
-"""Statistics of every tap of a forward over all samples."""
+"""A function that returns the statistics of every tap of a forward over all samples."""
 
 COARSE = 0.1
-"""Error from which a head is said to be lost, four times that of e4m3 in range. With the keys of one of eight layers at 0.05 the mean KL of
-the whole cache grows from 0.0027 to 0.0028 on the bundled model, at 0.20 to 0.0068, at 0.73 to 0.068 (`scripts/bench_kv.py`)."""
+"""Error from which a head counts as lost, four times that of e4m3 in range. With the keys of one of eight
+layers at 0.05 the mean KL of the whole cache grows from 0.0027 to 0.0028 on the bundled model, at 0.20 to
+0.0068, at 0.73 to 0.068 (`scripts/bench_kv.py`)."""
 _SATURATED = FP8_MAX + 16.0
-"""What lies beyond is cut, not rounded: half a step behind the largest number."""
+"""Largest magnitude that rounds to 448, half a step above it; larger numbers are clipped."""
 READ = ("attn_norm.", "attn.k", "attn.v.")
-"""What the parameters begin with that fill a cache."""
+"""Prefixes of the names of the parameters that compute keys and values."""
 
 
 @dataclass(frozen=True)
 class KeysValues:
-    """The part of a layer that fills its cache; taps are `k` and `v` [B, S, F], float32, in units of their scales."""
+    """The part of a layer that fills its cache; its taps are `k` and `v` [B, S, F], float32, in units of
+    their scales."""
 
     layer: DecoderLayer
     scales: Mapping[str, Tensor]
@@ -64,7 +69,7 @@ class KeysValues:
     def from_weights(
         arch: Arch, layer_idx: int, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> "KeysValues":
-        """Only what is read leaves the meta device."""
+        """Return the part of a layer with these weights; its other parameters stay on the meta device."""
         with torch.device("meta"):
             layer = DecoderLayer(arch, layer_idx).requires_grad_(False)
         read = {
@@ -87,7 +92,8 @@ class KeysValues:
 
 
 class CacheError:
-    """What e4m3 makes of numbers given in units of their scale: squares by channel, and counts of what is cut or becomes zero."""
+    """Errors of e4m3 for numbers in units of their scale: sums of squares by channel, and counts of values
+    that are clipped or become zero."""
 
     is_quadratic = False
 
@@ -120,14 +126,15 @@ class CacheError:
             )
             self.num_values += other.num_values
 
-    def park(self) -> None:
-        """It is small."""
+    def compact(self) -> None:
+        """Keep the sums as they are, because they are small."""
 
     def rescale_(self, scale_D: Tensor) -> None:
-        raise AssertionError("a cache is observed behind all smoothing")
+        raise AssertionError("a cache is observed after all smoothing")
 
     def facts(self) -> Row:
-        """Shares of numbers that are cut and that become zero, and the errors of the worst head."""
+        """Return the shares of values that are clipped and that become zero, and the errors of the worst
+        head."""
         assert self._squares_3F is not None
         assert self._counts_2 is not None
         signal_F, *errors = self._squares_3F
@@ -148,9 +155,11 @@ class CacheError:
 def calibrate_cache(
     cached: KeysValues, observe: Observe, *, stored_dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[Row]]:
-    """The scales of one layer by canonical name, float32 scalars, and what they do: a row for its keys, a row for its values.
+    """Return the scales of one layer by canonical name, float32 scalars, and two report rows: one for its
+    keys, one for its values.
 
-    A scale is rounded to the model's dtype, in which some consumers keep it, before anything is measured with it.
+    A scale is rounded to the model's dtype, in which some consumers store it, before anything is measured
+    with it.
 
     Raises:
         UsageError: keys or values reach NaN or infinity.
@@ -175,7 +184,7 @@ def calibrate_cache(
 
 
 def cache_warning(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to do about heads that one scale a layer loses; None when there are none."""
+    """Return advice about heads that one scale for a layer loses, None if there are none."""
     lost = [row for row in rows if row["error"] > COARSE]
     if not lost:
         return None
@@ -187,13 +196,18 @@ def cache_warning(rows: Sequence[Mapping[str, Any]]) -> str | None:
     )
     better = max(row["error_token_head"] for row in lost)
     advice = (
-        f"Scales for each position and head ({FP8_TOKEN_HEAD}, `kv_cache: fp8_token_head`) hold the same heads within {better:.2g}."
-        if better <= COARSE
-        else f"Scales for each position and head leave {better:.2g}: the outliers share heads with the rest. Keep this cache in 16 bits."
+        f"Scales for each position and head leave {better:.2g}: the outliers share heads with the rest. Keep "
+        "this cache in 16 bits."
     )
+    if better <= COARSE:
+        advice = (
+            f"Scales for each position and head ({FP8_TOKEN_HEAD}, `kv_cache: fp8_token_head`) hold the same "
+            f"heads within {better:.2g}."
+        )
     return (
-        f"{FP8_STATIC} spends its range on outliers in {where}: beside them head {worst['worst_head']} of layer {worst['layer']} is left "
-        f"with a relative error of {worst['error']:.2g} ({COARSE} is the limit, 0.03 usual). {advice}"
+        f"{FP8_STATIC} spends its range on outliers in {where}: head {worst['worst_head']} of layer "
+        f"{worst['layer']} is left with a relative error of {worst['error']:.2g} ({COARSE} is the limit, "
+        f"0.03 usual). {advice}"
     )
 
 
@@ -201,6 +215,7 @@ def _largest(stats: InputStats, layer_idx: int, name: str) -> Tensor:
     largest = stats[AbsMax].max()
     if not bool(torch.isfinite(largest)):
         raise UsageError(
-            f"layer {layer_idx}, {name} of the cache: the calibration data drives it to NaN or infinity. Check the checkpoint."
+            f"layer {layer_idx}, {name} of the cache: the calibration data drives it to NaN or infinity. "
+            "Check the checkpoint."
         )
     return largest

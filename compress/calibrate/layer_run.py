@@ -1,7 +1,9 @@
-"""What the layer-by-layer runner passes along: one rank's samples, its shards of the calibration set, and how work on them is done.
+"""A run over one rank's samples: the samples, its shards of the calibration set, and the means to compute on
+them.
 
-A calibration set is cut into at most NUM_SHARDS virtual shards of consecutive samples, and a rank owns consecutive whole shards. Samples go
-through a layer in pieces of one shard. Pieces and shards do not depend on the number of ranks, so neither does the order of summation.
+A calibration set is cut into at most NUM_SHARDS virtual shards of consecutive samples, and a rank owns
+consecutive whole shards. Samples go through a layer in pieces of one shard. Pieces and shards do not depend
+on the number of ranks, so neither does the order of summation.
 
 Shapes: N samples of a rank, S sequence, D hidden.
 """
@@ -20,17 +22,18 @@ from compress.models.decoder import DecoderLayer
 from compress.models.weights import Weights, build_layer
 
 PIECE_TOKENS = 2048
-"""Largest piece in tokens; a longer sample is a piece of its own. It is a part of the order of summation. With fewer tokens a GPU waits for
-launches and a CPU for weights; with more a piece leaves the cache of a CPU."""
+"""Largest piece in tokens; a longer sample is a piece of its own. It is a part of the order of summation.
+With fewer tokens a GPU waits for launches and a CPU for weights; with more a piece leaves the cache of a
+CPU."""
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One rank's samples on their way through the layers, and what computes on them.
+    """One rank's samples on their way through the layers, and the means to compute on them.
 
-    `samples` are activations of the model that is compressed, `source_samples` those of the source for the same tokens, or None where no
-    statistic compares the two. `shards` is shard index -> its samples, counted over the whole calibration set. `dtype` is that of the
-    computation.
+    `samples` are activations of the model that is compressed, `source_samples` those of the source for the
+    same tokens, or None if no statistic compares the two. `shards` is shard index -> its samples, counted
+    over the whole calibration set. `dtype` is that of the computation.
     """
 
     samples: Samples
@@ -84,7 +87,8 @@ class LayerRun:
 
 
 def shards_of_rank(num_samples: int, *, rank: int = 0, num_ranks: int = 1) -> dict[int, range]:
-    """Return shard index -> samples for the shards of one rank; over all ranks they are those of a single one. No shard is empty."""
+    """Return shard index -> samples for the shards of one rank; over all ranks they are those of a single
+    rank. No shard is empty."""
     edges = [num_samples * idx // NUM_SHARDS for idx in range(NUM_SHARDS + 1)]
     shards = [range(begin, end) for begin, end in zip(edges, edges[1:], strict=False) if end > begin]
     first, last = (len(shards) * each // num_ranks for each in (rank, rank + 1))

@@ -1,4 +1,5 @@
-"""What a pass receives of a layer and what it leaves there: the contract between the sequential runner and the methods."""
+"""The state of a layer that passes read and change: the contract between the sequential runner and the
+methods."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,13 @@ from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 Row = dict[str, Any]
 """One linear of the layer report, or the keys or values of a layer (`cache`): JSON values only."""
 Results = tuple[dict[str, tuple[Any, ...]], dict[str, Row]]
-"""What compressing linears gave, as it is sent between ranks: parts of their quantized weights, and their rows, by name."""
+"""Results of compressing linears, in the form that is sent between ranks: parts of their quantized weights,
+and their rows, both by name."""
 
 
 class FloatWeights(dict[str, Tensor]):
-    """Weights stored in the dtype they were loaded in and read as float32: a float32 layer in memory would be twice as large."""
+    """Weights stored in the dtype they were loaded in and read as float32: a float32 layer in memory would be
+    twice as large."""
 
     def __getitem__(self, name: str) -> Tensor:
         return super().__getitem__(name).to(torch.float32)
@@ -32,10 +35,11 @@ class FloatWeights(dict[str, Tensor]):
 class LayerState:
     """One layer while the passes work on it. Names are relative to the layer.
 
-    `groups` are the linear groups that this rank compresses and `stats` the statistics of their inputs by tap, as the
-    layer sees them when all layers before it are compressed. `pairs` and `weights` are complete on every rank; weights lie on the device,
-    are read as float32, and a pass sets those that it changes. A linear that a pass has quantized is in `quantized` and no longer in
-    `weights`. `num_rows` is linear -> output features. `cache` holds the scales of the layer's KV cache.
+    `groups` are the linear groups that this rank compresses and `stats` the statistics of their inputs by
+    tap, as the layer sees them when all layers before it are compressed. `pairs` and `weights` are complete
+    on every rank; weights lie on the device, are read as float32, and a pass sets those that it changes. A
+    linear that a pass has quantized is in `quantized` and no longer in `weights`. `num_rows` is linear ->
+    output features. `cache` holds the scales of the layer's KV cache.
     """
 
     layer_idx: int
@@ -119,7 +123,8 @@ class LayerState:
         return found.pop()
 
     def output_moment(self, linears: Sequence[str]) -> OutputMoment | None:
-        """Return the output moment of consecutive linears of a group stacked row by row, None without a guide."""
+        """Return the output moment of consecutive linears of a group stacked row by row, None without a
+        guide."""
         for group in self.groups:
             if linears[0] in group.linears and group.tap in self.guide.output_moments:
                 begin = sum(self.num_rows[name] for name in group.linears[: group.linears.index(linears[0])])
@@ -128,7 +133,8 @@ class LayerState:
         return None
 
     def rescale_outputs(self, linear: str, scale_O: Tensor) -> None:
-        """Update the output moments after the outputs of a linear were divided by a scale: its gradients are multiplied by it."""
+        """Update the output moments after the outputs of a linear were divided by a scale: its gradients are
+        multiplied by it."""
         moments = self.guide.output_moments
         for group in self.groups:
             if linear in group.linears and group.tap in moments:
@@ -147,7 +153,8 @@ class LayerState:
 
 
 class LayerPass(Protocol):
-    """One step of compression on one layer. `needs` names the statistics of the inputs of every linear group that it reads."""
+    """One step of compression on one layer. `needs` names the statistics of the inputs of every linear group
+    that it reads."""
 
     def needs(self) -> tuple[type[Stat], ...]: ...
 

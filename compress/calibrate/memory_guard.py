@@ -1,9 +1,11 @@
-"""What happens when a device runs out of memory: work is tried again after steps that cost time and change no bit.
+"""Recovery when a device runs out of memory: work is tried again after steps that cost time and change no
+bit.
 
-First the activations of the calibration set move to pinned host memory, from which each piece is copied when it is needed. Then linears
-that are compressed as one stacked matrix are compressed one by one; rows are independent, so the codes are the same. A piece of samples is
-never split (`layer_run.py`), because its product is the unit of every sum. If all that is not enough, the run ends with an error and
-resumes at the last stored layer.
+First the activations of the calibration set move to pinned host memory, from which each piece is copied when
+it is needed. Then linears that are compressed as one stacked matrix are compressed one by one; rows are
+independent, so the codes are the same. A piece of samples is never split (`layer_run.py`), because its
+product is the unit of every sum. If all that is not enough, the run ends with an error and resumes at the
+last stored layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +26,8 @@ CPU_STACK = 1 << 22
 def rounds_as_one(num_weights: int, *, on_cpu: bool) -> bool:
     """Return whether linears that read one input are compressed as one stacked matrix from the start.
 
-    On a CPU large ones are not: the copies that rounding makes of the stack would be most of the memory, and stacking saves little time
-    there.
+    On a CPU large ones are not: the copies that rounding makes of the stack would be most of the memory, and
+    stacking saves little time there.
     """
     return not on_cpu or num_weights <= CPU_STACK
 
@@ -47,7 +49,8 @@ class MemoryGuard:
             self._samples.remove(samples)
 
     def retry_on_oom(self, work: Callable[[], T], task: str, *, smaller: Callable[[], T] | None = None) -> T:
-        """Return the result of `work`, or of `smaller` when `work` does not fit even with all samples on the host.
+        """Return the result of `work`, or of `smaller` when `work` does not fit even with all samples on the
+        host.
 
         Args:
             work: must be safe to start again after it failed.
@@ -72,7 +75,7 @@ class MemoryGuard:
                 return smaller()
             else:
                 raise EnvironmentUnfit(
-                    f"out of memory {task}, and nothing is left that could be moved to the host ({reason}). Free the device "
-                    "of other work, use a larger one, or calibrate on a smaller seq_len; the same command resumes at the "
-                    "last layer that is stored."
+                    f"out of memory {task}, and nothing is left that could be moved to the host ({reason}). "
+                    "Free the device of other work, use a larger one, or calibrate on a smaller seq_len; "
+                    "the same command resumes at the last layer that is stored."
                 )

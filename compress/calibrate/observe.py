@@ -1,7 +1,9 @@
-"""Statistics of the inputs of a layer's linears over all samples, summed in the fixed order that `stats.py` defines.
+"""Statistics of the inputs of a layer's linears over all samples, summed in the fixed order that `stats.py`
+defines.
 
-A rank observes its own shards. The partial sums of a linear group are then sent to the rank that compresses the group, which finishes the
-tree of merges; the tree is the same whichever rank computed its parts (`stats.MergeTree`).
+A rank observes its own shards. The partial sums of a linear group are then sent to the rank that compresses
+the group, which finishes the tree of merges; the tree is the same whichever rank computed its parts
+(`stats.MergeTree`).
 
 Shapes: N samples, B of them at once, S sequence, T = B S tokens, D features.
 """
@@ -44,7 +46,8 @@ def observe(
 
     Args:
         into: receives the outputs of `layer`; None drops them.
-        source_layer: what the source's samples, if the run has any, go through; they are replaced by its outputs.
+        source_layer: what the source's samples, if the run has any, go through; they are replaced by its
+            outputs.
         token_weights: of the rank's samples, by tap; None weighs all tokens alike.
     """
     trees: Trees = {}
@@ -76,7 +79,8 @@ def observe_on_one_rank(layer: Forward, x_NSD: Tensor, factories: Sequence[StatF
 def _taps_of(
     layer: Forward, samples: Samples, piece: slice, run: LayerRun, into: Samples | None
 ) -> dict[str, Tensor]:
-    """Return tap -> input [B, S, D] of a piece of samples; the layer's output is stored in `into`, if given."""
+    """Return tap -> input [B, S, D] of a piece of samples; the layer's output is stored in `into`, if
+    given."""
     taps: dict[str, Tensor] = {}
     y_BSD = run.memory.retry_on_oom(lambda: forward(layer, samples[piece], taps.__setitem__), _OBSERVING)
     if into is not None:
@@ -87,7 +91,8 @@ def _taps_of(
 def _rows(
     x_BSD: Tensor, source_BSD: Tensor | None, weights_BS: Tensor | None
 ) -> dict[bool, tuple[Tensor, Tensor | None]]:
-    """Return the inputs of a tap and of the source's, [T, D]: False -> as they are, True -> times the roots of the token weights."""
+    """Return the inputs of a tap and of the source's, [T, D]: False -> as they are, True -> times the roots
+    of the token weights."""
     x_TD = x_BSD.flatten(0, -2)
     source_TD = None if source_BSD is None else source_BSD.flatten(0, -2)
     if weights_BS is None:
@@ -100,7 +105,8 @@ def _rows(
 
 
 def _update(stat: Stat, x_TD: Tensor, source_TD: Tensor | None) -> None:
-    """Add rows to a statistic. Statistics allocate before they add, so an update that ran out of memory can be tried again."""
+    """Add rows to a statistic. Statistics allocate before they add, so an update that ran out of memory can
+    be tried again."""
     if isinstance(stat, SourceStat) and source_TD is not None:
         stat.update_with_source(x_TD, source_TD)
     else:
@@ -132,7 +138,8 @@ def gather_to_owners(
     owners: Mapping[str, int],
     ranks: Ranks,
 ) -> Stats:
-    """Return the finished statistics of the taps that this rank owns; `owners` is tap -> rank. Empties `trees`."""
+    """Return the finished statistics of the taps that this rank owns; `owners` is tap -> rank. Empties
+    `trees`."""
     stats: Stats = {}
     for group in groups:
         owner = owners[group.tap]

@@ -1,6 +1,8 @@
-"""The residual stream of a whole model, a layer at a time: what goes into every layer and what comes out, and where two models end up.
+"""The residual stream of a whole model, one layer at a time: the input and output of every layer, and how far
+two models differ at the end.
 
-Between layers the samples lie in host memory, and of the model one layer is on the device, as in the sequential runner.
+Between layers the samples are in host memory, and one layer of the model is on the device, as in the
+sequential runner.
 
 Shapes: N samples, S sequence (T tokens of one sample), D hidden, V vocabulary.
 """
@@ -16,12 +18,12 @@ from compress.context import Context
 from compress.models.decoder import RMSNorm, no_tap
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
-Look = Callable[[int, Tensor, Tensor], None]
-"""Called with (layer, its input, its output) for every sample, both [T, D]."""
+Visit = Callable[[int, Tensor, Tensor], None]
+"""A callback with (layer index, input, output) of one sample, both [T, D]."""
 
 
-def no_look(layer_idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
-    """Of a walk whose end alone counts."""
+def ignore(layer_idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
+    """Do nothing: the caller of `walk` needs only the final activations."""
 
 
 def walk(
@@ -30,32 +32,37 @@ def walk(
     ctx: Context,
     *,
     compute_dtype: torch.dtype,
-    what: str,
-    look: Look = no_look,
+    task: str,
+    visit: Visit = ignore,
 ) -> Tensor:
-    """What comes out of the last layer, [N, S, D] on the host.
+    """Return the outputs of the last layer, [N, S, D] on the host.
+
+    Args:
+        task: what the walk is for, shown with the progress.
+        visit: called for every layer and sample.
 
     Raises:
-        Interrupted: between layers, when the context says so.
+        Interrupted: between layers, when a signal asked for it.
     """
     arch = source.arch
     device = torch.device(ctx.device)
     embed = dense(source.outer()["embed.weight"])
     x_NSD = torch.stack([embed[sample].to(compute_dtype) for sample in tokens_NS.to(torch.int64)])
     for idx in range(arch.num_layers):
-        ctx.boundary(idx, arch.num_layers, f"{what}: layer {idx} of {arch.num_layers}")
+        ctx.boundary(idx, arch.num_layers, f"{task}: layer {idx} of {arch.num_layers}")
         layer = build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device)
         for sample in range(len(x_NSD)):
             before_1SD = x_NSD[sample : sample + 1].to(device)
             after_1SD = forward(layer, before_1SD, no_tap)
-            look(idx, before_1SD[0], after_1SD[0])
+            visit(idx, before_1SD[0], after_1SD[0])
             x_NSD[sample] = after_1SD[0].to("cpu")
     return x_NSD
 
 
 @torch.no_grad()
 def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch.device) -> float:
-    """Mean KL a token, in nats, of the predictions that the source's norm and head make of x from those that they make of y."""
+    """Return the mean KL per token, in nats, from the predictions that the source's norm and head make of x
+    to those that they make of y."""
     outer = source.outer()
     arch = source.arch
     norm = RMSNorm(arch.hidden_size, arch.norm_eps)

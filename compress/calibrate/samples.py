@@ -1,4 +1,5 @@
-"""The activations of a rank's samples between two layers: on the device, or in host memory once the device ran out of memory.
+"""The activations of a rank's samples between two layers: on the device, or in host memory once the device
+ran out of memory.
 
 Shapes: N samples, B of them, S sequence, D hidden.
 """
@@ -10,7 +11,8 @@ from torch import Tensor
 
 
 class Samples:
-    """Activations [N, S, D]. Reading a slice of samples returns [B, S, D] on the device, wherever the whole is kept."""
+    """Activations [N, S, D]. Reading a slice of samples returns [B, S, D] on the device, wherever the whole
+    is kept."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, on_host: bool = False
@@ -53,7 +55,8 @@ class Samples:
         self._x_NSD[some] = x_BSD.to(self._x_NSD.dtype)
 
     def move_to_host(self) -> bool:
-        """Move the activations to host memory, pinned where the device is a GPU. Return False if they were there already."""
+        """Move the activations to host memory, pinned where the device is a GPU. Return False if they were
+        there already."""
         if self.on_host:
             return False
         host_NSD = torch.empty(

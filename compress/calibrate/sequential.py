@@ -1,23 +1,28 @@
-"""The layer-by-layer runner: one layer on the device at a time, one observation feeds every pass, the compressed layer feeds the next.
+"""The layer-by-layer runner: one layer on the device at a time, one observation feeds every pass, the
+compressed layer feeds the next.
 
     for each layer:  observe   x -> layer(x), statistics of every tap, samples in order
                      apply     each pass on the layer's float32 weights and the statistics
-                     cache     if requested: scales of the layer's KV cache, from the compressed linears (`kv.py`)
+                     cache     if requested: scales of the KV cache, from the compressed linears (`kv.py`)
                      store     the layer's file (a resume point: complete or absent)
                      replay    x := compressed layer (x)
 
-With `true_sequential` the linear groups of a layer are observed and compressed one after the other instead (`true_sequential.py`).
+With `true_sequential` the linear groups of a layer are observed and compressed one after the other instead
+(`true_sequential.py`).
 
-A statistic that compares x with the source model's own activations (`SourceStat`) makes the runner keep these, too, for the same samples,
-and take them through the layers of the source: a second store of activations, and one more pass over each layer.
+A statistic that compares x with the source model's own activations (`SourceStat`) makes the runner keep
+these, too, for the same samples, and take them through the layers of the source: a second store of
+activations, and one more pass over each layer.
 
-The next layer is read while this one is compressed, and this one's file is written while it is replayed, so memory does not grow with the
-number of layers. A layer is replayed from what its file holds, so an interrupted and resumed run replays the same numbers as one that was
-not interrupted and gives the same bits. How many samples go through a layer at once is fixed, so the result does not depend on memory.
+The next layer is read while this one is compressed, and this one's file is written while it is replayed, so
+memory does not grow with the number of layers. A layer is replayed from what its file holds, so an
+interrupted and resumed run replays the same numbers as one that was not interrupted and gives the same bits.
+How many samples go through a layer at once is fixed, so the result does not depend on memory.
 
-With several ranks each has its own samples, and all have every layer. The linear groups of a layer are assigned to ranks by cost; the
-statistics of a group are gathered where it is compressed, and its codes are sent to all. Sums are made in one order whichever rank makes
-them (`stats.py`), so the number of ranks changes no bit either.
+With several ranks each has its own samples, and all have every layer. The linear groups of a layer are
+assigned to ranks by cost; the statistics of a group are gathered where it is compressed, and its codes are
+sent to all. Sums are made in one order whichever rank makes them (`stats.py`), so the number of ranks changes
+no bit either.
 
 Shapes: N samples, S sequence.
 """
@@ -58,15 +63,15 @@ FINITE_CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Compression:
-    """What the runner does to every layer.
+    """The work that the runner does on every layer.
 
     Args:
         passes: applied in order; with `true_sequential` none may change linears outside of its group.
-        scheme: of each linear, to read stored layers back; None where all stay dense.
+        scheme: of each linear, to read stored layers back; None if all stay dense.
         true_sequential: compress the linear groups of a layer one after the other.
         kv_scales: also find and store the static scales of every layer's KV cache.
         guide: token weights and output moments from gradients; without, all tokens count the same.
-        pruned: shapes that the passes leave, where they change them; it has as many layers.
+        pruned: shapes that the passes leave, if they change them; it has as many layers.
     """
 
     passes: Sequence[LayerPass]
@@ -91,7 +96,8 @@ def run_sequential(
     *,
     compute_dtype: torch.dtype,
 ) -> list[Row]:
-    """Compress every layer of `source` into the canonical store at `out`; files already there are resume points.
+    """Compress every layer of `source` into the canonical store at `out`; files already there are resume
+    points.
 
     Every rank of `ctx.ranks` calls this with the same arguments; rank 0 writes.
 
@@ -100,8 +106,8 @@ def run_sequential(
         compute_dtype: of the activations; statistics are float32 in any case.
 
     Returns:
-        On rank 0 one row per linear in execution order and, with `kv_scales`, one for the keys and one for the values after the linears of
-        each layer. On other ranks nothing.
+        On rank 0 one row per linear in execution order and, with `kv_scales`, one for the keys and one for
+        the values after the linears of each layer. On other ranks nothing.
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
@@ -214,7 +220,8 @@ def _stored_dtype(arch: Arch) -> torch.dtype:
 def _embedded(
     source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype
 ) -> Samples:
-    """Return the inputs of the first layer; the weights outside of the layers are written to `out` and not kept."""
+    """Return the inputs of the first layer; the weights outside of the layers are written to `out` and not
+    kept."""
     outer = source.outer()
     _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
@@ -234,7 +241,8 @@ def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tenso
 
 
 def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raise UnsupportedFormat for NaN or infinity: rounding would turn them into codes that look like any other."""
+    """Raise UnsupportedFormat for NaN or infinity: rounding would turn them into codes that look like any
+    other."""
     for name, value in weights.items():
         if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
             raise UnsupportedFormat(

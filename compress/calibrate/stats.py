@@ -1,8 +1,9 @@
-"""Statistics of the inputs of linears: small, mergeable, and independent of how the samples were split over work.
+"""Statistics of the inputs of linears: small, mergeable, and independent of how the samples were split over
+work.
 
-Floating-point addition is not associative, so the order of summation is part of the definition: one product for each
-piece of a few samples (`layer_run.py`), pieces of a virtual shard in order, shards by a fixed binary tree (`MergeTree`).
-One rank, four ranks and a resumed run give the same bits.
+Floating-point addition is not associative, so the order of summation is part of the definition: one product
+for each piece of a few samples (`layer_run.py`), pieces of a virtual shard in order, shards by a fixed binary
+tree (`MergeTree`). One rank, four ranks and a resumed run give the same bits.
 
 Shapes: T tokens of one piece, D features.
 """
@@ -18,18 +19,21 @@ from torch import Tensor
 from compress.calibrate.arithmetic import add_gram, add_lower_gram
 
 NOT_FINITE = (
-    "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or infinity. "
-    "Check the checkpoint, or compute in float32."
+    "the moments of a layer's inputs are not finite: the calibration data drives the model to NaN or "
+    "infinity. Check the checkpoint, or compute in float32."
 )
 """Message of the UsageError that a method raises when it cannot factorise a moment."""
-PARKED_ROWS = 256
-"""Rows of a block of a parked sum."""
+BLOCK_ROWS = 256
+"""Rows of one block of a compact sum."""
 
 
 class Stat(Protocol):
-    """A sum over samples. `update` sees all tokens of one piece at once; `merge` adds a later one, which is used up, into this one; `park`
-    says that only `merge` and reading are to come. A statistic `is_quadratic` can weigh tokens: it is given rows times the root of their
-    weights."""
+    """A sum over samples.
+
+    `update` adds all tokens of one piece at once. `merge` adds the sum of later samples and overwrites that
+    sum. After `compact` only `merge` and reading follow. A statistic that `is_quadratic` can weigh tokens: it
+    receives rows times the root of their weights.
+    """
 
     @property
     def is_quadratic(self) -> bool: ...
@@ -38,13 +42,13 @@ class Stat(Protocol):
 
     def merge(self, other: Self) -> None: ...
 
-    def park(self) -> None: ...
+    def compact(self) -> None: ...
 
     def rescale_(self, scale_D: Tensor) -> None: ...
 
 
 StatFactory = Callable[[], Stat]
-"""Makes an empty statistic; a statistic's class is one."""
+"""A function that returns an empty statistic; a statistic's class is one."""
 S = TypeVar("S", bound=Stat)
 
 
@@ -57,7 +61,7 @@ class InputStats:
             self.add(stat)
 
     def add(self, stat: Stat) -> None:
-        """Hold `stat` too, under its type."""
+        """Hold `stat`, too, under its type."""
         self._by_type[type(stat)] = stat
 
     def get(self, kind: type[S]) -> S | None:
@@ -77,9 +81,11 @@ class InputStats:
 
 
 class SecondMoment:
-    """E[x x^T], the Hessian of a linear's squared output error up to a factor of two (arXiv 2208.11811). Accumulated in float32.
+    """E[x x^T], the Hessian of a linear's squared output error up to a factor of two (arXiv 2208.11811),
+    summed in float32.
 
-    A bf16 input keeps its dtype into the product: products of two bf16 numbers are exact in float32, and the tensor cores add them there.
+    A bf16 input stays bf16 in the product: products of two bf16 numbers are exact in float32, and tensor
+    cores add them in float32.
     """
 
     is_quadratic = True
@@ -94,12 +100,13 @@ class SecondMoment:
         if x_TD.is_cuda:
             self._sum_DD = add_gram(self._sum_DD, x_TD, x_TD)
         else:
-            self._sum_DD = add_lower_gram(self._sum_DD, x_TD, PARKED_ROWS)
+            self._sum_DD = add_lower_gram(self._sum_DD, x_TD, BLOCK_ROWS)
             self._half = True
         self.num_tokens += x_TD.shape[0]
 
     def merge(self, other: "SecondMoment") -> None:
-        """One of the two is whole at a time: a + b is b + a, in floating point too."""
+        """Add `other` and overwrite it. Whichever of the two is complete serves as the accumulator: a + b and
+        b + a have the same bits."""
         if other.num_tokens == 0:
             return
         if self.num_tokens == 0:
@@ -117,9 +124,9 @@ class SecondMoment:
             self._half |= other._half
         self.num_tokens += other.num_tokens
 
-    def park(self) -> None:
-        """Keep one half of a sum that is symmetric bit for bit, as sums of x^T x are: sums that wait are most of a layer's memory. Where
-        there is no room for the half beside the whole, it stays whole."""
+    def compact(self) -> None:
+        """Keep only one half of a sum that is symmetric bit for bit, as sums of x^T x are; waiting sums are
+        most of a layer's memory. If there is no memory for a copy of the half, the sum stays complete."""
         with contextlib.suppress(torch.OutOfMemoryError):
             self._keep_half()
 
@@ -135,16 +142,16 @@ class SecondMoment:
             self._half = False
 
     def rescale_(self, scale_D: Tensor) -> None:
-        """Become the moment of x / s, after s was folded into whatever produces x."""
+        """Replace the moment by that of x / s, after s was folded into the producer of x."""
         self._sum_DD = self._whole() / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
         self._lower = []
 
     def mean(self) -> Tensor:
-        """float32 [D, D]."""
+        """Return the moment, float32 [D, D]."""
         return self._whole() / self.num_tokens if not self._lower else self._whole().div_(self.num_tokens)
 
     def _whole(self) -> Tensor:
-        """The sum; a copy of a parked one, which stays parked."""
+        """Return the complete sum; of a compact one a copy, and the sum stays compact."""
         if self._lower:
             return _whole_of(self._lower)
         if self._half:
@@ -153,7 +160,7 @@ class SecondMoment:
         return self._sum()
 
     def _sum(self) -> Tensor:
-        """Of one that is not parked; above the blocks on the diagonal it may not be whole."""
+        """Return the sum as it is kept; above the blocks on the diagonal it may be incomplete."""
         if self._lower:
             return self._whole()
         assert self._sum_DD is not None
@@ -162,15 +169,18 @@ class SecondMoment:
 
 @runtime_checkable
 class SourceStat(Stat, Protocol):
-    """A statistic of an input beside what the source model has in its place; by `update` alone, the two are the same."""
+    """A statistic that compares an input with the source model's input at the same tap; `update` alone takes
+    both to be equal."""
 
     def update_with_source(self, x_TD: Tensor, source_TD: Tensor) -> None: ...
 
 
 class CrossMoment:
-    """E[(x_source - x) x^T], how what is still missing from an input goes along with the input (arXiv 2504.02692). Float32 sums.
+    """E[(x_source - x) x^T], the correlation between the error of an input and the input (arXiv 2504.02692),
+    summed in float32.
 
-    Differences of bf16 inputs are rounded to bf16 for the tensor cores; those of numbers within a factor of two are exact.
+    Differences of bf16 inputs are rounded to bf16 for the tensor cores; differences of numbers within a
+    factor of two are exact.
     """
 
     is_quadratic = True
@@ -191,22 +201,22 @@ class CrossMoment:
             self._sum_DD = other._sum_DD if self._sum_DD is None else self._sum_DD.add_(other._sum_DD)
             self.num_tokens += other.num_tokens
 
-    def park(self) -> None:
-        """It is not symmetric: no half of it says all."""
+    def compact(self) -> None:
+        """Keep the sum as it is, because it is not symmetric."""
 
     def rescale_(self, scale_D: Tensor) -> None:
-        """Both inputs are divided by s: the source's model takes the same scale out of its weights."""
+        """Divide both inputs by s: the source's model folds the same scale into its weights."""
         assert self._sum_DD is not None
         self._sum_DD = self._sum_DD / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
 
     def mean(self) -> Tensor:
-        """float32 [D, D]."""
+        """Return the moment, float32 [D, D]."""
         assert self._sum_DD is not None
         return self._sum_DD / self.num_tokens
 
 
 class Mean:
-    """E[x] per feature: what a bias can stand for when a feature goes."""
+    """E[x] per feature, from which a bias makes up for a removed feature."""
 
     is_quadratic = False
 
@@ -225,18 +235,18 @@ class Mean:
             self.num_tokens += other.num_tokens
 
     def _total(self, x_TD: Tensor) -> Tensor:
-        """float32 [D]."""
+        """Return the sum over tokens, float32 [D]."""
         return x_TD.sum(dim=0, dtype=torch.float32)
 
-    def park(self) -> None:
-        """It is small."""
+    def compact(self) -> None:
+        """Keep the sum as it is, because it is small."""
 
     def rescale_(self, scale_D: Tensor) -> None:
         assert self._sum_D is not None
         self._sum_D = self._sum_D / scale_D
 
     def mean(self) -> Tensor:
-        """float32 [D]."""
+        """Return the mean, float32 [D]."""
         assert self._sum_D is not None
         return self._sum_D / self.num_tokens
 
@@ -249,7 +259,7 @@ class AbsMean(Mean):
 
 
 class AbsMax:
-    """max |x| per feature: the range of a static activation scale."""
+    """Largest |x| per feature: the range of a static activation scale."""
 
     is_quadratic = False
 
@@ -264,33 +274,34 @@ class AbsMax:
         if other._max_D is not None:
             self._max_D = other._max_D if self._max_D is None else torch.maximum(self._max_D, other._max_D)
 
-    def park(self) -> None:
-        """It is small."""
+    def compact(self) -> None:
+        """Keep the values as they are, because they are small."""
 
     def rescale_(self, scale_D: Tensor) -> None:
         assert self._max_D is not None
         self._max_D = self._max_D / scale_D
 
     def max(self) -> Tensor:
-        """Return the largest of all features, a float32 scalar."""
+        """Return the largest value of all features, a float32 scalar."""
         return self.per_feature().max()
 
     def per_feature(self) -> Tensor:
-        """Return the largest of each feature, float32 [D]."""
+        """Return the largest value of each feature, float32 [D]."""
         assert self._max_D is not None
         return self._max_D
 
 
 @dataclass(frozen=True)
 class Node(Generic[S]):
-    """The sum of shards begin .. begin + num_shards - 1, a power of two of them."""
+    """The sum of the shards begin .. begin + num_shards - 1; num_shards is a power of two."""
 
     begin: int
     num_shards: int
     stat: S
 
     def to_parts(self) -> tuple[int, int, dict[str, Any]]:
-        """Return the node as it is sent between ranks. A statistic's attributes are numbers, tensors and lists of tensors."""
+        """Return the node in the form that is sent between ranks. A statistic's attributes are numbers,
+        tensors and lists of tensors."""
         return self.begin, self.num_shards, vars(self.stat)
 
     @staticmethod
@@ -303,17 +314,18 @@ class Node(Generic[S]):
 
 
 class MergeTree(Generic[S]):
-    """Merges a fixed sequence of shards pairwise, as a binary counter does: at most log2(shards) + 1 statistics are alive.
+    """Merges a fixed sequence of shards pairwise, like a binary counter: at most log2(shards) + 1 statistics
+    are alive.
 
-    A tree over some consecutive shards merges only what the tree over all shards merges too, so the nodes of several ranks, joined in
-    order, make the same sums as one rank does.
+    A tree over some consecutive shards merges only what the tree over all shards merges, too, so the nodes of
+    several ranks, joined in order, make the same sums as one rank does.
     """
 
     def __init__(self) -> None:
         self._pending: list[Node[S]] = []
 
     def push(self, shard_idx: int, stat: S) -> None:
-        """Add the sum of one shard, the one after those that were added."""
+        """Add the sum of one shard, in order of shards."""
         self.join(Node(shard_idx, 1, stat))
 
     def join(self, node: Node[S]) -> None:
@@ -326,42 +338,41 @@ class MergeTree(Generic[S]):
             earlier = self._pending.pop()
             earlier.stat.merge(node.stat)
             node = Node(earlier.begin, 2 * node.num_shards, earlier.stat)
-        node.stat.park()
+        node.stat.compact()
         self._pending.append(node)
 
     def nodes(self) -> list[Node[S]]:
-        """What is not merged yet, in order; the tree is empty afterwards."""
+        """Return the sums that are not merged yet, in order, and empty the tree."""
         pending = self._pending
         self._pending = []
         return pending
 
     def root(self) -> S:
-        """The sum of everything pushed; the tree is empty afterwards."""
+        """Return the sum of everything pushed, and empty the tree."""
         total = self._pending.pop().stat
         while self._pending:
             earlier = self._pending.pop().stat
             earlier.merge(total)
             total = earlier
-        total.park()
+        total.compact()
         return total
 
 
 def _row_blocks(sum_DD: Tensor) -> list[tuple[Tensor, int]]:
-    """Blocks of rows, each with the index behind its last one."""
+    """Return blocks of rows, each with the index after its last row."""
     return [
-        (rows, min((idx + 1) * PARKED_ROWS, len(sum_DD)))
-        for idx, rows in enumerate(sum_DD.split(PARKED_ROWS))
+        (rows, min((idx + 1) * BLOCK_ROWS, len(sum_DD))) for idx, rows in enumerate(sum_DD.split(BLOCK_ROWS))
     ]
 
 
 def _whole_of(lower: list[Tensor]) -> Tensor:
-    """The symmetric matrix of its blocks of rows."""
+    """Return the symmetric matrix of these blocks of rows."""
     size = lower[-1].shape[1]
     return _plus_lower_(lower[0].new_zeros(size, size), lower)
 
 
 def _plus_lower_(sum_DD: Tensor, lower: list[Tensor]) -> Tensor:
-    """`sum_DD` plus a parked sum, which is symmetric."""
+    """Add a compact sum, which is symmetric, to `sum_DD` in place and return it."""
     begin = 0
     for rows in lower:
         end = rows.shape[1]

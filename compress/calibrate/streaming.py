@@ -1,7 +1,8 @@
-"""The two ends of a stream of layers: the next one is read while this one is worked on, and the last one is written meanwhile.
+"""A loop over layers reads the next layer and writes the last one while it processes the present one.
 
-A reader thread holds one layer ahead at most, in pinned memory when it is to go to a GPU, where a copy from anywhere else would wait for
-the host. A writer thread has one file in hand at most. What goes wrong in a thread is raised where its result is asked for.
+A reader thread holds at most one layer ahead; for a GPU it lies in pinned memory, because a copy from other
+memory would block the host. A writer thread has at most one file to write. An error in a thread is raised
+where its result is requested.
 """
 
 import ctypes
@@ -18,13 +19,14 @@ from compress.models.weights import Weights
 from compress.quant.scheme import QuantizedWeight
 
 SMALL_LAYER = 1 << 24
-"""Parameters of a layer up to which its memory may stay when it is freed."""
+"""Largest number of parameters of a layer whose memory the process may keep when it is freed."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
 class _Thread:
-    """One thread, ended with the block; what it has begun it finishes first."""
+    """One thread for the duration of a block; at its end a started job is completed and others are
+    cancelled."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -37,7 +39,7 @@ class _Thread:
 
 
 class LayerPrefetcher(_Thread):
-    """Reads layers before they are asked for. `read` runs in the thread; one layer at a time is in memory here."""
+    """Reads layers in advance. `read` runs in a thread, and one layer at a time is held here."""
 
     def __init__(self, read: Callable[[int], Weights], device: torch.device) -> None:
         super().__init__()
@@ -46,12 +48,12 @@ class LayerPrefetcher(_Thread):
         self._next: tuple[int, Future[Weights]] | None = None
 
     def start(self, layer_idx: int) -> None:
-        """Begin to read that layer, if that has not begun."""
+        """Begin to read that layer, unless that has begun."""
         if self._next is None or self._next[0] != layer_idx:
             self._next = layer_idx, self._pool.submit(self._load, layer_idx)
 
     def take(self, layer_idx: int) -> Weights:
-        """The layer, waited for; it is the caller's alone from here on."""
+        """Wait for the layer and return it; no reference to it is kept here."""
         self.start(layer_idx)
         assert self._next is not None
         (_, future) = self._next
@@ -64,22 +66,22 @@ class LayerPrefetcher(_Thread):
 
 
 class LayerWriter(_Thread):
-    """Writes behind the work."""
+    """Writes files in a thread while the caller goes on."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last: Future[None] | None = None
 
     def write(self, job: Callable[[], None]) -> None:
-        """Begin to write, when what came before is on the disk."""
+        """Begin to write, once the file before is on the disk."""
         self.wait()
         self._last = self._pool.submit(job)
 
     def wait(self) -> None:
-        """Until everything is on the disk.
+        """Wait until everything is on the disk.
 
         Raises:
-            Whatever the writing raised.
+            Exception: whatever the writing raised.
         """
         if self._last is not None:
             last = self._last
@@ -88,16 +90,16 @@ class LayerWriter(_Thread):
 
 
 def return_freed_blocks(arch: Arch) -> None:
-    """From here on the memory of a large tensor goes back to the system when the tensor does. glibc by itself keeps blocks of up to 32 MB,
-    in pieces that the next matrices do not fit: half as much again as is in use. Larger blocks it returns anyway. Where layers are small,
-    it is activations that come and go, which are paid for page by page: they stay."""
+    """Make the allocator return the memory of large tensors to the system when they are freed. By default
+    glibc keeps blocks of up to 32 MB, in pieces that the next matrices do not fit, which adds half of the
+    memory in use. It returns larger blocks in any case. With small layers the blocks are activations, whose
+    pages cost time to obtain again, so these are kept."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     small = arch.num_linear_params <= SMALL_LAYER * arch.num_layers
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << (24 if small else 20))
-        mallopt(
-            _M_TRIM_THRESHOLD, 1 << (26 if small else 22)
-        )  # 128 KB once the other is set, if nothing is said
+        # Setting the first threshold alone would lower this one to 128 KB.
+        mallopt(_M_TRIM_THRESHOLD, 1 << (26 if small else 22))
 
 
 def _pin(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:

@@ -5,12 +5,14 @@ compute; then gate and up; then down.
                                   observe the second, computed by these linears,      compress its linear
                                   x := x + that linear (second tap's value)
 
-GPTQ's "true sequential" order (arXiv 2210.17323, in its published code): a linear also makes up for what the linears before it in its own
-layer lost. Statistics that compare with the source (`SourceStat`) get the source's activations at the same tap, computed by its own
-linears. Only the norms are computed twice: the value at a second tap is kept until its linear is compressed, and the samples end as the
-outputs of the compressed layer, with the bits that a replay gives.
+GPTQ's "true sequential" order (arXiv 2210.17323, in its published code): a linear also makes up for what the
+linears before it in its own layer lost. Statistics that compare with the source (`SourceStat`) get the
+source's activations at the same tap, computed by its own linears. Only the norms are computed twice: the
+value at a second tap is kept until its linear is compressed, and the samples end as the outputs of the
+compressed layer, with the bits that a replay gives.
 
-A group is observed only after the one before it is compressed, so of several ranks one compresses at a time; they share the observation.
+A group is observed only after the one before it is compressed, so of several ranks one compresses at a time;
+they share the observation.
 """
 
 import itertools
@@ -38,11 +40,13 @@ def compress_true_sequential(
     prefetch_next: Callable[[], None],
     on_kv_ready: Callable[[], None],
 ) -> None:
-    """Compress a layer of `arch` while the samples go through it; afterwards they are the outputs of the compressed layer.
+    """Compress a layer of `arch` while the samples go through it; afterwards they are the outputs of the
+    compressed layer.
 
     Args:
         prefetch_next: called once both copies of the layer are on the device.
-        on_kv_ready: called when the linears of keys and values are compressed and the samples are still the layer's inputs.
+        on_kv_ready: called when the linears of keys and values are compressed and the samples are still the
+            layer's inputs.
     """
     run = state.run
     layer = run.build_layer(arch, state.layer_idx, state.loaded_weights())
@@ -78,7 +82,8 @@ def _compress_group(
     *,
     into: Samples | None = None,
 ) -> None:
-    """Compress the linears of one tap on the rank whose turn it is, from the statistics of all ranks, and set them in `layer`."""
+    """Compress the linears of one tap on the rank whose turn it is, from the statistics of all ranks, and set
+    them in `layer`."""
     run = state.run
     (group,) = (group for group in layer.groups() if group.tap == tap)
     owner = layer.groups().index(group) % run.ranks.size

@@ -1,14 +1,17 @@
-"""Data cards: a YAML file that names a body of text, says where it comes from and its licence, and is read as a stream of documents.
+"""Data cards: YAML files that name a body of text with its source and licence, and are read as a stream of
+documents.
 
     {kind: builtin, name: python, part: calibration}
     {kind: local, paths: [news-*.jsonl.xz], format: jsonl}
     {kind: huggingface, dataset: org/name, config: ..., split: ..., revision: <commit or tag>}
 
-Every card also has title, license and source, and may have a digest that the text must match. `builtin://python` and
-`builtin://python-eval` are references to the embedded text without a file, and with `/code` or `/prose` behind them to one kind of it.
+Every card also has title, license and source, and may have a digest that the text must match. The references
+`builtin://python` and `builtin://python-eval` name the embedded text without a file; with the suffix `/code`
+or `/prose` they name one kind of it.
 
-A local row and a Hub row hold their text in `text_field`: a text, or a list of chat turns `{role, content}`, which become `Role: content`
-paragraphs. Nothing downloaded is ever executed: dataset scripts and `trust_remote_code` are not supported.
+A local row and a Hub row hold their text in `text_field`: a text, or a list of chat turns `{role, content}`,
+which become `Role: content` paragraphs. Nothing downloaded is ever executed: dataset scripts and
+`trust_remote_code` are not supported.
 """
 
 import bz2
@@ -48,7 +51,7 @@ _DIGEST = r"^sha256:[0-9a-f]{64}$"
 
 
 class CardSpec(Spec):
-    """What every card says."""
+    """Keys that every card has, whatever its kind."""
 
     title: str = Field(min_length=1)
     license: str = Field(min_length=1, description="SPDX identifier where there is one")
@@ -68,7 +71,8 @@ class CardSpec(Spec):
 
 
 class BuiltinCard(CardSpec):
-    """The embedded text (see `corpus`); its bytes depend on the Python version, its parts do not."""
+    """The embedded text (`corpus.py`). Its bytes depend on the Python version; which documents are in a part
+    does not."""
 
     kind: Literal["builtin"]
     name: Literal["python"]
@@ -77,7 +81,7 @@ class BuiltinCard(CardSpec):
 
 
 class LocalCard(CardSpec):
-    """Files next to the card or anywhere; `.xz .gz .bz2 .zst` are unpacked while reading."""
+    """Files, by paths relative to the card or absolute; `.xz .gz .bz2 .zst` are unpacked while reading."""
 
     kind: Literal["local"]
     paths: tuple[str, ...] = Field(
@@ -96,7 +100,7 @@ class LocalCard(CardSpec):
 
 
 class HuggingFaceCard(CardSpec):
-    """A dataset of the Hugging Face Hub, streamed."""
+    """A dataset of the Hugging Face Hub; it is streamed and not kept on disk."""
 
     kind: Literal["huggingface"]
     dataset: str = Field(pattern=r"^[\w.-]+/[\w.-]+$", description="org/name")
@@ -127,7 +131,7 @@ _KINDS: Mapping[str, type[CardSpec]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A checked card; `folder` is what its relative paths start from."""
+    """A valid card; its relative paths start from `folder`."""
 
     spec: BuiltinCard | LocalCard | HuggingFaceCard
     folder: Path
@@ -135,7 +139,7 @@ class Card:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What reports and model cards say about the data: no path of this machine."""
+        """Facts of the data for reports and model cards; they name no path of this machine."""
         spec = self.spec
         facts: dict[str, Any] = {
             key: getattr(spec, key)
@@ -149,8 +153,8 @@ class Card:
 
 
 def load_card(ref: str) -> Card:
-    """Read the card at a path, or `builtin://python` (calibration part) or `builtin://python-eval` (evaluation part), or the `/code` or
-    `/prose` of one. No network.
+    """Return the card at a path or that of a builtin reference: `builtin://python` (calibration part) or
+    `builtin://python-eval` (evaluation part), each also with `/code` or `/prose`. Uses no network.
 
     Raises:
         RecipeError: the file cannot be read or is not a valid card.
@@ -180,16 +184,19 @@ def load_card(ref: str) -> Card:
 
 
 def pin(card: Card) -> Card:
-    """The card with a moving Hub revision (a tag, `main`) replaced by the commit it means now; any other card as it is.
+    """Return the card with a Hub revision that may move (a tag, `main`) replaced by its present commit; any
+    other card as it is.
 
     Raises:
-        StorageError: the Hub cannot be reached or does not know the dataset or revision.
+        StorageError: the Hub cannot be reached, or has no such dataset or revision.
     """
     spec = card.spec
     if not isinstance(spec, HuggingFaceCard) or _COMMIT.fullmatch(spec.revision):
         return card
     import huggingface_hub  # slow to import; only Hub cards need it
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # the HTTP client's own, whichever that is
+
+    # The HTTP client's own error, whichever client it is.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     try:
         commit = huggingface_hub.HfApi().dataset_info(spec.dataset, revision=spec.revision).sha
@@ -199,26 +206,28 @@ def pin(card: Card) -> Card:
 
 
 def check_at_hand(card: Card, *, offline: bool = False) -> None:
-    """Refuse text that cannot be read, without reading it.
+    """Check, without reading it, that the text can be read.
 
     Raises:
-        UsageError: a local card names a file that is not there.
-        StorageError: a Hub card, and the network must not be used (a dataset is streamed, never kept).
+        UsageError: a local card names a file that does not exist.
+        StorageError: a Hub card although the network must not be used (a dataset is streamed, never kept).
     """
     if isinstance(card.spec, LocalCard):
         _files(card.spec, card)
     elif offline and isinstance(card.spec, HuggingFaceCard):
         raise StorageError(
-            f"data card '{card.ref}' streams {card.spec.dataset} from the Hub, which --offline forbids. Name builtin://python or a card of "
-            "local files."
+            f"data card '{card.ref}' streams {card.spec.dataset} from the Hub, which --offline forbids. "
+            "Name builtin://python or a card of local files."
         )
 
 
 def documents(card: Card) -> Iterator[Document]:
-    """The card's documents in their fixed order. A card with a digest is checked when the last document has been read.
+    """Yield the card's documents in their fixed order. The digest of a card that has one is checked after the
+    last document.
 
     Raises:
-        UsageError: a missing file, a row without the text field, or text that does not match the card's digest.
+        UsageError: a missing file, a row without the text field, or text that does not match the card's
+            digest.
         StorageError: a file or dataset that cannot be read to the end.
         EnvironmentUnfit: builtin text on an interpreter without its sources.
     """
@@ -232,13 +241,15 @@ def documents(card: Card) -> Iterator[Document]:
         yield document
     if hasher.digest() != card.spec.digest:
         raise UsageError(
-            f"the text of data card '{card.ref}' has changed: its digest is {hasher.digest()}, the card expects {card.spec.digest}. "
-            "Restore the text, or take the new digest into the card if the change is meant."
+            f"the text of data card '{card.ref}' has changed: its digest is {hasher.digest()}, the card "
+            f"expects {card.spec.digest}. Restore the text, or take the new digest into the card if the "
+            "change is meant."
         )
 
 
 def identity(card: Card) -> str:
-    """Digest of what decides the card's text without reading all of it: facts and, of local files, their bytes. Part of cache keys."""
+    """Return the digest of everything that decides the card's text, without reading all of it: its facts and,
+    for local files, their bytes. It is part of cache keys."""
     facts = dict(card.facts) | {"digest": card.spec.digest}
     if isinstance(card.spec, LocalCard):
         facts["files"] = [digest_file(path) for path in _files(card.spec, card)]
@@ -254,7 +265,7 @@ def identity(card: Card) -> str:
 
 
 def text_digest(stream: Iterable[Document]) -> str:
-    """Digest of all texts of `stream`, in order."""
+    """Return the digest of all texts of `stream`, in order."""
     hasher = TextHasher()
     for document in stream:
         hasher.update(document)
@@ -272,12 +283,13 @@ def _builtin(ref: str) -> Card:
     if ref not in known:
         raise UsageError(f"unknown embedded text '{ref}'.{did_you_mean(ref, known)}")
     part, category = known[ref]
+    of_category = "" if category == "all" else f", {category}"
     facts = {
         "kind": "builtin",
         "name": "python",
         "part": part,
         "category": category,
-        "title": f"Python standard library and language reference, {part} part{'' if category == 'all' else f', {category}'}",
+        "title": f"Python standard library and language reference, {part} part{of_category}",
         "license": "PSF-2.0",
         "source": "module sources and pydoc topics of the running CPython, https://www.python.org",
     }
@@ -294,7 +306,8 @@ def _read(card: Card) -> Iterator[Document]:
             return _hub_documents(cast(HuggingFaceCard, pin(card).spec))
 
 
-# ------------------------------------------------------------------------------------------------------------ local files
+# ------------------------------------------------------------------------------------------------------------
+# local files
 
 
 def _local_documents(spec: LocalCard, card: Card) -> Iterator[Document]:
@@ -316,7 +329,8 @@ def _files(spec: LocalCard, card: Card) -> list[Path]:
         )
         if not found:
             raise UsageError(
-                f"data card '{card.ref}' names '{pattern}', and there is no such file at '{whole}'; paths are relative to the card."
+                f"data card '{card.ref}' names '{pattern}', and there is no such file at '{whole}'; paths "
+                "are relative to the card."
             )
         files += [path for path in found if path not in files]
     return files
@@ -353,7 +367,8 @@ def _lines(path: Path) -> Iterator[str]:
         raise UsageError(f"{path}: not UTF-8 text: {error.reason}. Data files are UTF-8.") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise StorageError(
-            f"{path}: cannot be read to the end: {error}. The file may be cut off or not what its suffix says."
+            f"{path}: cannot be read to the end: {error}. The file may be cut off or not what its suffix "
+            "says."
         ) from error
 
 
@@ -383,7 +398,8 @@ def _row_text(row: Mapping[str, Any], field: str, at: str) -> str:
     raise UsageError(f"{at}: field '{field}' is neither text nor a list of messages with role and content.")
 
 
-# ---------------------------------------------------------------------------------------------------------- Hugging Face Hub
+# ----------------------------------------------------------------------------------------------------------
+# Hugging Face Hub
 
 
 def _hub_documents(spec: HuggingFaceCard) -> Iterator[Document]:
@@ -410,8 +426,9 @@ def _hub_documents(spec: HuggingFaceCard) -> Iterator[Document]:
 
 def _unreachable(spec: HuggingFaceCard, error: Exception) -> StorageError:
     return StorageError(
-        f"dataset '{spec.dataset}' at revision '{spec.revision}' could not be read from the Hugging Face Hub ({_first_line(error)}): "
-        "check the name and the network, or use a local card or `builtin://python`, which need none."
+        f"dataset '{spec.dataset}' at revision '{spec.revision}' could not be read from the Hugging Face "
+        f"Hub ({_first_line(error)}): check the name and the network, or use a local card or "
+        "`builtin://python`, which need none."
     )
 
 

@@ -1,6 +1,5 @@
-"""Token sets of one model: the text of a data card through the model's own tokenizer, checked against its
-embedding.
-"""
+"""Token sets for one model: the text of a data card, tokenized by the model's own tokenizer and checked
+against its embedding."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,12 @@ TOKENS_NAME = "tokens.safetensors"
 def read_tokens(
     source: ModelSource, data: str, *, num_samples: int | None, seq_len: int, seed: int | None, offline: bool
 ) -> tuple[TokenSet, dict[str, Any]]:
-    """Token set of a card through the model's own tokenizer, and the card's facts. A model that starts text
-    with BOS gets it here too.
+    """Return the token set of a card, made by the model's own tokenizer, and the card's facts. Windows start
+    with BOS if the model's texts do.
 
     Raises:
-        UsageError: too little text, or a tokenizer that is not this model's.
-        StorageError: the text cannot be read, or lies on the hub and `offline` is set.
+        UsageError: too little text, or a tokenizer that belongs to another model.
+        StorageError: the text cannot be read, or is on the Hub and `offline` is set.
     """
     card = load_card(data)
     check_at_hand(card, offline=offline)
@@ -52,19 +51,20 @@ def read_tokens(
 
 
 def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
-    """Raise UsageError when the tokenizer gives ids that the embedding does not have."""
+    """Raise UsageError if the tokenizer gives ids that the embedding does not have."""
     config = read_config(source.path)
     vocab_size = family_of(config).read_config(config).vocab_size
     largest = int(tokens.tokens_NS.max())
     if largest >= vocab_size:
         raise UsageError(
             f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} "
-            f"embeddings: they do not belong together."
+            "embeddings: they do not belong together."
         )
 
 
 def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:
-    """Return the beginning-of-sequence id that the tokenizer puts before a text; None where it puts none."""
+    """Return the beginning-of-sequence id that the tokenizer puts before every text; None where it puts
+    none."""
     with_special = tokenizer.encode("a").ids
     without = tokenizer.encode("a", add_special_tokens=False).ids
     if (
@@ -77,14 +77,14 @@ def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:
 
 
 def check_seq_len(seq_len: int, what: str, arch: Arch) -> None:
-    """Raise UsageError when a sequence is longer than the model's positions."""
+    """Raise UsageError if a sequence is longer than the model's positions."""
     if seq_len > arch.max_position:
         raise UsageError(
             f"{what} is {seq_len} tokens and the model has {arch.max_position} positions. Give a smaller "
-            f"number."
+            "number."
         )
 
 
 def data_identity(spec: Any, device: str) -> Mapping[str, str]:
-    """Return the identity of the text that a spec's `data` names, as a part of a cache key."""
+    """Return the digest of the text that a spec's `data` names, for a cache key."""
     return {"data": identity(load_card(spec.data))}

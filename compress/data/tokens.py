@@ -1,18 +1,20 @@
-"""Token sets: the fixed windows of tokens that a model is calibrated or evaluated on, and the check that the two do not share text.
+"""Token sets: the fixed windows of tokens that a model is calibrated or evaluated on, and the check that both
+share no text.
 
-Evaluation (`seed=None`) is convention A: all documents joined by the separator, tokenized as one text, cut into non-overlapping windows
-in corpus order, the tail dropped. `num_samples` takes the first windows.
+Evaluation (`seed=None`) is convention A: all documents joined by the separator, tokenized as one text, cut
+into non-overlapping windows in corpus order, without the tail. `num_samples` takes the first windows.
 
-Calibration (a seed) draws text from the whole corpus in one pass and bounded memory. Every document is cut into excerpts of about one
-window (8 characters a token, at a line end where there is one) and every excerpt gets the key (round, sha256(seed, id, excerpt)): in
-round 0 each document offers one excerpt, drawn by hash, in round 1 a second, and so on. The excerpts with the smallest keys are kept,
-joined in key order and cut into windows. So a sample is spread over as many documents as there are (short prose counts beside long
-sources), the order of the documents does not matter, a larger sample begins with the smaller one, and only the text that is used is
-tokenized.
+Calibration (a seed) draws text from the whole corpus in one pass and bounded memory. Every document is cut
+into excerpts of about one window (8 characters a token, ending at a line end where possible), and every
+excerpt gets the key (round, sha256(seed, id, excerpt)): in round 0 each document offers one excerpt, drawn by
+hash, in round 1 a second, and so on. The excerpts with the smallest keys are kept, joined in key order and
+cut into windows. So a sample is spread over as many documents as possible (short prose counts as much as a
+long source), the order of the documents does not matter, a larger sample begins with the smaller one, and
+only text that is used is tokenized.
 
-Bytes. `num_bytes` counts the UTF-8 bytes that the text tokens stand for, token by token from the vocabulary, so a character that a window
-cuts in two is counted right; bits per byte divides by `num_scored_bytes`, which leaves out a window's first token where no BOS stands
-before it, because nothing predicts it.
+Bytes. `num_bytes` counts the UTF-8 bytes of the text tokens, token by token from the vocabulary, so a
+character that is split between two windows is counted correctly. Bits per byte divides by `num_scored_bytes`,
+which leaves out the first token of a window that has no BOS, because nothing predicts that token.
 
 Shapes: N samples, S sequence.
 """
@@ -53,7 +55,8 @@ _FACTS_KEY = "token_set"
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """Windows of token ids, int32 [N, S]; `source` has the card's facts and what was read."""
+    """Windows of token ids, int32 [N, S]; `source` holds the facts of the card and of the text that was
+    read."""
 
     tokens_NS: Tensor
     num_bytes: int
@@ -61,14 +64,15 @@ class TokenSet:
     source: dict[str, Any]
 
     def digest(self) -> str:
-        """Of the shape and the ids: what a stage's cache key and a report refer to."""
+        """Return the digest of the shape and the ids, which cache keys and reports contain."""
         shape = canonical_json(list(self.tokens_NS.shape))
         return digest_bytes(shape + self.tokens_NS.contiguous().numpy().astype("<i4").tobytes())
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many word n-grams of the evaluation text also stand in the calibration text; `example` is the first."""
+    """Numbers of word n-grams of the evaluation text, and of those that the calibration text also has;
+    `example` is the first shared one."""
 
     num_shared: int
     num_ngrams: int
@@ -80,7 +84,8 @@ class Overlap:
 
 
 def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
-    """The tokenizer of a model directory, without the truncation and padding its file may ask for, and the digest of the file.
+    """Return the tokenizer of a model directory, with truncation and padding switched off, and the digest of
+    its file.
 
     Raises:
         UnsupportedFormat: there is no readable `tokenizer.json`.
@@ -91,7 +96,8 @@ def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
     if not path.is_file():
         raise UnsupportedFormat(
             f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
-            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or vocab.json."
+            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or "
+            "vocab.json."
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -114,20 +120,22 @@ def tokenize(
     separator: str = "\n\n",
     facts: Mapping[str, Any] | None = None,
 ) -> TokenSet:
-    """`num_samples` windows of `seq_len` tokens: with a seed drawn over the whole corpus, without one the first in order (`None`: all).
+    """Return `num_samples` windows of `seq_len` tokens: with a seed drawn from the whole corpus, without one
+    the first in order (`None`: all).
 
-    With `bos`, every window starts with that id and has seq_len - 1 tokens of text. With packing `first_tokens` a window is the beginning
-    of one document and shorter documents are passed over. `documents` is read to its end in every case, so that `source["text_digest"]`
-    says which text this was.
+    With `bos`, every window starts with that id and has seq_len - 1 tokens of text. With packing
+    `first_tokens` a window is the beginning of one document, and shorter documents are skipped. `documents`
+    is always read to its end, so that `source["text_digest"]` identifies the text.
 
     Raises:
         UsageError: too little text.
-        UnsupportedFormat: a tokenizer whose tokens do not spell out their bytes.
+        UnsupportedFormat: a tokenizer whose tokens do not determine their number of bytes.
     """
     body_len = seq_len - (bos is not None)
     if body_len < 1 or (num_samples is not None and num_samples < 1):
         raise UsageError(
-            f"num_samples {num_samples} and seq_len {seq_len} leave no room for a token of text: give larger numbers."
+            f"num_samples {num_samples} and seq_len {seq_len} leave no room for a token of text: give "
+            "larger numbers."
         )
     if num_samples is None and seed is not None:
         raise UsageError("a seeded sample needs num_samples; without a seed all windows are taken in order.")
@@ -148,9 +156,9 @@ def tokenize(
     if num_windows < (num_samples or 1):
         hint = "packing `concatenate`, " if packing == "first_tokens" else ""
         raise UsageError(
-            f"the data gives {num_windows} windows of {body_len} text tokens ({packing}) and {num_samples or 1} are needed; "
-            f"it has {reading.num_documents:,} documents with {reading.num_chars:,} characters. "
-            f"Take {hint}fewer samples, a smaller seq_len, or more text."
+            f"the data gives {num_windows} windows of {body_len} text tokens ({packing}) and "
+            f"{num_samples or 1} are needed; it has {reading.num_documents:,} documents with "
+            f"{reading.num_chars:,} characters. Take {hint}fewer samples, a smaller seq_len, or more text."
         )
     body_NS = torch.tensor(ids[: (num_samples or num_windows) * body_len], dtype=torch.int32).view(
         -1, body_len
@@ -160,7 +168,8 @@ def tokenize(
 
 
 def save_token_set(token_set: TokenSet, path: Path) -> None:
-    """One safetensors file with the ids and, in its header, the facts. The same token set gives the same bytes."""
+    """Write one safetensors file with the ids and, in its header, the facts. The same token set gives the
+    same bytes."""
     facts = {
         "num_bytes": token_set.num_bytes,
         "num_scored_bytes": token_set.num_scored_bytes,
@@ -193,11 +202,12 @@ def load_token_set(path: Path) -> TokenSet:
     return TokenSet(tokens_NS, facts["num_bytes"], facts["num_scored_bytes"], facts["source"])
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------------
+# ------ reading
 
 
 class _Reading:
-    """A stream of documents that is counted and hashed as it goes by."""
+    """A stream of documents that is counted and hashed while it is read."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = iter(documents)
@@ -227,7 +237,8 @@ class _Reading:
 def _sampled(
     documents: Iterable[Document], *, seed: int, num_samples: int, body_len: int, packing: Packing
 ) -> list[str]:
-    """The excerpts with the smallest keys, in key order: enough of them for the windows, no more in memory at any time."""
+    """Return the excerpts with the smallest keys, in key order: as many as the windows need, and never more
+    in memory."""
     size = _EXCERPT_CHARS_PER_TOKEN * body_len
     budget = num_samples * _KEPT_EXCERPTS_PER_SAMPLE[packing] * size
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top, hence the minus signs
@@ -255,7 +266,8 @@ def _key(seed: int, doc_id: str, excerpt_idx: int) -> int:
 
 
 def _excerpts(text: str, size: int) -> list[str]:
-    """`text` in consecutive pieces of at most `size` characters, each ending with a line where its second half has a line end."""
+    """Cut `text` into consecutive pieces of at most `size` characters, each ending at a line end if its
+    second half has one."""
     pieces = []
     start = 0
     while start < len(text):
@@ -267,13 +279,15 @@ def _excerpts(text: str, size: int) -> list[str]:
     return [piece for piece in pieces if not piece.isspace()]
 
 
-# ----------------------------------------------------------------------------------------------------------------- encoding
+# ------------------------------------------------------------------------------------------------------------
+# ----- encoding
 
 
 def _joined(
     texts: Iterable[str], tokenizer: "Tokenizer", separator: str, *, num_tokens: int | None
 ) -> list[int]:
-    """Ids of the joined text, or of as much of it as settles the first `num_tokens`."""
+    """Return the ids of the joined text, or of a beginning of it that is long enough to fix the first
+    `num_tokens`."""
     source = iter(texts)
     taken = list[str]()
     num_chars = 0
@@ -306,7 +320,8 @@ def _joined_by_excerpt(
 def _heads(
     texts: Iterable[str], tokenizer: "Tokenizer", *, num_samples: int | None, body_len: int
 ) -> list[int]:
-    """The first `body_len` ids of every text that has so many, until there are `num_samples`."""
+    """Return the first `body_len` ids of every text that has that many, until there are `num_samples`
+    texts."""
     source = iter(texts)
     ids = list[int]()
     while (num_samples is None or len(ids) < num_samples * body_len) and (
@@ -335,7 +350,8 @@ def _token_set(body_NS: Tensor, tokenizer: "Tokenizer", bos: int | None, source:
 
 
 def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
-    """UTF-8 bytes of each id: a byte-level vocabulary writes one character a byte, SentencePiece a space as U+2581 and a byte as <0xNN>."""
+    """Return the number of UTF-8 bytes of each id. A byte-level vocabulary writes one character a byte,
+    SentencePiece a space as U+2581 and a byte as <0xNN>."""
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
     added = {idx: len(token.content.encode()) for idx, token in tokenizer.get_added_tokens_decoder().items()}
@@ -349,19 +365,21 @@ def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
             for idx, token in zip(ids, tokens, strict=True)
         ]
     raise UnsupportedFormat(
-        f"the tokenizer's decoder ({', '.join(sorted(kinds)) or 'none'}) does not say how many bytes a token stands for; "
-        "byte-level and SentencePiece tokenizers are supported."
+        "the number of bytes of a token is unknown for this tokenizer's decoder "
+        f"({', '.join(sorted(kinds)) or 'none'}); byte-level and SentencePiece tokenizers are supported."
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ overlap
+# ------------------------------------------------------------------------------------------------------------
+# ------ overlap
 
 
 def overlap(calibration: Iterable[Document], evaluation: Iterable[Document], *, ngram: int = 13) -> Overlap:
-    """Count the evaluation text's n-grams of words (lower case, punctuation ignored, within a document) that the calibration text has too.
+    """Count the word n-grams of the evaluation text (lower case, without punctuation, within a document) and
+    those of them that occur in the calibration text.
 
-    n-grams are compared by 64-bit hashes: for 10^7 against 10^5 the chance of one false match is below 10^-6. 13 words is the length that
-    GPT-3's contamination study settled on (arXiv 2005.14165, appendix C).
+    n-grams are compared by 64-bit hashes: for 10^7 against 10^5 the chance of one false match is below 10^-6.
+    13 words is the length that GPT-3's contamination study settled on (arXiv 2005.14165, appendix C).
     """
     vocabulary: dict[str, int] = {}
     docs = [
@@ -396,7 +414,8 @@ def _words(document: Document) -> list[str]:
 
 
 def _ngram_hashes(word_ids: Sequence[int], ngram: int) -> NDArray[np.uint64]:
-    """One hash per start: a polynomial in mixed word ids modulo 2^64 (the mixing is the finaliser of splitmix64)."""
+    """Return one hash for each start: a polynomial in mixed word ids modulo 2^64 (the mixing is the finaliser
+    of splitmix64)."""
     num = max(len(word_ids) - ngram + 1, 0)
     mixed = np.asarray(word_ids, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -19,7 +19,7 @@ def test_a_kind_is_a_spec_that_documents_itself(name: str, init: Any) -> None:
     fields = {key: schema for key, schema in init.model_json_schema()["properties"].items() if key != "kind"}
     silent = [key for key, schema in fields.items() if not schema.get("description")]
     assert not silent, f"say what these options are: {silent}"
-    assert Draft.model_validate({"init": {"kind": name}}).start == init()
+    assert Draft.model_validate({"init": {"kind": name}}).kind == init()
 
 
 def test_without_a_kind_a_draft_is_layers_of_its_target() -> None:

@@ -243,7 +243,7 @@ REFUSALS = [
     ([DISTILL], "its own teacher"),
     ([{**DISTILL, "student": {"layers": 9}}], "between 1 and the teacher's 3"),
     ([{**DISTILL, "student": {"heads": 3, "kv_heads": 2}}], "3 query heads on 2 KV heads"),
-    ([{**DISTILL, "student": {}}], "say what is smaller"),
+    ([{**DISTILL, "student": {}}], "name what is smaller"),
     ([{**DISTILL, "tokens": 64}], "fewer than a batch"),
     ([{**DISTILL, "student": {"layers": 2}, "teacher": "hf://some/model"}], "Name the commit"),
     ([CALIBRATE, PRUNE, {**DISTILL, "seq_len": 256, "tokens": 4096}], "has 128 positions"),

@@ -70,10 +70,10 @@ class UnitLosses(GradientVisitor):
             for key, total_U in sorted(self._sums.items())
         }
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+    def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         """Do nothing: the losses need no statistics."""
 
-    def see(
+    def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         """Add the squared (g_t . d_t) of every unit over one sample, summed in float64."""

@@ -60,7 +60,7 @@ class Sensitivities(GradientVisitor):
         return SecondMoment, AbsMax
 
     @torch.no_grad()
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+    def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self._moved.clear()
         for group in layer.groups():
             h_II = stats[group.tap][SecondMoment].mean()
@@ -78,7 +78,7 @@ class Sensitivities(GradientVisitor):
                         layer.linear(linear).weight.dtype
                     )
 
-    def see(
+    def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         key = (layer.layer_idx, group.tap)

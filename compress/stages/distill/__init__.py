@@ -1,9 +1,11 @@
-"""`distill`: the dense weights, or a smaller model of their own config, learn to say what a teacher says;
-resumable at any instant, by several ranks together. The result is a dense model.
+"""`distill`: train the dense weights, or a smaller model of their family, to predict what a teacher predicts.
+The result is a dense model.
 
-spec.py   what a recipe may say    text.py   windows to train and to measure on    models.py   teacher and
-          student
-learning.py   what `draft` has too    estimate.py   for `compress plan`
+Training can be stopped at any time, resumes where it was, and may be shared by several ranks.
+
+spec.py       what a recipe states             text.py       windows to train and to measure on
+learning.py   the keys that `draft` shares     models.py     teacher and student
+estimate.py   for `compress plan`
 """
 
 from collections.abc import Mapping
@@ -26,55 +28,56 @@ from compress.models.decoder import Decoder
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.distill.estimate import estimate, reshape
-from compress.stages.distill.learning import batches, learning_facts
+from compress.stages.distill.learning import learning_facts, training_batches
 from compress.stages.distill.models import NamedTeacher, build_student, check_pair, identity_of, teacher_of
 from compress.stages.distill.spec import SOURCE, Distill
-from compress.stages.distill.text import Text, shared_text
+from compress.stages.distill.text import TrainingText, shared_text
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """What a distillation ends with; the same on every rank."""
+class TrainedStudent:
+    """A trained student, with its text, teacher and curve; the same on every rank."""
 
     student: Decoder
-    text: Text
+    text: TrainingText
     teacher: NamedTeacher
     curve: Curve
     teacher_bits_per_byte: float
 
 
 def _depends(spec: Distill, device: str) -> Mapping[str, str]:
-    """The text, teacher and student named by references, and what is computed in."""
-    place = torch.device(device)
+    """Return the identities of the text and of the models named by references, and the dtype that is
+    computed in."""
     checkpoint = None if spec.student is None else spec.student.checkpoint
-    named = {"teacher": None if spec.teacher == SOURCE else spec.teacher, "student": checkpoint}
-    models = {name: identity_of(ref) for name, ref in named.items() if ref is not None}
+    references = {"teacher": None if spec.teacher == SOURCE else spec.teacher, "student": checkpoint}
     return {
         **data_identity(spec, device),
-        **models,
-        "device": place.type,
-        "dtype": str(spec.computes_in(place)),
+        **{name: identity_of(ref) for name, ref in references.items() if ref is not None},
+        "device": torch.device(device).type,
+        "dtype": str(spec.computes_in(torch.device(device))),
     }
 
 
-def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
-    """Train the student, on all ranks together. Rank 0 reads the text, and writes states.
+def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent:
+    """Train the student on all ranks. Rank 0 reads the text and writes the training state.
 
     Raises:
-        UsageError: too little text, models that do not belong together, or a loss that is not finite.
-        Interrupted: asked to stop.
+        UsageError: too little text, models that do not belong to each other, or a loss that is not finite.
+        Interrupted: the run was asked to stop.
     """
     device = torch.device(ctx.device)
     dtype = spec.computes_in(device)
-    named = teacher_of(spec, inputs, ctx)
+    teacher_source = teacher_of(spec, inputs, ctx)
     student = build_student(
-        spec, inputs, named, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
+        spec, inputs, teacher_source, ctx, dtype=torch.float32 if spec.lora is None else dtype, device=device
     )
-    check_pair(named, student.arch, inputs)
-    place = torch.device(spec.teacher_device or device)
-    text = shared_text(spec, inputs.source, named.weights, ctx, device=place)
+    check_pair(teacher_source, student.arch, inputs)
+    teacher_device = torch.device(spec.teacher_device or device)
+    text = shared_text(spec, inputs.source, teacher_source.weights, ctx, device=teacher_device)
     teacher = Teacher(
-        build_decoder(named.weights, dtype=dtype, device=place), device=device, compile=spec.compile
+        build_decoder(teacher_source.weights, dtype=dtype, device=teacher_device),
+        device=device,
+        compile=spec.compile,
     )
     if spec.lora is None:
         student.requires_grad_(True)
@@ -86,20 +89,22 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
         checkpoint_layers_(student)
     config = spec.train_config(dtype)
     objective = Objective(spec.loss.divergence(), teacher, compute_dtype=dtype, compile=spec.compile)
-    batch_of = batches(spec, text.training, teacher, ctx, digest=named.digest, device=device)
+    batch_of = training_batches(
+        spec, text.training, teacher, ctx, digest=teacher_source.digest, device=device
+    )
     training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
 
-    def look() -> HeldOut:
+    def measure_student() -> HeldOut:
         return measure(student, teacher, text.held_out_NS, device, compute_dtype=dtype, ranks=ctx.ranks)
 
-    teacher_bits = look().bits_per_byte(text.num_bytes)[1]
-    looks = Measurements(
-        lambda: look().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
+    teacher_bits = measure_student().bits_per_byte(text.num_bytes)[1]
+    measurements = Measurements(
+        lambda: measure_student().recovery(text.num_bytes), spec.steps_between_measurements, spec.early_stop
     )
-    curve = learn(training, config, looks, ctx)
+    curve = learn(training, config, measurements, ctx)
     if spec.lora is not None:
         merge_lora_(student)
-    return Learnt(student, text, named, curve, teacher_bits)
+    return TrainedStudent(student, text, teacher_source, curve, teacher_bits)
 
 
 @STAGES.stage(
@@ -110,24 +115,24 @@ def distill_together(spec: Distill, inputs: Inputs, ctx: Context) -> Learnt:
     spec=Distill,
     estimate=estimate,
     depends=_depends,
-    on_all_ranks=distill_together,
+    on_all_ranks=train_student,
     reshape=reshape,
 )
 def distill(spec: Distill, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
-    learnt = distill_together(spec, inputs, ctx)
-    arch = learnt.student.arch
-    weights = MemorySource(learnt.student, dtype=getattr(torch, arch.dtype))
+    trained = train_student(spec, inputs, ctx)
+    arch = trained.student.arch
+    weights = MemorySource(trained.student, dtype=getattr(torch, arch.dtype))
     save_weights(out.path / OUTER_NAME, weights.outer())
     for idx in range(arch.num_layers):
         save_weights(out.path / layer_name(idx), weights.layer(idx))
-    save_token_set(learnt.text.training, out.path / TOKENS_NAME)
+    save_token_set(trained.text.training, out.path / TOKENS_NAME)
     described, layers = arch.to_json()
-    facts = {**_carried(spec, inputs), "distillation": _facts(spec, learnt, ctx)}
+    facts = {**_carried(spec, inputs), "distillation": _facts(spec, trained, ctx)}
     out.describe(role="dense", arch=described, layers=layers, facts=facts)
 
 
 def _carried(spec: Distill, inputs: Inputs) -> dict[str, Any]:
-    """What earlier stages said of the weights, where they are still what is described."""
+    """Return the facts of earlier stages that still describe the weights."""
     dense = inputs[Port.DENSE].path
     if spec.student is not None or not (dense / MANIFEST_NAME).exists():
         return {}
@@ -135,19 +140,19 @@ def _carried(spec: Distill, inputs: Inputs) -> dict[str, Any]:
     return {key: facts[key] for key in ("pruning",) if key in facts}
 
 
-def _facts(spec: Distill, learnt: Learnt, ctx: Context) -> dict[str, Any]:
-    looks = [row for row in learnt.curve if "kl" in row]
+def _facts(spec: Distill, trained: TrainedStudent, ctx: Context) -> dict[str, Any]:
+    measured = [row for row in trained.curve if "kl" in row]
     return {
         "teacher": {
-            "name": learnt.teacher.name,
-            "digest": learnt.teacher.digest,
-            "bits_per_byte": learnt.teacher_bits_per_byte,
+            "name": trained.teacher.name,
+            "digest": trained.teacher.digest,
+            "bits_per_byte": trained.teacher_bits_per_byte,
         },
-        "student": {"params": learnt.student.arch.num_params},
+        "student": {"params": trained.student.arch.num_params},
         "trained": "All weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}",
-        "data": learnt.text.facts,
-        "stopped_early": looks[-1]["step"] < spec.num_steps,
-        "before": {key: looks[0][key] for key in ("kl", "bits_per_byte")},
-        "after": {key: looks[-1][key] for key in ("kl", "bits_per_byte")},
-        **learning_facts(spec, spec.computes_in(torch.device(ctx.device)), learnt.curve),
+        "data": trained.text.facts,
+        "stopped_early": measured[-1]["step"] < spec.num_steps,
+        "before": {key: measured[0][key] for key in ("kl", "bits_per_byte")},
+        "after": {key: measured[-1][key] for key in ("kl", "bits_per_byte")},
+        **learning_facts(spec, spec.computes_in(torch.device(ctx.device)), trained.curve),
     }

@@ -1,10 +1,10 @@
-"""What a distillation will need, from shapes alone, for `compress plan`.
+"""The estimate of a distillation for `compress plan`, from shapes alone.
 
-operations   a token of training: 6 of the student's weights, 2 of the teacher's, and attention; held-out
-             text: 2 and 2
+operations   a token of training: 6 a weight of the student, 2 a weight of the teacher, and attention;
+             held-out text: 2 and 2
 memory       student: float32 master, gradient and two moments, 16 bytes a weight (LoRA: 2, and 16 of its
              own); teacher: its own width;
-             what a micro-batch leaves for the backward pass; a few float32 [slice, vocabulary]
+             activations of a micro-batch that the backward pass reads; a few float32 [slice, vocabulary]
 disk         the result, the training tokens, and while it runs the state: 12 bytes a trained weight
 """
 
@@ -21,11 +21,12 @@ from compress.stages.distill.learning import Learning
 from compress.stages.distill.spec import SOURCE, Distill, check_dense
 
 KEPT_BYTES = 6
-"""Of one kept token of the teacher: id and log probability."""
+"""Bytes of one kept token of the teacher: its id and log probability."""
 
 
 def reshape(spec: Distill, arch: Arch) -> Arch:
-    """A checkpoint's shape is known when it is read; until then, the model as it was."""
+    """Return the shapes of the student; of one that a checkpoint defines, which is read later, the shapes
+    of the model as it is."""
     return (
         arch
         if spec.student is None or spec.student.checkpoint is not None
@@ -34,7 +35,7 @@ def reshape(spec: Distill, arch: Arch) -> Arch:
 
 
 def forward_flops(arch: Arch, seq_len: int) -> float:
-    """Of one token."""
+    """Return the operations of a forward pass for one token."""
     attention = sum(
         2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len)
         for layer in arch.layers
@@ -43,7 +44,8 @@ def forward_flops(arch: Arch, seq_len: int) -> float:
 
 
 def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
-    """Of one rank; `facts.source_arch` is the teacher's shape where the teacher is the source."""
+    """Return what one rank needs; `facts.source_arch` has the teacher's shapes where the teacher is the
+    source."""
     spec.refuse_nothing_to_learn(facts.specs)
     check_text(spec, facts, "distill")
     check_dense(facts.arch)
@@ -61,14 +63,19 @@ def estimate(spec: Distill, facts: PlanFacts) -> Estimate:
 def training_estimate(
     spec: Learning, student: Arch, teacher: Arch, facts: PlanFacts, *, num_trained: int, frozen_bytes: int
 ) -> Estimate:
-    """Of one rank, for any training: so many weights of the student learn, the others take so many bytes."""
-    num_looks = 1 + spec.num_steps // spec.steps_between_measurements
-    looked = num_looks * spec.eval_samples * spec.seq_len
+    """Return what one rank needs for any training in which `num_trained` weights of the student learn and
+    its others take `frozen_bytes`."""
+    num_measurements = 1 + spec.num_steps // spec.steps_between_measurements
+    measured_tokens = num_measurements * spec.eval_samples * spec.seq_len
     trained = spec.num_steps * spec.batch_size * spec.seq_len
-    asked = trained if spec.loss.top_k is None else min(trained, spec.num_windows * spec.seq_len)
+    teacher_tokens = trained if spec.loss.top_k is None else min(trained, spec.num_windows * spec.seq_len)
     student_flops = forward_flops(student, spec.seq_len)
     teacher_flops = forward_flops(teacher, spec.seq_len)
-    flops = trained * 3 * student_flops + asked * teacher_flops + looked * (student_flops + teacher_flops)
+    flops = (
+        trained * 3 * student_flops
+        + teacher_tokens * teacher_flops
+        + measured_tokens * (student_flops + teacher_flops)
+    )
     written = 0 if spec.sample is None else spec.num_windows * spec.seq_len
     flops += written * teacher_flops
     width = 4 if facts.device == "cpu" else 2
@@ -82,26 +89,26 @@ def training_estimate(
 
 
 def _notes(spec: Distill, student: Arch, teacher: Arch) -> list[str]:
-    trained = spec.num_steps * spec.batch_size * spec.seq_len
-    what = "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}"
-    of = (
-        f"{teacher.num_params / 1e6:,.1f} M"
-        if spec.teacher == SOURCE
-        else f"{spec.teacher}, taken to be of the source's size"
-    )
+    trained = "all weights" if spec.lora is None else f"LoRA of rank {spec.lora.rank}"
+    size = f"{teacher.num_params / 1e6:,.1f} M"
+    source = size if spec.teacher == SOURCE else f"{spec.teacher}, assumed to have the source's size"
     return [
-        f"{student.num_params / 1e6:,.1f} M parameters learn from {of} ({what}, {spec.loss.kind}), "
-        f"{trained:,} tokens in {spec.num_steps:,} steps",
+        f"{student.num_params / 1e6:,.1f} M parameters learn from {source} ({trained}, {spec.loss.kind}), "
+        f"{spec.extent}",
         f"{spec.data}: {spec.num_windows:,} windows of {spec.seq_len}, {spec.eval_samples} held out",
     ]
 
 
 def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
-    """Raises UsageError: the text that is to judge the result would be trained on."""
+    """Refuse to train on the text that `validate` judges the result by.
+
+    Raises:
+        UsageError: the two stages name the same text.
+    """
     card = load_card(spec.data)
     check_at_hand(card)
-    for judge in getattr(facts.specs.get("validate"), "texts", ()):
-        other = load_card(judge)
+    for evaluation in getattr(facts.specs.get("validate"), "texts", ()):
+        other = load_card(evaluation)
         if card.spec == other.spec and card.folder.resolve() == other.folder.resolve():
             raise UsageError(
                 f"{stage} trains on {spec.data} and validate judges on the same text, which would then prove "
@@ -110,8 +117,8 @@ def check_text(spec: Learning, facts: PlanFacts, stage: str) -> None:
 
 
 def _activations(spec: Learning, arch: Arch, width: int) -> int:
-    """What the layers keep for the backward pass: about eight hidden and four FFN vectors of a token and
-    layer, or one hidden vector."""
+    """Return the bytes that the layers keep for the backward pass: about eight hidden and four FFN vectors
+    of a token and layer, or one hidden vector where they are computed again."""
     tokens = spec.micro_batch * spec.seq_len
     of_layers = [
         10 * arch.hidden_size + 3 * layer.num_heads * layer.head_dim + 4 * layer.intermediate_size

@@ -1,5 +1,5 @@
-"""What every training against a teacher has in common, of a student that takes its place and of a draft that
-proposes to it: what a recipe says of text, loss and steps, and what the training loop makes of it."""
+"""The recipe keys that every training against a teacher has, for a student that replaces it and for a
+draft that proposes to it: text, loss and steps."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -19,16 +19,17 @@ from compress.models.tiles import has_bfloat16_tiles
 from compress.recipe import Spec
 
 LOG_ROWS = 200
-"""Rows of the loss curve, about."""
+"""Number of rows of the loss curve, about."""
 
 
 class Loss(Spec):
-    """What the student lowers."""
+    """The loss that training lowers."""
 
     kind: Kind = Field(
         "forward_kl",
-        description="forward_kl covers what the teacher may say, reverse_kl keeps to it, js lies between; tv "
-        "is what speculative sampling rejects of the student's proposals, lk its -log(1 - tv)",
+        description="forward_kl weighs every token that the teacher may choose, reverse_kl those that the "
+        "student chooses, js lies between; tv is what speculative sampling rejects of the student's "
+        "proposals, lk its -log(1 - tv)",
     )
     temperature: float = Field(1.0, gt=0, description="logits of both are divided by it")
     hard_frac: float = Field(
@@ -40,37 +41,39 @@ class Loss(Spec):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="keep the teacher's likeliest tokens on disk and use them; left out, the teacher runs "
-        "beside the student",
+        description="compute the teacher's likeliest tokens once and keep them on disk; left out, the "
+        "teacher runs with the student",
     )
 
     def divergence(self) -> Divergence:
         return Divergence(self.kind, self.temperature, self.hard_frac)
 
 
-class Sample(Spec):
-    """Text that the teacher writes: each window begins with tokens of the data and goes on as the teacher
-    samples."""
+class SampledText(Spec):
+    """Text that the teacher writes: each window begins with tokens of the data, and the teacher samples
+    the rest."""
 
     prompt_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
 
 
 class Learning(Spec):
-    """Text, loss and steps."""
+    """The text, the loss and the steps of a training."""
 
     data: str = Field("builtin://python", description="training text: a data card or builtin://python")
-    sample: Sample | None = Field(
+    sample: SampledText | None = Field(
         None, description="train on text that the teacher writes from beginnings of the data"
     )
-    tokens: int = Field(1_000_000, ge=1, description="to train on, all passes together")
+    tokens: int = Field(1_000_000, ge=1, description="tokens to train on, over all passes")
     passes: int = Field(1, ge=1, description="how often each window of text is seen")
     seq_len: int = Field(512, ge=8, description="documents are joined and cut into windows of so many tokens")
     batch_size: int = Field(16, ge=1, description="windows a step")
     micro_batch_size: int | None = Field(
         None, ge=1, description="windows computed at once; left out, as many as fill 8,192 tokens"
     )
-    lr: float = Field(2e-4, gt=0, description="at its peak, after the warm-up; then a cosine to zero")
+    lr: float = Field(
+        2e-4, gt=0, description="learning rate at its peak, after the warm-up; then a cosine to zero"
+    )
     optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = Field(0.01, ge=0)
     warmup_frac: float = Field(0.05, ge=0, lt=1)
@@ -113,6 +116,7 @@ class Learning(Spec):
 
     @property
     def micro_batch(self) -> int:
+        """The number of windows that are computed at once."""
         if self.micro_batch_size is not None:
             return self.micro_batch_size
         fitting = [
@@ -124,25 +128,33 @@ class Learning(Spec):
 
     @property
     def num_windows(self) -> int:
-        """Different ones, to train on."""
+        """The number of different windows to train on."""
         return self.tokens // self.seq_len // self.passes
 
     @property
     def num_steps(self) -> int:
+        """The number of optimizer steps."""
         return self.passes * (self.num_windows // self.batch_size)
 
     @property
     def steps_between_measurements(self) -> int:
+        """The number of steps from one measurement on held-out text to the next."""
         return self.eval_every if self.eval_every is not None else max(1, self.num_steps // 20)
 
+    @property
+    def extent(self) -> str:
+        """Tokens and steps in words, for notes."""
+        return f"{self.num_steps * self.batch_size * self.seq_len:,} tokens in {self.num_steps:,} steps"
+
     def computes_in(self, device: torch.device) -> torch.dtype:
+        """Return the dtype that the models compute in on a device."""
         if self.compute_dtype != "auto":
             dtype: torch.dtype = getattr(torch, self.compute_dtype)
             return dtype
         return torch.bfloat16 if device.type == "cuda" or has_bfloat16_tiles() else torch.float32
 
     def train_config(self, dtype: torch.dtype) -> TrainConfig:
-        """Log rows fall on every measurement."""
+        """Return the configuration of the training loop; its log has a row at every measurement."""
         every = self.steps_between_measurements
         return TrainConfig(
             num_steps=self.num_steps,
@@ -160,10 +172,10 @@ class Learning(Spec):
         )
 
 
-def batches(
+def training_batches(
     spec: Learning, training: TokenSet, teacher: Teacher, ctx: Context, *, digest: str, device: torch.device
 ) -> Callable[[int], Batch]:
-    """What a step trains on: tokens, and with `top_k` what was kept of the teacher of that digest."""
+    """Return step -> batch: tokens, and with `top_k` the kept logits of the teacher of that digest."""
     tokens_NS: Tensor = training.tokens_NS
     windows = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed)
     if spec.loss.top_k is None:
@@ -180,7 +192,7 @@ def batches(
         teacher,
         ctx.ranks,
         lambda shards: ctx.boundary(
-            shards, kept.num_shards, "asking the teacher, shards of its logits on disk"
+            shards, kept.num_shards, "computing the teacher's logits, shards on disk"
         ),
         device=device,
         at_once=spec.micro_batch,
@@ -193,7 +205,7 @@ def batches(
 
 
 def learning_facts(spec: Learning, dtype: torch.dtype, curve: Curve) -> dict[str, Any]:
-    """What a manifest says of any training; the text is for the caller to name."""
+    """Return the facts of any training for the manifest; the caller adds those of the text."""
     keys = ("passes", "seq_len", "batch_size", "lr", "optimizer", "weight_decay", "warmup_frac")
     last = [row for row in curve if "kl" in row][-1]
     return {

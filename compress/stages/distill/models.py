@@ -1,4 +1,4 @@
-"""Teacher and student of a distillation: where they come from, and whether they belong together."""
+"""The models of a distillation: where teacher and student come from, and whether they fit each other."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from compress.stages.distill.spec import SOURCE, Distill, check_dense
 
 @dataclass(frozen=True)
 class NamedTeacher:
-    """Quantized weights are what their codes stand for."""
+    """The teacher with its name and digest; quantized weights are dequantized when they are read."""
 
     name: str
     digest: str
@@ -31,10 +31,10 @@ class NamedTeacher:
 
 
 def identity_of(ref: str) -> str:
-    """What decides a referenced model, for a cache key; asks no network.
+    """Return the identity of a referenced model for a cache key, without using the network.
 
     Raises:
-        UsageError: no such model, or a hub name that may mean another one tomorrow.
+        UsageError: there is no such model, or the name may mean another one tomorrow.
     """
     model = parse_model_ref(ref)
     if model.scheme != "hf":
@@ -52,6 +52,7 @@ def _resolved(ref: str, ctx: Context) -> ModelSource:
 
 
 def teacher_of(spec: Distill, inputs: Inputs, ctx: Context) -> NamedTeacher:
+    """Return the teacher that the recipe names, downloaded if it is on the hub."""
     source = inputs.source if spec.teacher == SOURCE else _resolved(spec.teacher, ctx)
     return NamedTeacher(source.name, source.digest, source.path, open_weights(source.path))
 
@@ -65,19 +66,19 @@ def build_student(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Decoder:
-    """The model that is to learn, with the weights that it starts from.
+    """Return the student with the weights that it starts from.
 
     Raises:
         UsageError: it is the teacher itself, or its numbers are wrong.
         UnsupportedFormat: it is quantized.
     """
-    asked = spec.student
+    wanted = spec.student
     dense = inputs[Port.DENSE]
-    if asked is None or asked.checkpoint is not None:
+    if wanted is None or wanted.checkpoint is not None:
         path, digest = (
             (dense.path, dense.digest)
-            if asked is None or asked.checkpoint is None
-            else _place(asked.checkpoint, ctx)
+            if wanted is None or wanted.checkpoint is None
+            else _located(wanted.checkpoint, ctx)
         )
         if digest == teacher.digest:
             raise UsageError(
@@ -89,22 +90,26 @@ def build_student(
         return build_decoder(weights, dtype=dtype, device=device)
     weights = open_weights(dense.path)
     check_dense(weights.arch)
-    arch = student_arch(weights.arch, asked.shape())
+    arch = student_arch(weights.arch, wanted.shape())
     student = (
         fresh_decoder(arch, generator=ctx.rng("student"))
-        if asked.init == "random"
+        if wanted.init == "random"
         else sliced_decoder(weights, arch)
     )
     return student.to(device=device, dtype=dtype).requires_grad_(False)
 
 
-def _place(ref: str, ctx: Context) -> tuple[Path, str]:
+def _located(ref: str, ctx: Context) -> tuple[Path, str]:
     source = _resolved(ref, ctx)
     return source.path, source.digest
 
 
 def check_pair(teacher: NamedTeacher, student: Arch, inputs: Inputs) -> None:
-    """Raises UsageError: the two do not speak of the same tokens."""
+    """Refuse a student whose tokens are not the teacher's.
+
+    Raises:
+        UsageError: sizes of vocabularies or tokenizers differ.
+    """
     if teacher.weights.arch.vocab_size != student.vocab_size:
         raise UsageError(
             f"the teacher {teacher.name} has {teacher.weights.arch.vocab_size} tokens and the student "
@@ -112,9 +117,9 @@ def check_pair(teacher: NamedTeacher, student: Arch, inputs: Inputs) -> None:
             "tokenizer."
         )
     if (teacher.path / "tokenizer.json").is_file() and teacher.path != inputs.source.path:
-        (_, theirs) = load_tokenizer(teacher.path)
-        (_, ours) = load_tokenizer(inputs.source.path)
-        if theirs != ours:
+        (_, teacher_digest) = load_tokenizer(teacher.path)
+        (_, source_digest) = load_tokenizer(inputs.source.path)
+        if teacher_digest != source_digest:
             raise UsageError(
                 f"the teacher {teacher.name} has another tokenizer.json than {inputs.source.name}, so the "
                 "same id may be another token. Name a teacher with the same tokenizer."

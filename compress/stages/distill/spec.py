@@ -1,5 +1,4 @@
-"""What a recipe may say of distillation: teacher and student, beside what every training has
-(`learning.py`)."""
+"""The recipe keys of `distill`: teacher and student, and those that every training has (`learning.py`)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -24,7 +23,7 @@ def _model(ref: str | None) -> None:
 
 
 class Lora(Spec):
-    """Train low-rank terms beside frozen linears, and merge them at the end."""
+    """Low-rank terms that are trained next to frozen linears and merged at the end."""
 
     rank: int = Field(16, ge=1)
     alpha: float | None = Field(
@@ -52,22 +51,23 @@ class Student(Spec):
         if self.checkpoint is not None and self.model_fields_set - {"checkpoint"}:
             raise ValueError("a checkpoint has its own numbers and weights. Give it alone.")
         if self.checkpoint is None and self.shape() == Shape():
-            raise ValueError("say what is smaller: layers, hidden, ffn, heads or kv_heads; or a checkpoint.")
+            raise ValueError("name what is smaller: layers, hidden, ffn, heads or kv_heads; or a checkpoint.")
         return self
 
     def shape(self) -> Shape:
+        """Return the numbers of the student, None where it has those of the teacher."""
         return Shape(self.layers, self.hidden, self.ffn, self.heads, self.kv_heads)
 
 
 class Distill(Learning):
-    """How the dense weights learn to say what the teacher says."""
+    """How the dense weights are trained to predict what the teacher predicts."""
 
     lora: Lora | None = Field(None, description="left out, all weights are trained, with float32 masters")
     teacher: Annotated[str, checked_by(_model)] = Field(
         SOURCE, description="`source`, or a model reference; it may be quantized"
     )
     teacher_device: str | None = Field(
-        None, description="where the teacher runs (`cuda:1`, `cpu`); left out, beside the student"
+        None, description="where the teacher runs (`cuda:1`, `cpu`); left out, with the student"
     )
     student: Student | None = Field(
         None,
@@ -80,7 +80,11 @@ class Distill(Learning):
     )
 
     def refuse_nothing_to_learn(self, specs: Mapping[str, Any]) -> None:
-        """Raises UsageError: as far as the recipe says, the student is its own teacher."""
+        """Refuse a recipe by which the student is its own teacher.
+
+        Raises:
+            UsageError: the source would teach itself.
+        """
         if self.teacher == SOURCE and self.student is None and "prune" not in specs:
             raise UsageError(
                 "distill: the student would be the source itself, its own teacher. Put a prune stage before "
@@ -89,10 +93,14 @@ class Distill(Learning):
 
 
 def check_dense(arch: Arch) -> None:
-    """Raises UnsupportedFormat when the student's weights are codes."""
-    if said := arch.config.get("quantization_config"):
+    """Refuse a student whose weights are codes.
+
+    Raises:
+        UnsupportedFormat: the model is quantized.
+    """
+    if config := arch.config.get("quantization_config"):
         raise UnsupportedFormat(
-            f"the student is quantized already (quant_method '{said.get('quant_method')}'), and training "
+            f"the student is quantized already (quant_method '{config.get('quant_method')}'), and training "
             "moves weights, not codes. Name the dense model that it was made from, and quantize after "
             "distilling."
         )

@@ -1,5 +1,5 @@
-"""The text of a distillation: windows of a data card, a few of them held out, or windows that the teacher
-goes on writing itself."""
+"""The text of a training: windows of a data card, a few of them held out. The teacher may write the
+windows itself, from their first tokens."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,16 +16,16 @@ from compress.registry.model_source import ModelSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.request import Request, SamplingParams
-from compress.stages.distill.learning import Learning, Sample
+from compress.stages.distill.learning import Learning, SampledText
 
 SAMPLES_NAME = "sampled-{:05d}.safetensors"
 SAMPLED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Text:
-    """Windows int32 [N, S+1] to train on and to measure on; the bytes that the latter's predicted tokens
-    stand for."""
+class TrainingText:
+    """Windows int32 [N, S+1] to train on and to measure on, and the number of bytes of the predicted
+    tokens of the latter."""
 
     training: TokenSet
     held_out_NS: Tensor
@@ -33,6 +33,7 @@ class Text:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Title, license and digest of the text to train on."""
         card = self.training.source
         return {"title": card["title"], "license": card["license"], "digest": self.training.digest()}
 
@@ -43,20 +44,20 @@ class Text:
         return training, self.held_out_NS, self.num_bytes
 
     @staticmethod
-    def from_parts(parts: tuple[Any, ...]) -> "Text":
+    def from_parts(parts: tuple[Any, ...]) -> "TrainingText":
         """Return the text that these parts make up."""
         training, held_out_NS, num_bytes = parts
-        return Text(TokenSet(*training), held_out_NS, num_bytes)
+        return TrainingText(TokenSet(*training), held_out_NS, num_bytes)
 
-    def with_training(self, tokens_NS: Tensor) -> "Text":
-        """The same with other windows to train on, which go by the facts of the text that they were made
-        from."""
+    def with_training(self, tokens_NS: Tensor) -> "TrainingText":
+        """Return this text with other windows to train on, which keep the facts of the text that they were
+        made from."""
         return replace(self, training=replace(self.training, tokens_NS=tokens_NS))
 
 
-def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
-    """Both from one draw: a larger sample begins with the smaller one, so the held-out windows are the first
-    and keep their byte count."""
+def read_text(spec: Learning, source: ModelSource, ctx: Context) -> TrainingText:
+    """Return windows to train on and windows that are held out, from one draw. A larger sample begins with
+    the smaller one, so the held-out windows are the first and keep their byte count."""
 
     def draw(num_samples: int) -> TokenSet:
         tokens, _ = read_tokens(
@@ -72,36 +73,40 @@ def read_text(spec: Learning, source: ModelSource, ctx: Context) -> Text:
     held_out = draw(spec.eval_samples)
     everything = draw(spec.eval_samples + spec.num_windows)
     rest_NS = everything.tokens_NS[spec.eval_samples :]
-    return Text(TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes)
+    return TrainingText(
+        TokenSet(rest_NS, 0, 0, everything.source), held_out.tokens_NS, held_out.num_scored_bytes
+    )
 
 
 def prepared_text(
     spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device
-) -> Text:
-    """The windows that are trained on, written by the teacher if that is asked for, and those held out."""
+) -> TrainingText:
+    """Return the text with its windows to train on, written by the teacher where the recipe asks for that."""
     ctx.boundary(0, spec.num_steps, f"reading {spec.data}")
     text = read_text(spec, source, ctx)
     return (
         text
         if spec.sample is None
-        else text.with_training(sampled(spec.sample, text.training.tokens_NS, teacher, ctx, device=device))
+        else text.with_training(
+            sample_text(spec.sample, text.training.tokens_NS, teacher, ctx, device=device)
+        )
     )
 
 
 def shared_text(
     spec: Learning, source: ModelSource, teacher: WeightSource, ctx: Context, *, device: torch.device
-) -> Text:
+) -> TrainingText:
     """Return the prepared text on every rank; rank 0 reads it and sends it to the others."""
-    return Text.from_parts(
+    return TrainingText.from_parts(
         ctx.ranks.from_lead(lambda: prepared_text(spec, source, teacher, ctx, device=device).to_parts())
     )
 
 
-def sampled(
-    sample: Sample, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device
+def sample_text(
+    sample: SampledText, prompts_NS: Tensor, teacher: WeightSource, ctx: Context, *, device: torch.device
 ) -> Tensor:
-    """The windows with all but their first tokens written by the teacher, end-of-text tokens as they come;
-    resumable."""
+    """Return the windows with all but their first tokens written by the teacher, end-of-text tokens
+    included; resumable."""
     length = prompts_NS.shape[1]
     engine: Engine | None = None
     parts: list[Tensor] = []

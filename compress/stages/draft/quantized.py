@@ -1,4 +1,4 @@
-"""A trained draft in codes: the stage `quantize` as it is, over the draft's weights and the text that it was
+"""A trained draft in codes: the stage `quantize` runs over the draft's weights and the text that it was
 trained on."""
 
 from dataclasses import replace
@@ -22,11 +22,11 @@ CALIBRATION = "calibration"
 def quantized(
     spec: Quantize, dense: Artifact, tokens: TokenSet, parts: Workspace, source: ModelSource, ctx: Context
 ) -> Artifact:
-    """The draft's weights in codes, as an artifact in `parts`, on all ranks together; resumable.
+    """Quantize the draft's weights on all ranks, into an artifact in `parts`; resumable.
 
     Raises:
         UnsupportedFormat: the draft cannot be quantized so.
-        Interrupted: asked to stop.
+        Interrupted: the run was asked to stop.
     """
     leads = ctx.ranks.rank == 0
     calibration = parts.root / CALIBRATION
@@ -37,13 +37,13 @@ def quantized(
     inputs = Inputs(
         source, {Port.DENSE: Input(dense.path, dense.digest), Port.CALIB: Input(Path(calibration), "")}
     )
-    there = ctx.ranks.from_lead(lambda: parts.get(KEY) is not None)
+    exists = ctx.ranks.from_lead(lambda: parts.get(KEY) is not None)
     if leads:
         parents = {Port.DENSE.value: dense.digest}
         parts.commit(KEY, "quantize", parents, lambda out: quantize(spec, inputs, out, inside))
-    elif not there:
+    elif not exists:
         quantize_layers(spec, inputs, inside)
-    ctx.ranks.barrier()  # rank 0 writes it before any rank reads it
+    ctx.ranks.barrier()  # rank 0 writes the artifact before any rank reads it
     found = parts.get(KEY)
     assert found is not None, "rank 0 has just made it"
     return found

@@ -1,6 +1,6 @@
-"""An EAGLE-3 head in codes: every linear rounded against the inputs that it has where the head drafts from
-the training text, on the target's hidden states and on its own. It is one layer, which nothing follows, so
-all inputs are those of the dense head.
+"""An EAGLE-3 head in codes. Every linear is rounded on the inputs that it reads while the head drafts from
+the training text, on the target's hidden states and on its own. The head is a single layer, so no rounded
+layer changes an input: all are those of the dense head.
 
 Shapes: N windows, B batch, S sequence.
 """
@@ -15,6 +15,7 @@ from compress.calibrate.stats import InputStats, Stat
 from compress.distill.eagle3 import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.quantize import Refiner, Rounder
+from compress.models.arch import LINEAR_GROUPS
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
@@ -24,20 +25,17 @@ from compress.stages.quantize.spec import Quantize
 
 INPUTS = {
     "fc": "fc",
-    **{f"layers.0.attn.{name}": "attn_in" for name in ("q", "k", "v")},
-    "layers.0.attn.o": "attn_out",
-    **{f"layers.0.ffn.{name}": "ffn_in" for name in ("gate", "up")},
-    "layers.0.ffn.down": "ffn_mid",
+    **{f"layers.0.{linear}": group.tap for group in LINEAR_GROUPS.values() for linear in group.linears},
 }
-"""Linear -> what it reads."""
+"""Linear -> the tap that observes its input."""
 
 
 def head_scheme(spec: Quantize, facts: Eagle3Facts) -> ModelScheme:
-    """What every linear gets.
+    """Return the scheme that every linear of the head gets.
 
     Raises:
         UsageError: settings that are for whole models.
-        UnsupportedFormat: a linear whose columns are not whole groups.
+        UnsupportedFormat: a linear whose columns are not whole scale groups.
     """
     for name in ("guide", "smooth", "target", "tune"):
         if getattr(spec, name) is not None:
@@ -75,7 +73,7 @@ def rounded_head(
     *,
     device: torch.device,
 ) -> Eagle3Head:
-    """The head with codes; one window after the other."""
+    """Return the head with codes. Statistics are gathered one window at a time."""
     scheme = head_scheme(spec, head.facts)
     rounder = cast(Rounder, spec.round)
     refiner = cast(Refiner | None, spec.refine)
@@ -112,7 +110,7 @@ def _observed(
     *,
     device: torch.device,
 ) -> dict[str, InputStats]:
-    """Statistics of what the linears read: tap -> statistics."""
+    """Return the statistics of the inputs of the linears, by tap."""
     stats = {tap: InputStats(*(kind() for kind in kinds)) for tap in dict.fromkeys(INPUTS.values())}
     decoder: Eagle3Decoder = head.decoder(dtype=torch.float32, device=device)
 

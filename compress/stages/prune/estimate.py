@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from compress.calibrate.estimate import Work, flops, peak_bytes
+from compress.calibrate.estimate import Workload, flops, peak_bytes
 from compress.errors import UsageError
 from compress.methods.prune import Scorer
 from compress.methods.prune.obs import Obs
@@ -37,7 +37,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
     calib = calibration_of(facts)
-    work = Work(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
+    work = Workload(arch, calib.num_samples, calib.seq_len, facts.device, facts.num_ranks)
     walk = sum(flops(work, products=SOLVES[facts.device]))
     width = max(arch.layers[0].intermediate_size, arch.layers[0].num_heads * arch.layers[0].head_dim)
     backward = (

@@ -117,11 +117,11 @@ def _kept_layers(
         scorer = LAYER_SCORERS.get(how.depth_score)()
         sums = [0.0] * num_layers
 
-        def look(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
+        def visit(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
             sums[idx] += float(scorer.influence(before_TD, after_TD))
 
         dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
-        walk(source, tokens_NS, ctx, compute_dtype=dtype, what="how much each layer does", look=look)
+        walk(source, tokens_NS, ctx, compute_dtype=dtype, task="how much each layer does", visit=visit)
         write_atomic(file, canonical_json([float(f"{each / tokens_NS.numel():.9g}") for each in sums]))
     influence: list[float] = json.loads(file.read_bytes())
     order = sorted(range(num_layers), key=lambda idx: (-influence[idx], idx))

@@ -174,9 +174,9 @@ def _measured(
                 )
                 if leads:
                     of_source = of_source or [
-                        walk(source, judging_NS, ctx, compute_dtype=dtype, what="the source")
+                        walk(source, judging_NS, ctx, compute_dtype=dtype, task="the source")
                     ]
-                    ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, what=f"{axis} {keep}")
+                    ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, task=f"{axis} {keep}")
                     known[key] = significant(
                         kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device))
                     )

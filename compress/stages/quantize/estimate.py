@@ -3,7 +3,7 @@ and launches."""
 
 from dataclasses import replace
 
-from compress.calibrate.estimate import Work, flops, guide_effort, host_bytes, num_columns, peak_bytes
+from compress.calibrate.estimate import Workload, flops, guide_effort, host_bytes, num_columns, peak_bytes
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
@@ -43,7 +43,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     scheme = possible_schemes(spec, arch)[-1]
     check_model(spec, arch)
     calib = calibration_of(facts)
-    work = Work(
+    work = Workload(
         arch,
         calib.num_samples,
         calib.seq_len,
@@ -130,7 +130,7 @@ def _launches(spec: Quantize, device: str, num_columns: int) -> int:
     return (rounds + searches) * num_columns // 2 + 14 * visits * num_columns // COLUMNS_PER_LAUNCH
 
 
-def _tuning_effort(tune: Tune, work: Work, num_code_bytes: int) -> tuple[int, float]:
+def _tuning_effort(tune: Tune, work: Workload, num_code_bytes: int) -> tuple[int, float]:
     """Return peak bytes and operations of tuning scales.
 
     The source's model is held next to the codes, whose scales train in float32 with a gradient and two
@@ -145,8 +145,8 @@ def _tuning_effort(tune: Tune, work: Work, num_code_bytes: int) -> tuple[int, fl
         10 if recomputed else 8
     )  # two a forward: teacher, student, recomputation; a backward is two forwards
     params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
-    activations = kept * batch * arch.hidden_size * arch.num_layers * work.width
-    held = work.width * arch.num_params + 2 * num_code_bytes + activations
+    activations = kept * batch * arch.hidden_size * arch.num_layers * work.value_bytes
+    held = work.value_bytes * arch.num_params + 2 * num_code_bytes + activations
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
 
 
@@ -160,7 +160,7 @@ def _scheme_note(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> str:
     )
 
 
-def _sensitivity_effort(spec: Mixed, work: Work) -> tuple[int, float]:
+def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     """Return peak bytes and operations of measuring sensitivities.
 
     The inputs of every layer are kept. Of one layer there are its weights, a copy of them for each scheme,
@@ -174,8 +174,8 @@ def _sensitivity_effort(spec: Mixed, work: Work) -> tuple[int, float]:
     params = sum(n * k for n, k in shapes)
     largest = max(n * k for n, k in shapes)
     moments = 4 * sum(layer.group_shape(group, arch.hidden_size)[1] ** 2 for group in layer.groups)
-    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.width
-    peak += params * work.width * (1 + len(schemes)) + 2 * moments
+    peak = (arch.num_layers + 1) * num_tokens * arch.hidden_size * work.value_bytes
+    peak += params * work.value_bytes * (1 + len(schemes)) + 2 * moments
     peak += 8 * 4 * largest + 6 * 4 * work.seq_len * arch.vocab_size
     # four for two forwards, one with statistics, and a backward; a scheme that rounds inputs takes two more
     # products, others one

@@ -105,7 +105,7 @@ def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
         def merge(self, other: "Name") -> None:
             self.text = f"({self.text} {other.text})"
 
-        def park(self) -> None: ...
+        def compact(self) -> None: ...
 
         def rescale_(self, scale_D: Tensor) -> None: ...
 
@@ -208,12 +208,12 @@ def test_a_moment_is_symmetric_however_its_halves_met() -> None:
     parts = [SecondMoment() for _ in range(4)]
     for part, rows in zip(parts, x_TD.split(10), strict=True):
         part.update(rows)
-    parts[1].park()
-    parts[2].park()
+    parts[1].compact()
+    parts[2].compact()
     parts[0].merge(parts[1])
     parts[2].merge(parts[3])
     parts[0].merge(parts[2])
-    parts[0].park()
+    parts[0].compact()
     whole = parts[0].mean()
     assert torch.equal(whole, whole.t())
     assert torch.allclose(whole, x_TD.t() @ x_TD / 40, atol=1e-4)

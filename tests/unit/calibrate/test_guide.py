@@ -40,7 +40,7 @@ def test_a_guide_says_what_gradients_of_the_whole_graph_say(
     config: dict[str, Any], windows: float, walked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guides, "SEGMENT_ROWS", 24)
-    monkeypatch.setattr(guides, "TOKENS_OF_A_WALK", 3 * SEQ_LEN)  # two walks; moments are of the first
+    monkeypatch.setattr(guides, "WALK_TOKENS", 3 * SEQ_LEN)  # two walks; moments are of the first
     source = tiny_source(tiny_arch(config))
     tokens_NS = tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN)
     ctx = Context("cpu", 3, tmp_path)

@@ -132,7 +132,7 @@ def test_bytes_of_a_sentencepiece_vocabulary():
 
 def test_a_tokenizer_that_loses_bytes_is_refused():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    with pytest.raises(UnsupportedFormat, match="how many bytes"):
+    with pytest.raises(UnsupportedFormat, match="number of bytes of a token"):
         tokenize([Document("a", "a")], tokenizer, num_samples=None, seq_len=1, seed=None, bos=None)
 
 

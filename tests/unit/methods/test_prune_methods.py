@@ -237,8 +237,8 @@ def test_the_residual_stream_is_that_of_the_decoder() -> None:
         tokens_NS,
         ctx,
         compute_dtype=torch.float32,
-        what="",
-        look=lambda idx, a, b: seen.setdefault(idx, []).append((a, b)),
+        task="",
+        visit=lambda idx, a, b: seen.setdefault(idx, []).append((a, b)),
     )
     assert torch.allclose(decoder.norm(x_NSD), decoder.hidden(tokens_NS.long()), atol=1e-5)
     before, after = seen[1][2]
@@ -247,7 +247,7 @@ def test_the_residual_stream_is_that_of_the_decoder() -> None:
         float((1 - angle).sum()), rel=1e-5
     )
     assert kl_between(source, x_NSD, x_NSD, torch.device("cpu")) == 0
-    other = walk(tiny_source(arch, seed=1), tokens_NS, ctx, compute_dtype=torch.float32, what="")
+    other = walk(tiny_source(arch, seed=1), tokens_NS, ctx, compute_dtype=torch.float32, task="")
     p, q = (decoder.head(decoder.norm(each)).log_softmax(-1) for each in (x_NSD, other))
     assert kl_between(source, x_NSD, other, torch.device("cpu")) == pytest.approx(
         float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4

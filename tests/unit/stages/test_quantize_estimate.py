@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.calibrate.estimate import Work, flops, host_bytes, num_columns, peak_bytes
+from compress.calibrate.estimate import Workload, flops, host_bytes, num_columns, peak_bytes
 from compress.cli.plan import seconds_of
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
@@ -39,7 +39,7 @@ def known(name: str) -> Arch:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_memory_does_not_grow_with_the_number_of_layers_and_time_does(device: str) -> None:
-    small, deep = (Work(tiny_arch(num_hidden_layers=num, vocab_size=8), 8, 32, device) for num in (3, 30))
+    small, deep = (Workload(tiny_arch(num_hidden_layers=num, vocab_size=8), 8, 32, device) for num in (3, 30))
     assert peak_bytes(small) == peak_bytes(deep)
     assert host_bytes(small) == host_bytes(deep)
     assert num_columns(deep) == 10 * num_columns(small)
@@ -49,7 +49,7 @@ def test_memory_does_not_grow_with_the_number_of_layers_and_time_does(device: st
 
 def test_ranks_share_samples_and_groups() -> None:
     arch = known("llama-3.1-70b")
-    works = [Work(arch, 128, 2048, "cuda", ranks) for ranks in (1, 2, 4, 8)]
+    works = [Workload(arch, 128, 2048, "cuda", ranks) for ranks in (1, 2, 4, 8)]
     peaks = [peak_bytes(work) for work in works]
     assert peaks == sorted(peaks, reverse=True)
     in_dtype, in_float32 = zip(*(flops(work, products=10) for work in works), strict=True)
@@ -64,7 +64,7 @@ def test_ranks_share_samples_and_groups() -> None:
 def test_a_model_larger_than_a_gpu_is_planned_on_one() -> None:
     arch = known("llama-3.1-70b")
     assert 2 * arch.num_params > 140e9
-    assert peak_bytes(Work(arch, 128, 2048, "cuda")) < 80e9
+    assert peak_bytes(Workload(arch, 128, 2048, "cuda")) < 80e9
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["method"])

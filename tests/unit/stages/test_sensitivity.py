@@ -40,10 +40,10 @@ class Recorder:
     def needs(self) -> tuple[type[Stat], ...]:
         return ()
 
-    def enter(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
+    def start_layer(self, layer: DecoderLayer, stats: Mapping[str, InputStats]) -> None:
         self.order.append(layer.layer_idx)
 
-    def see(
+    def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
         assert tuple(gradients) == group.linears

@@ -1,13 +1,12 @@
-"""Where drafts begin: one file a kind. A kind is a Spec that says, at plan time, what it needs and what
-cannot be; that trains the draft against its target, on all ranks together; and whose result writes itself
-into the artifact.
+"""Kinds of drafts, one file each. A kind is a spec that estimates what its training needs, trains the draft
+against its target model on all ranks, and returns a result that writes itself into the artifact.
 
-Everything that kinds have in common (text, steps, the target in decoder form) is made for them: `Setting`.
+What all kinds share (text, steps, the target model as a decoder) is prepared for them in `DraftTask`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,32 +18,41 @@ from compress.plugins import PluginSet
 from compress.registry.model_source import ModelSource
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.models import NamedTeacher
-from compress.stages.distill.text import Text
-
-if TYPE_CHECKING:
-    from compress.stages.draft.spec import Draft
+from compress.stages.distill.text import TrainingText
+from compress.stages.draft.learning import DraftLearning
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a draft is made with, the same on every rank: the recipe's model, the target as it will be served
-    and as a decoder in `dtype` on the device (what its codes stand for; no gradients), and windows of text.
+class DraftTask:
+    """The inputs of making a draft; the same on every rank.
+
+    Attributes:
+        source: the recipe's model.
+        target: the compressed model as it will be served.
+        decoder: the target as a decoder in `dtype` on `device`, dequantized, without gradients.
+        text: windows to train and to measure on.
     """
 
-    spec: "Draft"
+    spec: DraftLearning
     source: ModelSource
     target: NamedTeacher
     decoder: Decoder
-    text: Text
+    text: TrainingText
     dtype: torch.dtype
     device: torch.device
 
 
 @dataclass(frozen=True)
-class Made:
-    """A trained draft. `facts` are its own: `kind`, `params`, `before` and `after` with {kl, top1,
-    acceptance, acceptance_length}, and what else its kind has to say. `write` puts its files into the
-    artifact and returns what `describe` is to say of them: arch, layers, scheme. It is called on rank 0."""
+class TrainedDraft:
+    """A trained draft.
+
+    Attributes:
+        curve: the measurements while it was trained.
+        facts: `kind`, `params`, `before` and `after` with {kl, top1, acceptance, acceptance_length}, and what
+            else its kind adds.
+        write: called on rank 0; writes the files into the artifact and returns the arguments of `describe`:
+            arch, layers, scheme.
+    """
 
     curve: Curve
     facts: Mapping[str, Any]
@@ -52,20 +60,20 @@ class Made:
 
 
 class Init(Protocol):
-    """A Spec of one kind."""
+    """The spec of one kind of draft."""
 
-    def estimate(self, spec: "Draft", facts: PlanFacts) -> Estimate:
-        """What training takes; `facts.arch` is the target's.
+    def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
+        """Return what training needs; `facts.arch` is the target's.
 
         Raises:
-            UsageError, UnsupportedFormat: what cannot be.
+            UsageError, UnsupportedFormat: such a draft cannot be made.
         """
 
-    def make(self, setting: Setting, ctx: Context) -> Made:
-        """Train it, on all ranks together; resumable.
+    def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
+        """Train the draft on all ranks; resumable.
 
         Raises:
-            Interrupted: asked to stop.
+            Interrupted: the run was asked to stop.
         """
 
 

@@ -1,5 +1,5 @@
-"""A draft that is an EAGLE-3 head: one layer that goes on from the target's own hidden states, over the most
-frequent tokens of the text it is trained on."""
+"""A draft that is an EAGLE-3 head: one layer that continues from the target's own hidden states. Its
+vocabulary is the most frequent tokens of the text that it is trained on."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,11 +30,12 @@ from compress.quant.scheme import ModelScheme
 from compress.recipe import Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
-from compress.stages.draft.inits import INITS, Made, Setting
+from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized_head import head_scheme, rounded_head
 
 CALIBRATION_WINDOWS = 64
-"""Of the training text, for a head in codes."""
+"""Windows of the training text on which a head in codes is calibrated."""
 
 
 @INITS.register("eagle3")
@@ -60,14 +61,18 @@ class Eagle3(Spec):
     )
 
     def facts(self, target: Arch) -> Eagle3Facts:
-        """Raises UsageError: the target has no such layers."""
+        """Return the shapes of the head.
+
+        Raises:
+            UsageError: the target has no such layers.
+        """
         return eagle3_facts(without_codes(target), draft_vocab_size=self.vocab, layer_ids=self.layers)
 
-    def estimate(self, spec: Any, facts: PlanFacts) -> Estimate:
-        """A step ahead costs what a layer and a head do."""
+    def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
+        """Return what training needs: each step ahead costs one layer and one head."""
         if spec.loss.top_k is not None or spec.loss.hard_frac or spec.recompute:
             raise UsageError(
-                "draft: an EAGLE-3 head is trained beside the target, whose hidden states it reads, on its "
+                "draft: an EAGLE-3 head is trained with the target, whose hidden states it reads, on its "
                 "distribution alone, and has one layer: leave out loss.top_k, loss.hard_frac and recompute."
             )
         head = self.facts(facts.arch)
@@ -84,62 +89,60 @@ class Eagle3(Spec):
                 f"an EAGLE-3 head over hidden states after layers {', '.join(map(str, head.layer_ids))} of "
                 f"{facts.arch.num_layers}: {num_params / 1e6:,.1f} M parameters, {head.draft_vocab_size:,} "
                 f"of {facts.arch.vocab_size:,} tokens",
-                f"{spec.loss.kind}, {self.steps} steps ahead, "
-                f"{spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in {spec.num_steps:,} steps of "
-                f"{spec.data}",
+                f"{spec.loss.kind}, {self.steps} steps ahead, {spec.extent} of {spec.data}",
             ),
         )
 
-    def make(self, setting: Setting, ctx: Context) -> Made:
-        spec = setting.spec
-        text = setting.text
-        device = setting.device
-        weights = Dense(setting.target.weights)
-        facts = self.facts(weights.arch)
+    def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
+        spec = task.spec
+        text = task.text
+        device = task.device
+        weights = Dense(task.target.weights)
+        head_facts = self.facts(weights.arch)
         tokens_NS = text.training.tokens_NS
-        words_W = frequent_tokens(tokens_NS, facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
-        head = fresh_eagle3(facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
-        target = Target(setting.decoder, facts.layer_ids, words_W, device=device, compile=spec.compile)
+        words_W = frequent_tokens(tokens_NS, head_facts.draft_vocab_size, vocab_size=weights.arch.vocab_size)
+        head = fresh_eagle3(head_facts, weights, words_W, generator=ctx.rng("draft", "eagle3")).to(device)
+        target = Target(task.decoder, head_facts.layer_ids, words_W, device=device, compile=spec.compile)
         objective = Eagle3Objective(
-            spec.loss.divergence(), target, self.steps, compute_dtype=setting.dtype, compile=spec.compile
+            spec.loss.divergence(), target, self.steps, compute_dtype=task.dtype, compile=spec.compile
         )
-        config = spec.train_config(setting.dtype)
+        config = spec.train_config(task.dtype)
         batch_of = Windows(tokens_NS, batch_size=spec.batch_size, seed=ctx.seed).batch
         training = Training(head, objective, batch_of, config, device=device, ranks=ctx.ranks)
-        look = partial(
+        measure_head = partial(
             measure_eagle3,
             target=target,
             tokens_NS=text.held_out_NS,
             device=device,
-            compute_dtype=setting.dtype,
+            compute_dtype=task.dtype,
             ranks=ctx.ranks,
         )
         curve = learn(
             training,
             config,
-            Measurements(lambda: look(head).drafting(), spec.steps_between_measurements),
+            Measurements(lambda: measure_head(head).drafting(), spec.steps_between_measurements),
             ctx,
         )
         stored = head_of(head, words_W, dtype=getattr(torch, weights.arch.dtype))
         scheme = None
         if spec.quantize is not None:
-            scheme = head_scheme(spec.quantize, facts)
+            scheme = head_scheme(spec.quantize, head_facts)
             stored = rounded_head(
                 spec.quantize, stored, target, tokens_NS[:CALIBRATION_WINDOWS, :-1], self.steps, device=device
             )
-        final = look(stored.decoder(dtype=torch.float32, device=device))
-        said = {
+        final = measure_head(stored.decoder(dtype=torch.float32, device=device))
+        facts = {
             "kind": "eagle3",
-            "params": _num_params(facts),
+            "params": _num_params(head_facts),
             "start": self.model_dump(mode="json"),
-            "head": facts.to_json(),
+            "head": head_facts.to_json(),
             "quantized": None if spec.quantize is None else spec.quantize.method(),
             "before": {key: curve[0][key] for key in final.drafting()},
             "after": final.drafting(),
             "acceptance_of_steps": list(final.acceptance),
             "covered": final.covered,
         }
-        return Made(curve, said, partial(_write, stored, scheme))
+        return TrainedDraft(curve, facts, partial(_write, stored, scheme))
 
 
 def _num_params(facts: Eagle3Facts) -> int:

@@ -1,9 +1,9 @@
-"""A draft that is its target made small: a few of its layers, with fewer heads and FFN channels, between its
-own embedding and head.
+"""A draft that is its target made smaller: a few of its layers, with fewer heads and FFN channels, between
+its own embedding and head.
 
-What goes is chosen, and made up for, by the pruning code, on a few windows of the training text and on the
-inputs that the small model itself sees. Embedding and head stay the target's: so they are not trained, unless
-asked.
+The pruning code chooses what goes and compensates for it, on a few windows of the training text and on the
+inputs that the small model itself sees. Embedding and head stay those of the target, and are not trained
+unless `train_embeddings` is set.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,9 @@ from compress.recipe import ByKind, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill.estimate import training_estimate
-from compress.stages.distill.learning import batches
-from compress.stages.draft.inits import INITS, Made, Setting
+from compress.stages.distill.learning import training_batches
+from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized import quantized
 from compress.stages.prune.round import Round, prune_round
 from compress.stages.prune.spec import Ffn, Heads, Prune, compensations, kinds_by_name, scorers
@@ -52,7 +53,7 @@ DENSE = "dense"
 
 @INITS.register("pruned")
 class Pruned(Spec):
-    """Layers, heads and FFN channels of the target."""
+    """Some layers, heads and FFN channels of the target."""
 
     kind: Literal["pruned"] = "pruned"
     keep_layers: (
@@ -85,10 +86,10 @@ class Pruned(Spec):
         return kinds_by_name(raw)
 
     def kept(self, arch: Arch) -> list[int]:
-        """Indices of the layers that stay.
+        """Return the indices of the layers that stay.
 
         Raises:
-            UsageError: there are no such layers.
+            UsageError: the target has no such layers.
         """
         if isinstance(self.keep_layers, int):
             if self.keep_layers > arch.num_layers:
@@ -105,10 +106,10 @@ class Pruned(Spec):
         return chosen
 
     def shape(self, target: Arch) -> Arch:
-        """The draft's.
+        """Return the shapes of the draft.
 
         Raises:
-            UsageError, UnsupportedFormat: it would be the target itself, or what is to stay cannot.
+            UsageError, UnsupportedFormat: it would be the target itself, or cannot be pruned so.
         """
         subset = with_layers(without_codes(target), self.kept(target))
         if (pruning := self._pruning()) is None:
@@ -132,7 +133,7 @@ class Pruned(Spec):
             compensate=self.compensate,
         )
 
-    def estimate(self, spec: Any, facts: PlanFacts) -> Estimate:
+    def estimate(self, spec: DraftLearning, facts: PlanFacts) -> Estimate:
         arch = self.shape(facts.arch)
         outer = (1 if arch.tied_head else 2) * arch.vocab_size * arch.hidden_size
         frozen = 0 if self.train_embeddings else outer
@@ -143,8 +144,7 @@ class Pruned(Spec):
             f"{arch.num_layers} of {facts.arch.num_layers} layers "
             f"({', '.join(map(str, self.kept(facts.arch)))}): {(arch.num_params - outer) / 1e6:,.1f} M "
             f"parameters between the model's embedding and head, {outer / 1e6:,.1f} M",
-            f"{spec.loss.kind}, {spec.num_steps * spec.batch_size * spec.seq_len:,} tokens in "
-            f"{spec.num_steps:,} steps of {spec.data}",
+            f"{spec.loss.kind}, {spec.extent} of {spec.data}",
         ]
         if spec.quantize is None:
             return replace(found, notes=tuple(notes))
@@ -160,54 +160,56 @@ class Pruned(Spec):
             notes=(*notes, *codes.notes),
         )
 
-    def make(self, setting: Setting, ctx: Context) -> Made:
-        spec = setting.spec
-        text = setting.text
-        device = setting.device
+    def make(self, task: DraftTask, ctx: Context) -> TrainedDraft:
+        spec = task.spec
+        text = task.text
+        device = task.device
         calibration = replace(
             text.training, tokens_NS=text.training.tokens_NS[: self.num_samples, :-1].contiguous()
         )
-        start, pruned = self._start(setting, calibration.tokens_NS, ctx)
+        start, pruned = self._start(task, calibration.tokens_NS, ctx)
         student = build_decoder(start, dtype=torch.float32, device=device).requires_grad_(True)
         for outer in (student.embed, student.head):
             outer.requires_grad_(self.train_embeddings)
         if spec.recompute:
             checkpoint_layers_(student)
-        teacher = Teacher(setting.decoder, device=device, compile=spec.compile)
-        config = spec.train_config(setting.dtype)
-        objective = Objective(
-            spec.loss.divergence(), teacher, compute_dtype=setting.dtype, compile=spec.compile
+        teacher = Teacher(task.decoder, device=device, compile=spec.compile)
+        config = spec.train_config(task.dtype)
+        objective = Objective(spec.loss.divergence(), teacher, compute_dtype=task.dtype, compile=spec.compile)
+        batch_of = training_batches(
+            spec, text.training, teacher, ctx, digest=task.target.digest, device=device
         )
-        batch_of = batches(spec, text.training, teacher, ctx, digest=setting.target.digest, device=device)
         training = Training(student, objective, batch_of, config, device=device, ranks=ctx.ranks)
-        look = partial(_look, teacher, setting, ctx)
+        measure_student = partial(_measure, teacher, task, ctx)
         curve = learn(
             training,
             config,
-            Measurements(lambda: look(student).drafting(), spec.steps_between_measurements),
+            Measurements(lambda: measure_student(student).drafting(), spec.steps_between_measurements),
             ctx,
         )
-        stored = self._stored(student, calibration, setting, ctx)
-        final = look(build_decoder(open_weights(stored.path), dtype=torch.float32, device=device)).drafting()
+        stored = self._stored(student, calibration, task, ctx)
+        final = measure_student(
+            build_decoder(open_weights(stored.path), dtype=torch.float32, device=device)
+        ).drafting()
         facts = {
             "kind": "model",
             "params": student.arch.num_params,
             "start": {
                 **self.model_dump(mode="json", serialize_as_any=True),
-                "layers": self.kept(setting.target.weights.arch),
+                "layers": self.kept(task.target.weights.arch),
             },
             "pruned": pruned,
             "quantized": None if spec.quantize is None else spec.quantize.method(),
             "before": {key: curve[0][key] for key in final},
             "after": final,
         }
-        return Made(curve, facts, partial(_write, stored))
+        return TrainedDraft(curve, facts, partial(_write, stored))
 
     def _start(
-        self, setting: Setting, tokens_NS: Tensor, ctx: Context
+        self, task: DraftTask, tokens_NS: Tensor, ctx: Context
     ) -> tuple[WeightSource, list[dict[str, Any]]]:
-        """The draft before it is trained, and a row for each linear of it that was pruned."""
-        weights = Dense(setting.target.weights)
+        """Return the draft before it is trained, and a row for each of its linears that was pruned."""
+        weights = Dense(task.target.weights)
         subset = LayerSubset(weights, self.kept(weights.arch))
         pruning = self._pruning()
         if pruning is None:
@@ -219,26 +221,26 @@ class Pruned(Spec):
         ctx.ranks.barrier()  # rank 0 writes the last layer before any rank reads it
         return start, facts["layers"]
 
-    def _stored(self, student: Decoder, calibration: TokenSet, setting: Setting, ctx: Context) -> Artifact:
-        """The trained draft as it is to be served, on disk in its own dtype or in codes."""
+    def _stored(self, student: Decoder, calibration: TokenSet, task: DraftTask, ctx: Context) -> Artifact:
+        """Return the trained draft as it will be served: on disk in its own dtype, or in codes."""
         parts = Workspace(ctx.scratch / PARTS)
         if ctx.ranks.rank == 0:
             parts.commit(DENSE, "draft", {}, partial(_write_dense, student))
-        ctx.ranks.barrier()  # rank 0 writes it before any rank reads it
+        ctx.ranks.barrier()  # rank 0 writes the artifact before any rank reads it
         dense = parts.get(DENSE)
         assert dense is not None, "rank 0 has just made it"
-        if setting.spec.quantize is None:
+        if task.spec.quantize is None:
             return dense
-        return quantized(setting.spec.quantize, dense, calibration, parts, setting.source, ctx)
+        return quantized(task.spec.quantize, dense, calibration, parts, task.source, ctx)
 
 
-def _look(teacher: Teacher, setting: Setting, ctx: Context, student: Decoder) -> HeldOut:
+def _measure(teacher: Teacher, task: DraftTask, ctx: Context, student: Decoder) -> HeldOut:
     return measure(
         student,
         teacher,
-        setting.text.held_out_NS,
-        setting.device,
-        compute_dtype=setting.dtype,
+        task.text.held_out_NS,
+        task.device,
+        compute_dtype=task.dtype,
         ranks=ctx.ranks,
     )
 
