@@ -91,7 +91,8 @@ def advise(row: SpeedRow, k: int) -> str:
         )
     else:
         why = (
-            f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. "
+            f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the "
+            "limit. "
             "Measure again."
         )
     more = better if row.best_k_speedup > 1 else ""
