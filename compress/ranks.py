@@ -198,7 +198,8 @@ class TorchRanks:
                 atexit.register(_end_at_once, _exit_code(error))
 
     def raise_if_failed(self) -> None:
-        """Raise RankStopped if a rank has failed, EnvironmentUnfit if the launcher's store is gone."""
+        """Raise RankStopped if a rank has failed, EnvironmentUnfit if the key-value store of the process that
+        launched the ranks is gone."""
         try:
             failure = self._store.get(_FAILURE) if self._store.check([_FAILURE]) else b""
         except RuntimeError as error:

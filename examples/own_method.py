@@ -12,7 +12,7 @@ from pydantic import Field
 import compress
 from compress.calibrate.stats import InputStats
 from compress.methods.quantize import ROUNDERS, Rounded, Rounder
-from compress.quant.numerics import choose_scale, round_to_nearest
+from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import Scheme
 
 
@@ -23,13 +23,14 @@ class Shrunk(Rounder):
     """
 
     kind: Literal["shrunk"] = "shrunk"
-    factor: float = Field(0.9, gt=0, le=1, description="share of each group's range that stays")
+    range_frac: float = Field(0.98, gt=0, le=1, description="share of the range of a group that codes cover")
 
     def round(
         self, w_OI: torch.Tensor, stats: InputStats, scheme: Scheme, *, scale_dtype: torch.dtype
     ) -> Rounded:
-        scale_OG, zero_point_OG = choose_scale(w_OI, scheme, scale_dtype, choice="min_max", h_II=None)
-        return Rounded(round_to_nearest(w_OI, scheme, scale_OG * self.factor, zero_point_OG))
+        w_OGN = grouped(w_OI, scheme)
+        scale_OG, zero_OG = min_max_scale(w_OGN, scheme, scale_dtype, range_frac=self.range_frac)
+        return Rounded(round_to_nearest(w_OI, scheme, scale_OG, zero_OG))
 
 
 for rounder in ({"kind": "rtn"}, {"kind": "shrunk"}):

@@ -26,7 +26,7 @@ from compress.models.random_source import RandomSource
 from compress.quant.scheme import scheme_named
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
-from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
+from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
 from compress.validate.latency import LatencyConditions, LatencyRow, measure_latency
 from scripts.bench_setup import argument_parser, markdown, model_dtype, pick_device, read_arch, write_results
 
@@ -51,8 +51,8 @@ def freest(arch: Arch) -> Arch:
 
 def pruned(base: Arch, args: argparse.Namespace) -> Arch:
     """With the legal numbers nearest to `args.heads` and `args.ffn`."""
-    heads = nearest(legal_heads(base, "kv_group", args.multiple), args.heads, "heads", args.multiple)
-    channels = nearest(legal_channels(base, args.multiple), args.ffn, "ffn", args.multiple)
+    heads = nearest_legal(legal_heads(base, "kv_group", args.multiple), args.heads, "heads", args.multiple)
+    channels = nearest_legal(legal_channels(base, args.multiple), args.ffn, "ffn", args.multiple)
     return resized(
         base, replace(with_heads(base, Widths.of(base), heads, "kv_group"), intermediate_size=channels)
     )

@@ -193,6 +193,7 @@ def main() -> None:
                 "before_ttft_ms": statistics.median(row["ttft_ms_p50"] for row in before),
                 "after_ttft_ms": statistics.median(row["ttft_ms_p50"] for row in after),
                 "same_tokens": len({row["tokens"] for side in (before, after) for row in side}) == 1,
+                "tokens": [sorted({row["tokens"] for row in side}) for side in (before, after)],
             }
         )
     for row in table:
@@ -200,7 +201,7 @@ def main() -> None:
             f"{row['scheme']:45} x{row['batch_size']:<3} {row['before_tpot_ms']:.4f} -> "
             f"{row['after_tpot_ms']:.4f} ms "
             f"({row['ratio']:.4f}), TTFT {row['before_ttft_ms']:.2f} -> {row['after_ttft_ms']:.2f}, "
-            f"tokens {'equal' if row['same_tokens'] else 'DIFFER'}"
+            f"tokens {'equal' if row['same_tokens'] else 'differ: ' + json.dumps(row['tokens'])}"
         )
     if args.out is not None:
         document = {

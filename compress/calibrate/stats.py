@@ -92,7 +92,7 @@ class SecondMoment:
 
     def __init__(self) -> None:
         self._sum_DD: Tensor | None = None
-        self._lower: list[Tensor] = []  # of a parked sum: blocks of rows up to the diagonal
+        self._lower: list[Tensor] = []  # of a compacted sum: blocks of rows up to the diagonal
         self._half = False  # whether the sum holds but these blocks, as a CPU computes them
         self.num_tokens = 0
 

@@ -75,7 +75,7 @@ class LayerWriter(_Thread):
         self._last: Future[None] | None = None
 
     def write(self, job: Callable[[], None]) -> None:
-        """Begin to write, once the file before is on the disk."""
+        """Wait until the previous file is on the disk, then start `job`, which writes the next one."""
         self.wait()
         self._last = self._pool.submit(job)
 

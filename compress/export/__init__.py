@@ -47,8 +47,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class StaticKV:
-    """The parts of `quantization_config` for a KV cache with calibrated scales: `beside` quantized weights,
-    and `alone` with dense ones."""
+    """The parts of `quantization_config` for a KV cache with calibrated scales: one for checkpoints of
+    quantized weights, and one (`alone`) for those of dense weights."""
 
     beside: Mapping[str, Any]
     alone: Mapping[str, Any]
@@ -215,8 +215,8 @@ def kv_note(kv_format: str) -> str:
     """Return how consumers serve a checkpoint with a KV cache of that format."""
     if kv_format == FP8_STATIC:
         return (
-            f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers rounds keys and "
-            "values alike"
+            f"KV cache {FP8_STATIC}: compress and vLLM serve it by the checkpoint's scales, transformers "
+            "rounds keys and values alike"
         )
     return (
         f"KV cache {kv_format}: only compress.json states it, no checkpoint format can; vLLM serves it with "

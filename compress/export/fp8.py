@@ -67,7 +67,8 @@ class Fp8Codec:
             quantization_config.get("scale_fmt") or "float"
         ) != "float":
             raise UnsupportedFormat(
-                f"the checkpoint is FP8 of fmt {quantization_config.get('fmt')} and scale_fmt {quantization_config.get('scale_fmt')}; e4m3 "
+                f"the checkpoint is FP8 of fmt {quantization_config.get('fmt')} and scale_fmt "
+                f"{quantization_config.get('scale_fmt')}; e4m3 "
                 "with scales that are floats "
                 "is read. (ue8m0 rounds the scales of inputs up to powers of two, so its linears compute "
                 "other numbers.)"

@@ -66,7 +66,7 @@ class CachedAttention:
 
     @property
     def length(self) -> int:
-        """Cached positions."""
+        """The number of cached positions."""
         return self._past[0][0].shape[1] if self._past else 0
 
     def __call__(

@@ -1,8 +1,8 @@
 """Per-layer overrides: which linears a pattern names, and how they change one scheme for all.
 
-Patterns are shell patterns (`*`, `?`, `[...]`, `{gate,up}`) over canonical names, `layers.3.ffn.down`. They are tried
-in order and the first that matches a linear decides it. Linears that read one input are one product in
-every consumer (q, k and v; gate and up), so they must get the same scheme.
+Patterns are shell patterns (`*`, `?`, `[...]`, `{gate,up}`) over canonical names, `layers.3.ffn.down`. They
+are tried in order and the first that matches a linear decides it. Linears that read one input are one product
+in every consumer (q, k and v; gate and up), so they must get the same scheme.
 """
 
 import re
@@ -94,7 +94,8 @@ def decide(overrides: Mapping[str, Scheme | None], arch: Arch) -> dict[str, Sche
 
 
 def alternatives(pattern: str) -> list[str]:
-    """Return the patterns that a pattern with braces stands for: `*.ffn.{gate,up}` is `*.ffn.gate` and `*.ffn.up`."""
+    """Expand a pattern with braces: `*.ffn.{gate,up}` is `*.ffn.gate` and
+    `*.ffn.up`."""
     braces = re.search(r"\{([^{}]*)\}", pattern)
     if braces is None:
         return [pattern]

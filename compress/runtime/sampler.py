@@ -195,7 +195,8 @@ def gumbel(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
 
 
 def uniform(seeds_R: Tensor, positions_R: Tensor, vocab_size: int) -> Tensor:
-    """Return the uniform numbers in (0, 1), float64 [R, V], that the noise is made from."""
+    """Return random numbers between 0 and 1, both excluded, float64 [R, V]: one for each token of the
+    vocabulary, a function of seed, position and token alone."""
     tokens_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds_R.device)
     key_R = _mix(_mix(seeds_R + _GOLDEN) + positions_R * _GOLDEN)
     bits_RV = _shift_right(_mix(key_R.unsqueeze(1) + tokens_V * _GOLDEN), 12)

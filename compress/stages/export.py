@@ -1,8 +1,8 @@
-"""`export`: quantized or pruned weights become a checkpoint that other programs load, with the model's
-tokenizer beside it.
+"""`export`: write quantized or pruned weights as a checkpoint that other programs load, with the model's
+tokenizer.
 
-A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a checkpoint
-that stands alone, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
+A draft goes into a folder of the checkpoint, whatever the format of the model: a draft model as a complete
+checkpoint, dense or compressed-tensors, an EAGLE-3 head in the layout of `speculators`.
 """
 
 from pathlib import Path
@@ -104,11 +104,12 @@ def export(spec: Export, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> N
 
 
 def _write_draft(artifact: Artifact, target: Arch, source: ModelSource, directory: Path) -> dict[str, Any]:
-    """The facts of the draft, without its curve, which the draft's own artifact and the report have.
+    """Write the draft into the directory and return its facts, without the curve, which the draft's own
+    artifact and the report have.
 
     Raises:
-        UsageError: a draft of other tokens than the model's.
-        UnsupportedFormat: a draft in a scheme that no checkpoint says.
+        UsageError: the draft has other tokens than the model.
+        UnsupportedFormat: no checkpoint can hold the draft's scheme.
     """
     scheme = artifact.manifest.scheme
     facts = artifact.manifest.facts["draft"]

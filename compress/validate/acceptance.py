@@ -1,11 +1,11 @@
 """Acceptance: how many tokens come out of a step of speculative decoding, and which proposals are kept.
 
-    acceptance length   tokens that come out of a request's step, the model's own included: k + 1 at most. Tokens
-                        over steps, without the last steps of a request, which have no room for k; the interval
+    acceptance length   tokens that come out of a step, the model's own included: k + 1 at most. Tokens
+                        over steps, without a request's last steps, which have no room for k; the interval
                         is over prompts
     rate of position j  share of these steps that kept the j-th proposal; the rates add up to the acceptance
                         length - 1
-    repeated 4-grams    share of a plain continuation's 4-grams that it had before: a model that repeats itself is
+    repeated 4-grams    share of a plain continuation's 4-grams that it had before: a repetitive model is
                         easy to guess
 
 All of it is read from when tokens arrive: those of one step arrive at the same moment.

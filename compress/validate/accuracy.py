@@ -1,7 +1,7 @@
 """Accuracy of a candidate against its source, on the same tokens.
 
     perplexity       exp(mean NLL) over non-overlapping windows of S tokens, positions 1..S-1 of each window
-                     ("convention A": raw text joined with blank lines, tail dropped). lm-eval's `wikitext` and
+                     ("convention A": raw text joined with blank lines, no tail). lm-eval's `wikitext` and
                      llama.cpp's number are other quantities.
     bits per byte    total NLL / ln 2 / bytes: comparable between tokenizers.
     KL(p || q)       source p, candidate q, per token, over the full vocabulary, from fp32 log-softmax.
@@ -182,7 +182,8 @@ def score_window(source_SV: Tensor, candidate_SV: Tensor, tokens_S: Tensor) -> W
 
 
 def kl_divergence(log_p_TV: Tensor, log_q_TV: Tensor) -> Tensor:
-    """Return KL(p || q) of each row [T] from log-probabilities; a word that both exclude (-inf) adds nothing."""
+    """Return KL(p || q) of each row [T] from log-probabilities; a word that both exclude (-inf) adds
+    nothing."""
     p_TV = log_p_TV.exp()
     q_TV = log_q_TV.exp()
     d_TV = log_p_TV - log_q_TV

@@ -1,7 +1,7 @@
 """Processor time that a process needed and did not get, from the counters of Linux.
 
-    run     time that the threads of this process ran                  /proc/self/task/*/schedstat, first number
-    wait    time that they could have run and waited for a processor   /proc/self/task/*/schedstat, second number
+    run     time that its threads ran              /proc/self/task/*/schedstat, first number
+    wait    time that they waited for a processor  /proc/self/task/*/schedstat, second number
     stolen  time that the hypervisor gave to other guests, all processors  /proc/stat, `steal`
     busy    time that all processors worked or were stolen                  /proc/stat
 

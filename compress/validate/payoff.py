@@ -44,11 +44,11 @@ class SpeedRow:
 
 
 def predicted(row: SpeedRow, rates: Sequence[float]) -> SpeedRow:
-    """Return the row with the speed-up that its times predict, for this k and for the best k up to it, and
-    with advice.
+    """Return the row with the speed-up over plain decoding that its times predict, for this k and for the
+    best k up to it, and with advice.
 
-    `rates` are the acceptance rates by position. The time of verifying fewer tokens is interpolated between a
-    plain step and that of k.
+    `rates` are the acceptance rates by position; their number is k. The time of verifying fewer tokens is
+    interpolated between a plain step and that of k.
     """
     k = len(rates)
     plain_ms = row.tpot_ms_plain
@@ -74,7 +74,7 @@ def advise(row: SpeedRow, k: int) -> str:
     cost = verify + draft
     if cost >= k + 1:
         larger = "verification" if verify >= draft else "the draft"
-        why = f"A step costs {cost:.1f} plain ones, most of it {larger}, and {k + 1} tokens come out of it at best."
+        why = f"A step costs {cost:.1f} plain ones, most of it {larger}, and gives {k + 1} tokens at best."
         why += " Speculate at smaller batches." if row.batch_size > 1 and verify >= draft else ""
     elif verify >= length:
         why = (
@@ -91,7 +91,8 @@ def advise(row: SpeedRow, k: int) -> str:
         )
     else:
         why = (
-            f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the limit. "
+            f"Its times predict {row.predicted_speedup:.2f}: the machine was disturbed, or the host is the "
+            "limit. "
             "Measure again."
         )
     more = better if row.best_k_speedup > 1 else ""

@@ -166,6 +166,7 @@ def advise(phase: str, *, memory_ms: float, compute_ms: float, measured_ms: floa
             "for shared prompts do."
         )
     return (
-        f"Memory-bound ({times}): prompts are too short to fill the arithmetic units; prefill several requests "
+        f"Memory-bound ({times}): prompts are too short to fill the arithmetic units; prefill several "
+        "requests "
         "together."
     )

@@ -52,7 +52,10 @@ def stability(values_R: Sequence[float] | Array) -> Stability:
 
 
 def instability(found: Stability, *, lost_frac: float | None) -> str:
-    """Return why repeats prove nothing, in words; an empty string where they are stable."""
+    """Return why repeats prove nothing, in words; an empty string where they are stable.
+
+    `lost_frac` is the share of processor time that other work took; None if it was not counted.
+    """
     reasons = []
     if found.spread_frac > MAX_SPREAD_FRAC:
         reasons.append(f"repeats spread over {found.spread_frac * 100:.0f} % of their median")

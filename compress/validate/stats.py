@@ -9,7 +9,7 @@ and every interval here is taken over windows ("clusters"), never over tokens:
   the mean of (a - r b) / mean(b), r being the ratio. With a dozen windows it covers better than a bootstrap
   of percentiles, and needs no seed;
 - a quantile: Woodruff's interval (J. Am. Stat. Assoc. 47, 1952): the t interval of P(value <= q), over
-  windows, read back through the empirical distribution (never narrower than independent values would give). Near the
+  windows, read back through the empirical distribution (never narrower than for independent values). Near the
   tail its upper end is the largest value seen: with few windows a p99.9 is hardly known, and its interval is
   wide.
 

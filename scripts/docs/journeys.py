@@ -26,14 +26,9 @@ WEIGHT = Journey(
     "A weight, from the checkpoint to a kernel",
     (
         Stop(
-            "compress/models/family.py",
-            "Family",
-            "Maps config fields and tensor names of a family to the canonical decoder, and refuses unknown ones.",
-        ),
-        Stop(
             "compress/models/checkpoint.py",
             "Checkpoint",
-            "Reads the safetensors one layer at a time, under canonical names such as layers.3.attn.q.weight.",
+            "Reads the safetensors one layer at a time, by the table of the family (models/family.py), under canonical names.",
         ),
         Stop(
             "compress/stages/quantize/layers.py",
@@ -43,7 +38,12 @@ WEIGHT = Journey(
         Stop(
             "compress/calibrate/sequential.py",
             "run_sequential",
-            "Puts one layer on the device, observes it, applies the passes, stores the layer as a resume point.",
+            "Takes one layer after the other, and stores each as a resume point.",
+        ),
+        Stop(
+            "compress/calibrate/at_once.py",
+            "compress_at_once",
+            "Observes the layer, and applies the passes to it.",
         ),
         Stop(
             "compress/methods/quantize/passes.py",
@@ -55,11 +55,10 @@ WEIGHT = Journey(
             "Gptq",
             "Turns weights [O, I] into codes and scales, column by column; later columns absorb the error.",
         ),
-        Stop("compress/quant/packing.py", "pack", "Packs eight 4-bit codes into one 32-bit word."),
         Stop(
-            "compress/export/compressed_tensors.py",
-            "CompressedTensors",
-            "Names the packed tensors, and writes the config that vLLM and transformers read.",
+            "compress/models/canonical.py",
+            "CanonicalStore",
+            "The store between quantize and export: codes and scales under canonical names, as quant/codec.py spells them.",
         ),
         Stop(
             "compress/artifact/workspace.py",
@@ -67,19 +66,24 @@ WEIGHT = Journey(
             "Takes the digest of every tensor, and gives the finished directory its name by one rename.",
         ),
         Stop(
-            "compress/runtime/loader.py",
-            "load_model",
-            "Reads the artifact, and fuses the linears of a group.",
+            "compress/stages/export.py",
+            "export",
+            "Reads that store, and has a format write it.",
         ),
         Stop(
-            "compress/kernels/select.py",
-            "select",
-            "Chooses the kernel for each linear; every other candidate states why it refuses.",
+            "compress/export/compressed_tensors.py",
+            "CompressedTensors",
+            "Packs codes into words, and writes the config that vLLM and transformers read.",
+        ),
+        Stop(
+            "compress/runtime/loader.py",
+            "load_model",
+            "Reads the artifact, fuses the linears of a group, and repacks each once for the layout of its kernel.",
         ),
         Stop(
             "compress/runtime/fused_linear.py",
             "FusedLinear",
-            "Holds the weights in the layout of that kernel, repacked once, and multiplies with them.",
+            "Holds the weights in that layout and multiplies with them, by the kernel that kernels/select.py chose.",
         ),
     ),
 )
@@ -88,22 +92,24 @@ BATCH = Journey(
     "A calibration batch, from text to statistics",
     (
         Stop(
-            "compress/data/card.py", "load_card", "Reads a data card: where text is, its source and license."
+            "compress/stages/calibrate.py",
+            "calibrate",
+            "The stage: asks for the tokens and writes them as an artifact.",
         ),
         Stop(
             "compress/data/model_tokens.py",
             "read_tokens",
-            "Draws documents of the card and encodes them with the model's tokenizer.",
+            "Opens the data card (data/card.py), draws documents and encodes them with the model's tokenizer.",
         ),
         Stop(
             "compress/data/tokens.py",
             "TokenSet",
-            "Holds the samples as token ids [N, S]; the calibrate stage stores it as an artifact.",
+            "Holds the samples as token ids [N, S].",
         ),
         Stop(
             "compress/calibrate/sequential.py",
             "run_sequential",
-            "Embeds this rank's samples, then takes them through the model, one layer at a time.",
+            "Embeds the samples, then takes them through the model, one layer at a time.",
         ),
         Stop(
             "compress/calibrate/layer_run.py",
@@ -111,14 +117,14 @@ BATCH = Journey(
             "Holds what the runner passes along: samples, shards, ranks, memory guard and dtype.",
         ),
         Stop(
-            "compress/models/decoder.py",
-            "DecoderLayer",
-            "Computes the layer, and calls a tap with the input of each linear group.",
+            "compress/calibrate/at_once.py",
+            "compress_at_once",
+            "Has the layer observed, then applies the passes. With several ranks, ranks.py sends sums and results.",
         ),
         Stop(
             "compress/calibrate/observe.py",
             "observe",
-            "Runs all samples through the layer and updates the statistics of each tap, shard by shard.",
+            "Runs all samples through the layer (models/decoder.py) and updates the statistics of each tap, shard by shard.",
         ),
         Stop(
             "compress/calibrate/stats.py",
@@ -126,14 +132,14 @@ BATCH = Journey(
             "Sums E[x x^T] in a fixed order; MergeTree joins the shards.",
         ),
         Stop(
-            "compress/ranks.py",
-            "TorchRanks",
-            "Sends partial sums to the rank that compresses the group, and codes to all.",
-        ),
-        Stop(
             "compress/calibrate/layer_state.py",
             "LayerState",
-            "Holds the layer's float32 weights and the statistics that its passes read.",
+            "Holds the layer's weights, in the dtype they were loaded in and read as float32, and the statistics.",
+        ),
+        Stop(
+            "compress/methods/quantize/passes.py",
+            "SmoothPass",
+            "Gives the statistics of each group to the smoother.",
         ),
         Stop(
             "compress/methods/quantize/awq.py",
@@ -151,22 +157,30 @@ REQUEST = Journey(
     "request",
     "A request, from text to text",
     (
-        Stop("compress/api.py", "load", "Opens the model and builds the engine."),
+        Stop(
+            "compress/api.py",
+            "load",
+            "Opens the model and builds the engine.",
+        ),
         Stop(
             "compress/llm.py",
             "LLM",
             "Encodes the prompt, adds a request, steps the engine, decodes its tokens.",
         ),
-        Stop("compress/runtime/engine.py", "Engine", "One step: schedule, launch, read."),
+        Stop(
+            "compress/runtime/engine.py",
+            "Engine",
+            "One step: schedule, launch, read.",
+        ),
         Stop(
             "compress/runtime/scheduler.py",
             "Scheduler",
             "Admits requests while blocks last, and fills a step: decodes first, then chunks of prompts.",
         ),
         Stop(
-            "compress/runtime/kv_cache.py",
-            "KVCache",
-            "Holds the pages of keys and values, and the free blocks.",
+            "compress/runtime/prefill.py",
+            "Prefill",
+            "Takes the chunks of prompts of a step through the model.",
         ),
         Stop(
             "compress/runtime/model_runner.py",
@@ -176,17 +190,17 @@ REQUEST = Journey(
         Stop(
             "compress/runtime/layer_runner.py",
             "LayerRunner",
-            "Computes one layer: norm, qkv, rotation and store, paged attention, o, gated FFN.",
-        ),
-        Stop(
-            "compress/kernels/attention_decode/paged.py",
-            "attention_decode",
-            "Reads keys and values through the block table.",
+            "Computes one layer: norm, qkv, rotation and store, paged attention (kernels/attention_prefill/), o, gated FFN.",
         ),
         Stop(
             "compress/runtime/sampler.py",
             "sample",
-            "Chooses the next token of each row, by seed and position.",
+            "Chooses the first token, by seed and position; sample_rows does it on the device for each later one.",
+        ),
+        Stop(
+            "compress/runtime/decode_run.py",
+            "DecodeRun",
+            "Launches decode steps, one ahead of the host where that is possible.",
         ),
         Stop(
             "compress/runtime/decode.py",
@@ -194,9 +208,9 @@ REQUEST = Journey(
             "Keeps the rows of a decode step on the device and replays the step as a CUDA graph.",
         ),
         Stop(
-            "compress/runtime/speculative/verify.py",
-            "Verifier",
-            "With a proposer instead: verifies its draft tokens in one step and keeps those the model would choose.",
+            "compress/kernels/attention_decode/hopper.py",
+            "attention_decode",
+            "Reads keys and values through the block table, on an H200; on a CPU chunks.py beside it does.",
         ),
         Stop(
             "compress/runtime/request.py",

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from scripts.docs import markdown
 from scripts.docs.journeys import JOURNEYS
-from scripts.docs.pictures import pictures
+from scripts.docs.pictures import floors, pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
 from scripts.docs.tables import performance, pruning, quality, readme, schemes, speculation
@@ -59,6 +59,7 @@ def environment() -> Environment:
         "schemes": schemes,
         "recipe": RecipeReference(),
         "journeys": JOURNEYS,
+        "floors": floors,
         "warning_error": warning_error,
         "picture": picture,
     }

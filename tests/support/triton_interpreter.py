@@ -1,8 +1,11 @@
-"""Runs a file of tests in triton's interpreter: it is chosen when triton is first imported, so that takes a process of its own."""
+"""Runs a file of tests in triton's interpreter: it is chosen when triton is first imported, so that takes a
+process of its own."""
 
 import os
 import subprocess
 import sys
+
+import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is that process."""
@@ -15,3 +18,22 @@ def assert_passes_interpreted(path: str) -> None:
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
     assert " passed" in child.stdout
+
+
+def use_row_independent_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter's `tl.dot` add the terms of an element in the order of K, and round each.
+
+    Its own `tl.dot` is numpy's product, where a row's bits depend on the height of the tile and the place in
+    it. Those of a GPU do not.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(
+        self: object, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: object
+    ) -> TensorHandle:
+        total = d.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            total += column[:, None].astype(total.dtype) * row.astype(total.dtype)
+        return TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -2,9 +2,9 @@
 one fused projection.
 
 torch's CPU kernels compute the remainder of a vector with other code, and split a large op among threads
-anywhere, also within a row: the last bit of an exponential would then depend on its place. So rows are
-padded to whole vectors and taken in blocks too small to be split.
-"""
+anywhere, also within a row: the last bit of an exponential would then depend on its place. And gelu is
+oneDNN's where the operand is contiguous, torch's own where it is not. So rows are padded to whole vectors,
+dense, and taken in blocks too small to be split."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quant
 from compress.kernels.select import Kernel, anything, register
 from compress.models.decoder import activation
 
-LANES = 32
-"""Elements of the widest CPU vector, bfloat16 in 512 bits."""
+LANES = 64
+"""Elements of two of the widest CPU vectors, bfloat16 in 512 bits: torch loops over two vectors at a time."""
 SERIAL_SIZE = 16384
 """Elements below which torch's activations run on one thread (gelu's limit; silu's is twice that)."""
 
@@ -34,7 +34,7 @@ def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
     if gate.device.type != "cpu":
         return activation(activation_name, gate) * up
     size = gate.shape[1]
-    padded = F.pad(gate, (0, -size % LANES)) if size % LANES else gate
+    padded = F.pad(gate, (0, -size % LANES)) if size % LANES else gate.contiguous()
     blocks = torch.split(padded, max(1, (SERIAL_SIZE - 1) // padded.shape[1]))
     activated = [activation(activation_name, block) for block in blocks]
     return (activated[0] if len(activated) == 1 else torch.cat(activated))[:, :size] * up

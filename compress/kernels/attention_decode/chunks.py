@@ -9,6 +9,10 @@ Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the 
 positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not
 depend on the other requests or on the length of their contexts: a chunk beyond the context (or before the
 window) adds exactly zero. All arithmetic is float32.
+
+On a CPU a batched product of two matrices or more, of at most 48 rows each, gives every matrix to one thread
+and the same code (`linear/row_product.py`), so batches have at least two matrices. cuBLAS may choose its code
+by the batch, so on CUDA every call has the same number of matrices. Filling blocks complete both.
 """
 
 import math
@@ -17,12 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compress.kernels.linear.row_product import MAX_ROWS
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
 
 CHUNK_SIZE = 128
 CUDA_BATCH = 64
 """Matrices of one batched product on CUDA."""
+FEWEST_MATRICES = 2
+"""Matrices of one batched product on a CPU, at least."""
 _MASKED = -1e30
 """The score of a masked position: finite, so that a wholly masked chunk has e^0 terms rather than NaN; its
 weight e^(-1e30 - m) is then exactly zero."""
@@ -65,9 +72,10 @@ def _attend(
     blocks_per_chunk = CHUNK_SIZE // kv.block_size
     block_table_RB = F.pad(block_table_RB, (0, -block_table_RB.shape[1] % blocks_per_chunk))
     num_chunks = block_table_RB.shape[1] // blocks_per_chunk
-    padding = (
-        -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads)) if q_RHC.is_cuda else 0
-    )
+    if q_RHC.is_cuda:
+        padding = -num_rows * num_chunks % (CUDA_BATCH // math.gcd(CUDA_BATCH, num_kv_heads))
+    else:
+        padding = int(num_kv_heads * num_rows * num_chunks < FEWEST_MATRICES)
     blocks = F.pad(block_table_RB.flatten(), (0, padding * blocks_per_chunk))
     k, v = (
         each.reshape(-1, CHUNK_SIZE, head_dim)
@@ -93,10 +101,11 @@ def _attend(
 
 
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply batches of matrices, on CUDA in calls of `CUDA_BATCH` matrices; the batch is a multiple of
-    that."""
+    """Multiply batches of matrices: on CUDA in calls of `CUDA_BATCH` matrices, on a CPU in calls of up to
+    `MAX_ROWS` rows of each."""
     if not left.is_cuda:
-        return torch.bmm(left, right)
+        products = [torch.bmm(rows, right) for rows in left.split(MAX_ROWS, dim=1)]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
     out = left.new_empty(left.shape[0], left.shape[1], right.shape[2])
     for part in range(0, left.shape[0], CUDA_BATCH):
         calls = slice(part, part + CUDA_BATCH)

@@ -74,8 +74,10 @@ def interpreted() -> bool:
 
 
 def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
-    """Refuse a problem that no Triton kernel can serve; `native_fp8` is for a kernel that needs Triton's own
-    e4m3 where the scheme is FP8."""
+    """Return the reason why no Triton kernel can serve the problem, or None.
+
+    With `native_fp8` the kernel uses Triton's own e4m3 where the scheme is FP8; it exists from sm_89 on.
+    """
     if triton is None:
         return "triton is not installed"
     if not problem.device.startswith("cuda") and not interpreted():

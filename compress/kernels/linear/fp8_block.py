@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear.coded import coded, finished, stacked_codes, stacked_scales
-from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, product, tile_refusal
+from compress.kernels.linear.row_product import ColumnBlocks, column_blocks, row_product
+from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS, tile_refusal
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
@@ -30,10 +31,10 @@ SCHEMES = ("FP8_BLOCK",)
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Codes as float32 [G, N, O], N columns of a group, and float32 scale [G, O] of each output row; `dtype`
-    is the model's."""
+    """Codes as float32 numbers, a weight of N columns for each of G groups along I, and float32 scale [G,
+    O] of each output row; `dtype` is the model's."""
 
-    codes_GNO: Tensor
+    codes_G: tuple[ColumnBlocks, ...]
     scale_GO: Tensor
     dtype: torch.dtype
 
@@ -46,7 +47,8 @@ def repack(
     quantized = coded(weights)
     scale_OG = stacked_scales(quantized, device)
     codes_OGN = stacked_codes(quantized, device).to(torch.float32).view(*scale_OG.shape, -1)
-    return PackedBlocks(codes_OGN.permute(1, 2, 0).contiguous(), scale_OG.t().contiguous(), dtype)
+    codes_G = tuple(column_blocks(codes_ON) for codes_ON in codes_OGN.unbind(1))
+    return PackedBlocks(codes_G, scale_OG.t().contiguous(), dtype)
 
 
 def linear(
@@ -64,10 +66,10 @@ def linear(
     )
     x_GTN = x.values_TK.to(torch.float32).view(*x.scale_T.shape, -1).transpose(0, 1).contiguous()
     y_TO = x_GTN.new_zeros(len(x.values_TK), packed.scale_GO.shape[1])
-    for x_TN, w_NO, x_scale_T, w_scale_O in zip(
-        x_GTN, packed.codes_GNO, x.scale_T.t(), packed.scale_GO, strict=True
+    for x_TN, codes, x_scale_T, w_scale_O in zip(
+        x_GTN, packed.codes_G, x.scale_T.t(), packed.scale_GO, strict=True
     ):
-        y_TO += product(x_TN, w_NO, rows) * x_scale_T.unsqueeze(1) * w_scale_O
+        y_TO += row_product(x_TN, codes, rows=rows) * x_scale_T.unsqueeze(1) * w_scale_O
     return finished(y_TO, packed.dtype if out_dtype is None else out_dtype, bias_O, residual_TO)
 
 

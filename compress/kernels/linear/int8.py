@@ -6,10 +6,15 @@ integer product.
 Integer sums have no order, so a row's bits depend on the row alone, whatever a library does with M: one
 kernel serves decode and prefill. Codes stay int8 in memory.
 
+On a CPU without an instruction for it (VNNI; AMD has it from Zen 4 on) PyTorch's integer product is wrong:
+it adds pairs of products in 16 bits, which saturate. There the product is one of float32 numbers, 1,024
+columns at a time, whose sums stay below 2^24 and are exact.
+
 On CUDA the library needs more than 16 rows, and N and K in multiples of 8: rows and weights are padded
 with zeros, which add nothing.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +31,8 @@ from compress.quant.scheme import QuantizedWeight
 SCHEMES = ("INT8_DYNAMIC",)
 MULTIPLE = 8
 FEWEST_ROWS = 32
+EXACT_DEPTH = 1024
+"""Products of two 8-bit codes whose sums float32 holds exactly."""
 MAX_K = ((1 << 31) - 1) // (127 * 128)
 """Products of 127 and -128 that an int32 sum holds."""
 
@@ -75,7 +82,24 @@ def int_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:
     padded = (
         F.pad(x_TK, (0, w_OI.shape[1] - k, 0, short)) if short or w_OI.shape[1] > k else x_TK.contiguous()
     )
+    if not x_TK.is_cuda and not has_exact_int8():
+        return _float32_product(padded, w_OI)
     return torch._int_mm(padded, w_OI.t())[:num_rows]
+
+
+@functools.cache
+def has_exact_int8() -> bool:
+    """Return whether PyTorch's int8 product on this CPU is exact."""
+    largest = torch.full((FEWEST_ROWS, 64), 127, dtype=INT8)
+    return bool((torch._int_mm(largest, largest.t()) == 64 * 127 * 127).all())
+
+
+def _float32_product(x_TK: Tensor, w_OI: Tensor) -> Tensor:
+    parts = zip(x_TK.split(EXACT_DEPTH, dim=1), w_OI.split(EXACT_DEPTH, dim=1), strict=True)
+    y_TO = x_TK.new_zeros(x_TK.shape[0], w_OI.shape[0], dtype=torch.int32)
+    for x_part, w_part in parts:
+        y_TO += torch.mm(x_part.to(torch.float32), w_part.to(torch.float32).t()).to(torch.int32)
+    return y_TO
 
 
 def refusal(problem: Problem) -> str | None:

@@ -58,8 +58,8 @@ class Cut:
 
 
 Decision = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]
-"""Outcome of pruning one linear's inputs, in the form that is sent between ranks: kept units (bool [U]), weights
-[O, kept], bias [O] or None, facts."""
+"""Outcome of pruning one linear's inputs, in the form that is sent between ranks: kept units (bool [U]),
+weights [O, kept], bias [O] or None, facts."""
 
 
 class PrunePass:

@@ -30,17 +30,15 @@ To add a rounder, write one file in this package, for instance `shrunk.py` (comp
             weight = round_to_nearest(w_OI, scheme, scale_OG, zero_OG)
             return Rounded(weight, {"inputs": len(h_II)})       # facts for the report
 
-No list needs an edit: every module of the package is imported when a name is first looked up. Then `round:
-{kind: shrunk}` is valid in a recipe, `compress schema` shows its options, and the contract test, which is
-parametrised over the registries, holds it to what a rounder must keep, under every scheme:
+No list needs an edit: every module of the package is imported when a name is first looked up. Then run
+`python -m scripts.docs` and `python -m tests.contract.test_stage_fingerprints`. `round: {kind: shrunk}` is
+valid in a recipe, `compress schema` shows its options, and the contract test, which runs over the plug-in
+sets, holds it to what a rounder must keep, under every scheme (the list is in `docs/extend.md`):
 
     python -m pytest tests/contract/test_methods_contract.py -k shrunk
 
-The contract: codes, scales and zero points have the scheme's dtypes, shapes and ranges; rows are independent;
-a repeated call gives the same result and changes no argument; the output error is no larger than that of
-nearest codes at the same scales. Smoothers, rounding targets and refiners are added the same way, with their
-own class and registry below. A module of another distribution registers itself as an entry point of the group
-`compress.methods`.
+Smoothers, rounding targets and refiners are added the same way, with their own class and plug-in set below. A
+module of another distribution is named as an entry point of the group `compress.methods`.
 """
 
 from abc import abstractmethod

@@ -74,8 +74,8 @@ class Proposer(Protocol):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The numbers of layers of the target model after which it reads the hidden states; empty if it reads
-        none.
+        """The indices of the layers of the target model after which it reads the hidden states; empty
+        if it reads none.
         """
 
     @property

@@ -50,7 +50,7 @@ class Sensitivities(GradientVisitor):
 
     @property
     def loss(self) -> dict[tuple[int, str], dict[str, float]]:
-        """(layer, tap) -> scheme name -> nats of KL a token."""
+        """The predicted loss: (layer index, tap) -> scheme name -> nats of KL a token."""
         return {
             key: {scheme: total / 2 / self._tokens[key] for scheme, total in sums.items()}
             for key, sums in sorted(self._sums.items())

@@ -1,9 +1,12 @@
-"""`prune`: heads, FFN channels and layers go; what stays makes up for them, layer by layer on the already
-pruned input, resumable at each layer. The result is a smaller dense model of the same family.
+"""`prune`: remove heads, FFN channels and layers, and let what stays compensate for it. The result is a
+smaller dense model of the same family.
 
-spec.py     what a recipe may say        widths.py   numbers that consumers of the result can have
-round.py    one round of it              search.py   `target`: how much goes of what
-costs.py    of what is left              estimate.py   for `compress plan`
+Layers are pruned one after the other on the inputs that the pruned layers before them give; a run resumes
+after each layer.
+
+spec.py     what a recipe states           widths.py     widths that consumers of the result accept
+round.py    one round of pruning           search.py     `target`: how much of each axis goes
+costs.py    size or time of the result     estimate.py   for `compress plan`
 """
 
 from collections.abc import Mapping
@@ -27,10 +30,10 @@ from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.budget.times import depends
 from compress.stages.prune.estimate import estimate, reshape
-from compress.stages.prune.round import Round, forget, prune_round
+from compress.stages.prune.round import PruningMethod, delete_weights, prune_round
 from compress.stages.prune.search import search
 from compress.stages.prune.spec import Prune
-from compress.stages.prune.widths import between
+from compress.stages.prune.widths import round_widths
 
 
 def _depends(spec: Prune, device: str) -> Mapping[str, str]:
@@ -43,30 +46,35 @@ def _depends(spec: Prune, device: str) -> Mapping[str, str]:
 
 
 def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch, dict[str, Any]]:
-    """All rounds into the scratch directory, on all ranks together: where the last one lies, its shapes, and
-    facts."""
+    """Prune in all rounds on all ranks, into the scratch directory.
+
+    Returns:
+        The directory of the last round, the shapes of its model, and facts.
+    """
     source = _source(spec, inputs)
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
     scorer = cast(Scorer, spec.score)
     compensation = cast(Compensation, spec.compensate)
-    method = Round(
+    method = PruningMethod(
         scorer, compensation, spec.unit, "block_influence" if spec.depth is None else spec.depth.score
     )
     if spec.target is None:
-        goal = spec.by_hand(before)
+        goal = spec.explicit_widths(before)
     else:
         goal, found = search(spec.target, method, source, tokens_NS, ctx, multiple=spec.multiple)
     rounds: list[dict[str, Any]] = []
     directory = ctx.scratch
-    for idx, widths in enumerate(between(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)):
+    for idx, widths in enumerate(
+        round_widths(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)
+    ):
         last = directory
         directory = ctx.scratch / f"round-{idx}"
         source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
         rounds.append(facts)
         if idx > 0 and ctx.ranks.rank == 0:
-            forget(last)
+            delete_weights(last)
     return directory, source.arch, {"rounds": rounds, **found}
 
 
@@ -100,7 +108,7 @@ def prune(spec: Prune, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> Non
 
 def _source(spec: Prune, inputs: Inputs) -> WeightSource:
     source = open_weights(inputs[Port.DENSE].path)
-    return Recast(source, spec.seen(source.arch))
+    return Recast(source, spec.recast(source.arch))
 
 
 def _size(arch: Arch) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a pruned model costs: parameters, or the time of one decode step in 16 bits.
+"""The cost of a pruned model: parameters, or the time of one decode step in 16 bits.
 
 The time is that of the linear groups of all layers, of the head, and of reading a cache of `context`
 positions.

@@ -1,4 +1,4 @@
-"""What pruning will need, for `compress plan`."""
+"""The estimate of pruning for `compress plan`, from shapes alone."""
 
 from typing import cast
 
@@ -16,25 +16,26 @@ from compress.stages.quantize.schemes import possible_schemes
 from compress.stages.quantize.spec import Quantize
 
 LAUNCHES = 20
-"""Small operations of each column that second order takes out."""
+"""Small operations for each column that a second-order score removes."""
 SOLVES = {"cpu": 4.0, "cuda": 20.0}
-"""Products of a weight with its statistic, at the assumed rate, that choosing and solving cost: they are of
-float64."""
+"""Cost of choosing and solving, which are in float64, in products of a weight with its statistic at the
+assumed rate."""
 
 
 def reshape(spec: Prune, arch: Arch) -> Arch:
-    """With a target, which is found while running, the model as it was: all that comes is smaller."""
-    arch = spec.seen(arch)
+    """Return the shapes of the pruned model; with a `target`, which is resolved while running, those of
+    the model as it is, which are larger."""
+    arch = spec.recast(arch)
     if spec.target is not None:
         return arch
-    widths = spec.by_hand(arch)
+    widths = spec.explicit_widths(arch)
     return resized(with_layers(arch, range(widths.num_layers)), widths)
 
 
 def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
-    """A walk of the sequential runner for each round, whose choices and solves are float64 work of a few
-    cubes of the widths."""
-    arch = spec.seen(facts.arch)
+    """Return what all rounds need: a walk of the sequential runner each, with choices and solves in
+    float64 of a few cubes of the widths."""
+    arch = spec.recast(facts.arch)
     spec.check_model(arch)
     after = reshape(spec, facts.arch)
     calib = calibration_of(facts)
@@ -55,7 +56,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
         * calib.seq_len
     )
     one_by_one = isinstance(spec.score, Obs)
-    notes = [*_moved(spec, arch, after), *_notes(spec, arch, after)]
+    notes = [*_adjusted(spec, arch, after), *_notes(spec, arch, after)]
     if spec.target is not None:
         _check_groups(spec, facts)
         notes.append(
@@ -78,8 +79,11 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
 
 
 def _check_groups(spec: Prune, facts: PlanFacts) -> None:
-    """Raises UsageError: a width that the search may come to is not whole groups of the quantization behind
-    it."""
+    """Refuse a search that may find widths which the later quantization cannot divide into scale groups.
+
+    Raises:
+        UsageError: `multiple` is no multiple of a group size.
+    """
     quantize = facts.specs.get("quantize")
     if not isinstance(quantize, Quantize) or set(spec.axes) == {"depth"}:
         return
@@ -97,16 +101,16 @@ def _check_groups(spec: Prune, facts: PlanFacts) -> None:
         )
 
 
-def _moved(spec: Prune, before: Arch, after: Arch) -> list[str]:
-    """Where what stays is not what was asked for."""
+def _adjusted(spec: Prune, before: Arch, after: Arch) -> list[str]:
+    """Return notes of axes that keep another number than the recipe names."""
     old = Widths.of(before)
     new = Widths.of(after)
-    asked = (
+    wanted_axes = (
         ("heads", spec.heads, old.num_heads, new.num_heads),
         ("ffn", spec.ffn, old.intermediate_size, new.intermediate_size),
     )
     notes = []
-    for axis, cut, whole, found in asked:
+    for axis, cut, whole, found in wanted_axes:
         if (
             cut is not None
             and round(wanted := cut.keep if isinstance(cut.keep, int) else cut.keep * whole) != found

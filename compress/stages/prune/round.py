@@ -1,9 +1,9 @@
-"""One round of pruning: layers go first, then, layer by layer through the sequential runner, heads and
-channels of those that stay.
+"""One round of pruning: layers are removed first, then heads and channels of those that stay, layer by layer
+through the sequential runner.
 
-What was measured to decide (how much a layer does, predicted losses) lies in the round's directory before
-anything is decided by it, and a round that is complete says so, so that a resumed run decides the same and
-goes through no finished round again.
+Every measurement that a decision rests on (influences of layers, predicted losses) is written into the
+round's directory before the decision, and a finished round is marked, so that a resumed run decides the same
+and repeats no finished round.
 """
 
 import json
@@ -37,8 +37,8 @@ LOSSES_NAME = "losses.safetensors"
 
 
 @dataclass(frozen=True)
-class Round:
-    """How units and layers are chosen, and what is done about those that go."""
+class PruningMethod:
+    """The way units and layers are chosen, and how what stays compensates for those that go."""
 
     scorer: Scorer
     compensation: Compensation
@@ -46,6 +46,7 @@ class Round:
     depth_score: str = "block_influence"
 
     def cuts(self, before: Arch, widths: Widths) -> tuple[Cut, ...]:
+        """Return the linears whose inputs become narrower, with the units that stay."""
         old = Widths.of(before)
         cuts = []
         if widths.num_heads < old.num_heads:
@@ -57,25 +58,31 @@ class Round:
 
 
 def prune_round(
-    how: Round, source: WeightSource, widths: Widths, tokens_NS: Tensor, directory: Path, ctx: Context
+    method: PruningMethod,
+    source: WeightSource,
+    widths: Widths,
+    tokens_NS: Tensor,
+    directory: Path,
+    ctx: Context,
 ) -> tuple[WeightSource, dict[str, Any]]:
-    """The pruned model, stored in the directory, and facts of what went. All ranks come here together.
+    """Prune the source to these widths on all ranks; return the model, which is stored in the directory, and
+    facts of what was removed.
 
     Raises:
         UsageError: statistics that cannot be factorised.
-        Interrupted: at a boundary; the same call resumes there.
+        Interrupted: the run was asked to stop; the same call resumes there.
     """
     leads = ctx.ranks.rank == 0
     done = directory / DONE_NAME
     if leads:
         directory.mkdir(parents=True, exist_ok=True)
     kept, influence = ctx.ranks.from_lead(
-        lambda: _kept_layers(how, source, widths.num_layers, tokens_NS, directory, ctx)
+        lambda: _kept_layers(method, source, widths.num_layers, tokens_NS, directory, ctx)
     )
     subset = LayerSubset(source, kept)
-    cuts = how.cuts(source.arch, widths)
+    cuts = method.cuts(source.arch, widths)
     pruned = resized(subset.arch, widths)
-    if how.compensation.needs_bias:
+    if method.compensation.needs_bias:
         pruned = with_biases(pruned, [cut.linear for cut in cuts])
     stored = StoredLayers(directory, pruned)
     facts: dict[str, Any] | None = ctx.ranks.from_lead(
@@ -86,8 +93,8 @@ def prune_round(
     rows: list[dict[str, Any]] = []
     dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
     if cuts:
-        losses = ctx.ranks.from_lead(lambda: _losses(how, subset, cuts, tokens_NS, directory, ctx, dtype))
-        step = PrunePass(cuts, how.scorer, how.compensation, subset.arch, pruned, ctx.rng, losses)
+        losses = ctx.ranks.from_lead(lambda: _losses(method, subset, cuts, tokens_NS, directory, ctx, dtype))
+        step = PrunePass(cuts, method.scorer, method.compensation, subset.arch, pruned, ctx.rng, losses)
         rows = run_sequential(
             subset, tokens_NS, Compression([step], pruned=pruned), directory, ctx, compute_dtype=dtype
         )
@@ -99,29 +106,41 @@ def prune_round(
     return stored, facts
 
 
-def forget(directory: Path) -> None:
-    """Give back the disk of a finished round whose weights nobody reads any more; what it decided stays."""
+def delete_weights(directory: Path) -> None:
+    """Delete the weights of a finished round that no later round reads; its decisions stay."""
     for file in (directory / OUTER_NAME, *directory.glob("layer-*.safetensors")):
         file.unlink(missing_ok=True)
 
 
 def _kept_layers(
-    how: Round, source: WeightSource, num_kept: int, tokens_NS: Tensor, directory: Path, ctx: Context
+    method: PruningMethod,
+    source: WeightSource,
+    num_kept: int,
+    tokens_NS: Tensor,
+    directory: Path,
+    ctx: Context,
 ) -> tuple[list[int], list[float]]:
-    """Indices of the layers that stay, and how much each layer does where some go."""
+    """Return the indices of the layers that stay, and where some go the influence of each layer."""
     num_layers = source.arch.num_layers
     file = directory / INFLUENCE_NAME
     if num_kept == num_layers:
         return list(range(num_layers)), []
     if not file.exists():
-        scorer = LAYER_SCORERS.get(how.depth_score)()
+        scorer = LAYER_SCORERS.get(method.depth_score)()
         sums = [0.0] * num_layers
 
-        def visit(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
+        def add_influence(idx: int, before_TD: Tensor, after_TD: Tensor) -> None:
             sums[idx] += float(scorer.influence(before_TD, after_TD))
 
         dtype = compute_dtype(ctx.device, getattr(torch, source.arch.dtype))
-        walk(source, tokens_NS, ctx, compute_dtype=dtype, task="how much each layer does", visit=visit)
+        walk(
+            source,
+            tokens_NS,
+            ctx,
+            compute_dtype=dtype,
+            task="the influence of each layer",
+            visit=add_influence,
+        )
         write_atomic(file, canonical_json([float(f"{each / tokens_NS.numel():.9g}") for each in sums]))
     influence: list[float] = json.loads(file.read_bytes())
     order = sorted(range(num_layers), key=lambda idx: (-influence[idx], idx))
@@ -129,7 +148,7 @@ def _kept_layers(
 
 
 def _losses(
-    how: Round,
+    method: PruningMethod,
     source: WeightSource,
     cuts: Sequence[Cut],
     tokens_NS: Tensor,
@@ -137,13 +156,13 @@ def _losses(
     ctx: Context,
     dtype: torch.dtype,
 ) -> dict[tuple[int, str], Tensor]:
-    """(layer, tap) -> predicted loss of every unit, for a scorer that asks for them."""
-    if how.scorer.gradient_samples == 0:
+    """Return (layer, tap) -> predicted loss of every unit, empty for a scorer that needs none."""
+    if method.scorer.gradient_samples == 0:
         return {}
     file = directory / LOSSES_NAME
     if not file.exists():
         visitor = UnitLosses({cut.tap: cut.units(source.arch.layers[0]) for cut in cuts})
-        sampled_NS = tokens_NS[: how.scorer.gradient_samples]
+        sampled_NS = tokens_NS[: method.scorer.gradient_samples]
         draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("unit losses", "labels"))
         visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=dtype, draws_NS=draws_NS)
         save_tensors(file, {f"{idx}.{tap}": loss_U for (idx, tap), loss_U in visitor.loss.items()})

@@ -1,16 +1,16 @@
-"""`target` of the prune stage: how much goes of heads, FFN and depth, by what each was measured to lose.
+"""The search for `target`: how much of heads, FFN and depth goes, by the loss measured along each.
 
-    measure    each axis alone, cut to a few levels by the recipe's own method on some calibration samples: KL
-               to the source on others
-    predict    the KL of a combination is the sum over axes of the piecewise-linear curve through what was
-               measured
-    choose     among all legal combinations that keep the target, the one of least predicted KL
+    measure    prune each axis alone to a few levels by the recipe's own method, on some calibration samples;
+               KL to the source on others
+    predict    the KL of a combination is the sum over axes of the piecewise-linear curve through the
+               measurements
+    choose     among all legal combinations within the budget, the one of least predicted KL
 
-Costs are those of `costs.py`. Sums leave out that heads and channels of one layer make up for one another,
-and that damage adds up faster than linearly; the report has the curve and what was measured, so that both can
-be looked at.
+Costs are those of `costs.py`. The sums ignore that heads and channels of one layer compensate for one
+another, and that damage adds up faster than linearly; the report shows the curve and the measurements, so
+that both can be examined.
 
-Each measurement lies in the scratch directory as soon as it is made.
+Each measurement is written to the scratch directory as soon as it is made.
 """
 
 import itertools
@@ -31,21 +31,22 @@ from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths
 from compress.models.weights import WeightSource
+from compress.stages.budget.allocation import thinned
 from compress.stages.prune.costs import SEARCH_NAME, costs_of
-from compress.stages.prune.round import Round, forget, prune_round
+from compress.stages.prune.round import PruningMethod, delete_weights, prune_round
 from compress.stages.prune.spec import Axis, PruningBudget
 from compress.stages.prune.widths import legal_channels, legal_heads, with_heads
 
 LOSSES_NAME = "losses.json"
 LEVELS = (0.875, 0.75, 0.5)
-"""Shares kept at which an axis is measured; the last is also the least that stays of it."""
+"""Shares kept at which an axis is measured; the last is also the least that stays of an axis."""
 MAX_CHANNEL_CHOICES = 17
 MAX_FRONTIER_POINTS = 60
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Widths with what they cost, as a share of the source, and the KL that is predicted of them."""
+    """Widths with their cost, as a share of the source's, and their predicted KL."""
 
     widths: Widths
     cost: float
@@ -53,64 +54,67 @@ class Combination:
 
 
 def search(
-    target: PruningBudget, how: Round, source: WeightSource, tokens_NS: Tensor, ctx: Context, *, multiple: int
+    budget: PruningBudget,
+    method: PruningMethod,
+    source: WeightSource,
+    tokens_NS: Tensor,
+    ctx: Context,
+    *,
+    multiple: int,
 ) -> tuple[Widths, dict[str, Any]]:
-    """The widths that keep the target at the least predicted KL, and the facts that explain them. All ranks
-    come here together.
+    """Return the widths within the budget of least predicted KL, and the facts that explain them; all ranks
+    take part.
 
     Raises:
-        UsageError: no combination keeps it, or there are too few samples to judge by.
+        UsageError: no combination is within the budget, or there are too few samples to measure on.
     """
     arch = source.arch
-    choices = {axis: _choices(axis, arch, target.unit, multiple) for axis in target.prune}
+    choices = {axis: _choices(axis, arch, budget.unit, multiple) for axis in budget.prune}
     if ctx.ranks.rank == 0:
         (ctx.scratch / SEARCH_NAME).mkdir(parents=True, exist_ok=True)
-    combined = _combined(arch, choices, target.unit)
-    costs = ctx.ranks.from_lead(lambda: costs_of(combined, target, arch, ctx))
+    combined = _combined(arch, choices, budget.unit)
+    costs = ctx.ranks.from_lead(lambda: costs_of(combined, budget, arch, ctx))
     cost = dict(zip(combined, costs, strict=True))
     whole = cost[Widths.of(arch)]
-    if min(costs) > target.limit * whole:
+    if min(costs) > budget.limit * whole:
         raise UsageError(
-            f"the target {target.text} cannot be kept: with half of {', '.join(target.prune)} the model "
+            f"the target {budget.text} cannot be kept: with half of {', '.join(budget.prune)} the model "
             "still costs "
             f"{min(costs) / whole:.3f} of the source. Allow more, or let more go (`prune`)."
         )
-    measured = _measured(target, how, source, tokens_NS, ctx, choices)
+    measured = _measured(budget, method, source, tokens_NS, ctx, choices)
     combinations = [Combination(each, cost[each] / whole, _predicted(each, measured)) for each in combined]
-    kept = [each for each in combinations if each.cost <= target.limit]
+    kept = [each for each in combinations if each.cost <= budget.limit]
     best = min(kept, key=lambda each: (each.kl, each.cost))
     return best.widths, {
         "target": {
-            "text": target.text,
-            "cost": "parameters" if target.params_frac is not None else "time",
-            "limit": target.limit,
-            "chosen": _said(best),
+            "text": budget.text,
+            "cost": "parameters" if budget.params_frac is not None else "time",
+            "limit": budget.limit,
+            "chosen": _row(best),
             "measured": [
                 {
                     "axis": axis,
                     "keep": keep,
                     "kl": kl,
-                    "cost": significant(cost[_alone(arch, axis, keep, target.unit)] / whole),
+                    "cost": significant(cost[_alone(arch, axis, keep, budget.unit)] / whole),
                 }
                 for axis, curve in measured.items()
                 for keep, kl in curve.items()
             ],
-            "frontier": [_said(each) for each in _frontier(combinations)],
+            "frontier": [_row(each) for each in _frontier(combinations)],
         }
     }
 
 
 def _choices(axis: Axis, arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
-    """Legal numbers from half of all on, all of them last; of many channels an even choice."""
+    """Return legal numbers from half of all on, all of them last; of many FFN channels an even choice."""
     if axis == "depth":
         legal = list(range(1, arch.num_layers + 1))
     else:
         legal = legal_heads(arch, unit, multiple) if axis == "heads" else legal_channels(arch, multiple)
     legal = [each for each in legal if each >= LEVELS[-1] * legal[-1]]
-    if len(legal) <= MAX_CHANNEL_CHOICES or axis != "ffn":
-        return legal
-    step = (len(legal) - 1) / (MAX_CHANNEL_CHOICES - 1)
-    return [legal[round(idx * step)] for idx in range(MAX_CHANNEL_CHOICES)]
+    return thinned(legal, MAX_CHANNEL_CHOICES) if axis == "ffn" else legal
 
 
 def _cut(arch: Arch, widths: Widths, axis: Axis, keep: int, unit: HeadUnit) -> Widths:
@@ -131,22 +135,22 @@ def _combined(arch: Arch, choices: Mapping[Axis, Sequence[int]], unit: HeadUnit)
 
 
 def _measured(
-    target: PruningBudget,
-    how: Round,
+    budget: PruningBudget,
+    method: PruningMethod,
     source: WeightSource,
     tokens_NS: Tensor,
     ctx: Context,
     choices: Mapping[Axis, Sequence[int]],
 ) -> dict[Axis, dict[int, float]]:
-    """Axis -> number kept -> KL of the source pruned along that axis alone, on samples that it was not pruned
-    on."""
-    judged = max(1, target.num_samples // 4)
+    """Return axis -> number kept -> KL of the source pruned along that axis alone, measured on samples
+    that it was not pruned on."""
+    judged = max(1, budget.num_samples // 4)
     if len(tokens_NS) < 2 * judged + 1:
         raise UsageError(
-            f"a target is searched on {target.num_samples + judged} calibration samples and there are "
+            f"a target is searched on {budget.num_samples + judged} calibration samples and there are "
             f"{len(tokens_NS)}."
         )
-    fitted_NS = tokens_NS[: min(target.num_samples, len(tokens_NS) - judged)]
+    fitted_NS = tokens_NS[: min(budget.num_samples, len(tokens_NS) - judged)]
     judging_NS = tokens_NS[-judged:]
     arch = source.arch
     leads = ctx.ranks.rank == 0
@@ -156,7 +160,7 @@ def _measured(
     known: dict[str, float] = ctx.ranks.from_lead(
         lambda: json.loads(file.read_bytes()) if file.exists() else {}
     )
-    of_source: list[Tensor] = []
+    source_hidden: list[Tensor] = []
     curves: dict[Axis, dict[int, float]] = {}
     for axis, legal in choices.items():
         curves[axis] = {legal[-1]: 0.0}
@@ -170,18 +174,18 @@ def _measured(
             if key not in known:
                 ctx.progress.log(f"target: the model with {axis} cut from {legal[-1]} to {keep}")
                 pruned, _ = prune_round(
-                    how, source, _alone(arch, axis, keep, target.unit), fitted_NS, directory / key, ctx
+                    method, source, _alone(arch, axis, keep, budget.unit), fitted_NS, directory / key, ctx
                 )
                 if leads:
-                    of_source = of_source or [
+                    source_hidden = source_hidden or [
                         walk(source, judging_NS, ctx, compute_dtype=dtype, task="the source")
                     ]
                     ended_NSD = walk(pruned, judging_NS, ctx, compute_dtype=dtype, task=f"{axis} {keep}")
                     known[key] = significant(
-                        kl_between(source, of_source[0], ended_NSD, torch.device(ctx.device))
+                        kl_between(source, source_hidden[0], ended_NSD, torch.device(ctx.device))
                     )
                     write_atomic(file, canonical_json(known))
-                    forget(directory / key)
+                    delete_weights(directory / key)
                 known[key] = ctx.ranks.broadcast(known.get(key, 0.0))
             curves[axis][keep] = known[key]
     return curves
@@ -197,8 +201,8 @@ def _predicted(widths: Widths, measured: Mapping[Axis, Mapping[int, float]]) -> 
 
 
 def _interpolated(keep: int, curve: Mapping[int, float]) -> float:
-    """On the line through what was measured; a level that lost less than one that keeps more counts as
-    much."""
+    """Return the KL on the line through the measurements; a level that lost less than one that keeps more
+    counts as much as that one."""
     points = []
     worst = 0.0
     for each in sorted(curve, reverse=True):
@@ -211,18 +215,15 @@ def _interpolated(keep: int, curve: Mapping[int, float]) -> float:
 
 
 def _frontier(combinations: Sequence[Combination]) -> list[Combination]:
-    """By rising cost, each of less KL than all that cost less."""
+    """Return combinations by rising cost, each of less KL than all that cost less."""
     best: list[Combination] = []
     for each in sorted(combinations, key=lambda each: (each.cost, each.kl)):
         if not best or each.kl < best[-1].kl:
             best.append(each)
-    if len(best) > MAX_FRONTIER_POINTS:
-        step = (len(best) - 1) / (MAX_FRONTIER_POINTS - 1)
-        best = [best[round(idx * step)] for idx in range(MAX_FRONTIER_POINTS)]
-    return best
+    return thinned(best, MAX_FRONTIER_POINTS)
 
 
-def _said(each: Combination) -> dict[str, float]:
+def _row(each: Combination) -> dict[str, float]:
     widths = each.widths
     named = {
         "heads": widths.num_heads,

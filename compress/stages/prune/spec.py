@@ -1,5 +1,5 @@
-"""What a recipe may say of pruning: how much stays of heads, FFN and depth, or how small or fast the model is
-to be."""
+"""The recipe keys of `prune`: how much stays of heads, FFN and depth, or how small or fast the model is to
+become."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
 from compress.recipe import ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
-from compress.stages.prune.widths import legal_channels, legal_heads, nearest, with_heads
+from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
 
 Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
 Axis = Literal["heads", "ffn", "depth"]
@@ -100,19 +100,22 @@ class PruningBudget(Spec):
 
     @property
     def limit(self) -> float:
+        """The share of the source's cost that is allowed."""
         frac = self.params_frac if self.params_frac is not None else self.latency_frac
         assert frac is not None, "a target has one limit"
         return frac
 
     @property
     def text(self) -> str:
+        """The budget in words, for notes and reports."""
         if self.params_frac is not None:
             return f"params_frac {self.params_frac:g}"
-        return f"latency_frac {self.latency_frac:g} for {self.rows} x {self.context} positions on {self.device or 'this device'}"
+        device = self.device or "this device"
+        return f"latency_frac {self.latency_frac:g} for {self.rows} x {self.context} positions on {device}"
 
 
 def kinds_by_name(raw: Any) -> Any:
-    """`score: obs` is `score: {kind: obs}`."""
+    """Take `score: obs` for `score: {kind: obs}`."""
     if not isinstance(raw, Mapping):
         return raw
     return {
@@ -122,15 +125,17 @@ def kinds_by_name(raw: Any) -> Any:
 
 
 def scorers() -> Mapping[str, type[Spec]]:
+    """Return the specs of the scores by name."""
     return specs_of(SCORERS)
 
 
 def compensations() -> Mapping[str, type[Spec]]:
+    """Return the specs of the compensations by name."""
     return specs_of(COMPENSATIONS)
 
 
 class Prune(Spec):
-    """What goes, how it is chosen, and what is done about it."""
+    """The parts that are removed, how they are chosen, and how the rest compensates."""
 
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
@@ -174,7 +179,7 @@ class Prune(Spec):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Along which something may go."""
+        """The axes along which something may be removed."""
         return (
             self.target.prune
             if self.target is not None
@@ -183,47 +188,53 @@ class Prune(Spec):
 
     @property
     def unit(self) -> HeadUnit:
+        """The unit in which heads are removed."""
         return next((each.unit for each in (self.heads, self.target) if each is not None), "kv_group")
 
-    def seen(self, arch: Arch) -> Arch:
-        """The model as it is pruned.
+    def recast(self, arch: Arch) -> Arch:
+        """Return the model as it is pruned: the source, or with `as_mistral` its recast.
 
         Raises:
             UsageError: it is to be a Mistral and is no Llama.
         """
         return as_mistral(arch) if self.as_mistral else arch
 
-    def by_hand(self, arch: Arch) -> Widths:
-        """What is left of a model, where no target decides that.
+    def explicit_widths(self, arch: Arch) -> Widths:
+        """Return the widths that heads, ffn and depth name, where no `target` decides them.
 
         Raises:
             UsageError: an axis keeps everything, or more than there is.
         """
         widths = Widths.of(arch)
         if self.heads is not None:
-            num_heads = nearest(
+            num_heads = nearest_legal(
                 legal_heads(arch, self.unit, self.multiple), self.heads.keep, "heads", self.multiple
             )
             widths = with_heads(arch, widths, num_heads, self.unit)
         if self.ffn is not None:
             widths = replace(
                 widths,
-                intermediate_size=nearest(
+                intermediate_size=nearest_legal(
                     legal_channels(arch, self.multiple), self.ffn.keep, "ffn", self.multiple
                 ),
             )
         if self.depth is not None:
             widths = replace(
-                widths, num_layers=nearest(range(1, arch.num_layers + 1), self.depth.keep, "depth", 1)
+                widths, num_layers=nearest_legal(range(1, arch.num_layers + 1), self.depth.keep, "depth", 1)
             )
         return widths
 
     def check_model(self, arch: Arch) -> None:
-        """Raises UsageError, UnsupportedFormat: this model cannot be pruned, or not so."""
-        said = arch.config.get("quantization_config")
-        if said:
+        """Refuse a model that cannot be pruned, or not so.
+
+        Raises:
+            UsageError: layers differ in width, or the compensation needs biases that the model cannot have.
+            UnsupportedFormat: the model is quantized.
+        """
+        config = arch.config.get("quantization_config")
+        if config:
             raise UnsupportedFormat(
-                f"the model is quantized already (quant_method '{said.get('quant_method')}'), and pruning "
+                f"the model is quantized already (quant_method '{config.get('quant_method')}'), and pruning "
                 "puts new weights in the place of "
                 "codes. Name the dense model that it was made from, and quantize after pruning."
             )

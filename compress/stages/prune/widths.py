@@ -1,8 +1,8 @@
-"""How much stays, as a recipe says it, and the nearest number that a consumer of the pruned model can have.
+"""The widths that a pruned model can have: the legal number that is nearest to what a recipe names.
 
 Legal are: heads in whole KV groups, or the same number in every group; heads times their dimension, and FFN
-channels, a multiple of the recipe's `multiple`; for a Llama, heads that divide the hidden size, because
-`transformers` takes no others. All of them is always legal.
+channels, in multiples of the recipe's `multiple`; for a Llama, heads that divide the hidden size, because
+`transformers` accepts no others. Keeping all is always legal.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from compress.models.pruning import HeadUnit, Widths, fits_consumers
 
 
 def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
-    """Numbers of query heads, all of them last."""
+    """Return the legal numbers of query heads, all of them last."""
     shape = arch.layers[0]
     step = shape.num_heads // shape.num_kv_heads if unit == "kv_group" else shape.num_kv_heads
     fewer = range(step, shape.num_heads, step)
@@ -24,13 +24,14 @@ def legal_heads(arch: Arch, unit: HeadUnit, multiple: int) -> list[int]:
 
 
 def legal_channels(arch: Arch, multiple: int) -> list[int]:
-    """Numbers of FFN channels, all of them last."""
+    """Return the legal numbers of FFN channels, all of them last."""
     size = arch.layers[0].intermediate_size
     return [*range(multiple, size, multiple), size]
 
 
 def with_heads(arch: Arch, widths: Widths, num_heads: int, unit: HeadUnit) -> Widths:
-    """KV heads go along where whole groups go."""
+    """Return the widths with that number of query heads; KV heads are removed with them where whole groups
+    go."""
     shape = arch.layers[0]
     num_kv_heads = (
         num_heads * shape.num_kv_heads // shape.num_heads if unit == "kv_group" else shape.num_kv_heads
@@ -38,9 +39,9 @@ def with_heads(arch: Arch, widths: Widths, num_heads: int, unit: HeadUnit) -> Wi
     return replace(widths, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
-def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: int) -> list[Widths]:
-    """The widths after every round, in equal steps of legal numbers; rounds in which nothing would go are
-    left out."""
+def round_widths(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: int) -> list[Widths]:
+    """Return the widths after every round, in equal steps of legal numbers, without rounds that would
+    remove nothing."""
     start = Widths.of(arch)
     steps: list[Widths] = []
     for idx in range(1, rounds + 1):
@@ -68,8 +69,8 @@ def between(arch: Arch, goal: Widths, rounds: int, *, unit: HeadUnit, multiple: 
     return [each for before, each in zip([start, *steps], steps, strict=False) if each != before]
 
 
-def nearest(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -> int:
-    """The legal number that is nearest to a share or a number; of two equally near ones the larger.
+def nearest_legal(legal: Sequence[int], keep: float | int, axis: str, multiple: int) -> int:
+    """Return the legal number nearest to a share or a number; of two equally near ones the larger.
 
     Raises:
         UsageError: it is all of them, or more than there is.

@@ -93,7 +93,7 @@ def quantize_layers(
 def _schemes(
     spec: Quantize, source: WeightSource, tokens_NS: Tensor, ctx: Context
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the model's scheme as JSON, None where all linears stay dense, and the facts of how it was chosen."""
+    """Return the model's scheme as JSON, None where all linears stay dense, and facts of the choice."""
     arch = source.arch
     if not isinstance(spec.scheme, Mixed):
         scheme = model_scheme(spec, arch)

@@ -23,7 +23,7 @@ from compress.validate.plots import (
 @PARTS.register("accuracy")
 @dataclass(frozen=True)
 class AccuracyPart(Part):
-    """Perplexity, KL and agreement of both models."""
+    """The perplexity of both models, and the KL and the agreement between them."""
 
     page_order: ClassVar[int] = 20
     accuracy: Accuracy

@@ -97,7 +97,7 @@ class LatencyPart(Part):
             f"{turns}, prefix cache {first['prefix_cache']}."
         )
         if any(row.get("unstable") for rows in latency.values() for row in rows):
-            note += " **Times marked unstable prove nothing:** repeats disagree, or other work took the processor."
+            note += " **Times marked unstable prove nothing:** repeats disagree, or the processor was busy."
         head = [
             "batch",
             "TTFT p50",

@@ -212,7 +212,7 @@ def memory_run() -> Run:
 def scheme_text(scheme: str) -> str:
     """Return a scheme as a reader writes it: `A+B` is scheme A with an output head in scheme B."""
     weights, _, head = scheme.partition("+")
-    return f"`{weights}`" + (f", head `{head}`" if head else "")
+    return f"`{weights}`" + (f", output head `{head}`" if head else "")
 
 
 def _decoding(run: Run) -> list[Row]:

@@ -8,33 +8,33 @@ ROWS = (
         "`W4A16_G128`, `W4A16_G128_ASYM`",
         "4-bit integers, a scale for each 128 inputs; `_ASYM` with a zero point",
         "16 bits",
-        "sm_80 and newer",
+        "from sm_80",
     ),
     (
         "`W4A16_G64`, `W4A16_G32`, `W4A16_CHANNEL`, each also `_ASYM`",
         "the same in smaller scale groups, or a scale an output channel",
         "16 bits",
-        "runs dequantized",
+        "none: dequantized to 16 bits",
     ),
-    ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "runs dequantized"),
+    ("`W8A16`", "8-bit integers, a scale an output channel", "16 bits", "none: dequantized to 16 bits"),
     (
         "`INT8_DYNAMIC`",
         "8-bit integers, a scale an output channel",
         "8-bit integers, a scale a token",
-        "reference kernel",
+        "none: reference kernel",
     ),
     (
         "`FP8_DYNAMIC`",
         "e4m3, a scale an output channel",
         "e4m3, a scale a token, found while serving",
-        "prefill sm_90, decoding sm_80 and newer",
+        "prefill from sm_90, decoding from sm_80",
     ),
     ("`FP8_STATIC`", "the same", "e4m3, one scale an input, calibrated", "the same"),
     (
         "`FP8_BLOCK`",
         "e4m3, a scale a block of 128 x 128, as DeepSeek-V3",
         "e4m3, a scale a token and 128 inputs, found while serving",
-        "reference kernel",
+        "none: reference kernel",
     ),
 )
 
@@ -51,7 +51,7 @@ def schemes() -> str:
     missing = [name for name in scheme.SCHEMES if name.removesuffix("_ASYM") not in text]
     if missing:
         raise LookupError(f"the table of schemes lacks {', '.join(missing)}")
-    return table(["scheme", "weights", "inputs of the linears", "on a GPU"], ROWS)
+    return table(["scheme", "weights", "inputs of the linears", "fast kernel on a GPU"], ROWS)
 
 
 def formats() -> str:

@@ -5,12 +5,15 @@ The interpreter cannot multiply bfloat16: float16 and float32 stand in.
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
+from tests.support.triton_interpreter import (
+    INTERPRETED,
+    assert_passes_interpreted,
+    use_row_independent_products,
+)
 
 pytest.importorskip("triton")
 
@@ -24,7 +27,7 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_kernels_compile_for_a_device_that_is_not_here(sm: int) -> None:
-    command = [sys.executable, Path(__file__).with_name("compile_attention.py"), str(sm)]
+    command = [sys.executable, "-m", "tests.support.compile_attention", str(sm)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
 
@@ -121,8 +124,10 @@ if INTERPRETED:
             assert_close(out[rows], expected_f64(q[rows], kv, table[idx], context_len, window, scale))
 
     @pytest.mark.parametrize("window", [None, 100])
-    def test_a_decode_row_keeps_its_bits_in_any_company(window: int | None) -> None:
-        # numpy's products depend on the height of a tile, a GPU's do not: 4 queries of 4 heads fill the tile of one query.
+    def test_a_decode_row_keeps_its_bits_in_any_company(
+        monkeypatch: pytest.MonkeyPatch, window: int | None
+    ) -> None:
+        use_row_independent_products(monkeypatch)
         context_lens = torch.tensor([300, 8, 135])
         q_len = 4
         table = block_table(3, 20)
@@ -181,7 +186,8 @@ if INTERPRETED:
         ):
             assert_close(part, expected_f64(rows, kv, table[idx], context_lens[idx], window, scale))
 
-    def test_a_prefilled_sequence_keeps_its_bits_in_any_company() -> None:
+    def test_a_prefilled_sequence_keeps_its_bits_in_any_company(monkeypatch: pytest.MonkeyPatch) -> None:
+        use_row_independent_products(monkeypatch)
         table = block_table(2, 10)
         kv = pages("dense", (2, 21, 16, 64), torch.float32)
         q = randn(120, 4, 64, seed=3)

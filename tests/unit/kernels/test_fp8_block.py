@@ -10,6 +10,7 @@ from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import LayerState
 from compress.calibrate.stats import InputStats, SecondMoment
 from compress.kernels.linear.fp8_block import PackedBlocks, linear, repack
+from compress.kernels.linear.tiles import DECODE_ROWS, PREFILL_ROWS
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import Problem
 from compress.kernels.select import refusals, select
@@ -89,7 +90,7 @@ def test_rows_without_whole_groups_are_a_programmers_error() -> None:
         ActivationQuant(torch.tensor(0.1), group_size=128)
 
 
-@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("rows", [DECODE_ROWS, PREFILL_ROWS["cpu"]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_linear_is_the_sum_over_groups_and_blocks(rows: int, dtype: torch.dtype) -> None:
     """Element by element in float64, with blocks that begin with each linear's own first row."""
@@ -119,7 +120,7 @@ def test_the_linear_is_the_sum_over_groups_and_blocks(rows: int, dtype: torch.dt
     assert torch.equal(rounded, residual_TO + (y_TO.to(dtype) + bias_O))
 
 
-@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("rows", [DECODE_ROWS, PREFILL_ROWS["cpu"]])
 @pytest.mark.parametrize(("n", "k"), [(192, 256), (7, 128), (1024, 384)])
 def test_a_row_has_the_same_bits_in_any_company(rows: int, n: int, k: int) -> None:
     x = quantize(randn(70, k, seed=5), GROUPS)
@@ -147,7 +148,7 @@ def test_the_reference_serves_blocks_everywhere_and_the_others_say_why_not(
     problem = Problem("linear", 192, 256, 1, m_max, m_max <= 128, "FP8_BLOCK", torch.bfloat16, device, sm)
     assert (
         select(problem).name
-        == f"reference.fp8_block.tile{4 if m_max <= 128 else 64 if device == 'cpu' else 256}"
+        == f"reference.fp8_block.tile{4 if m_max <= 128 else 48 if device == 'cpu' else 256}"
     )
     reasons = refusals(problem)
     assert all(
@@ -271,5 +272,5 @@ def test_the_engine_serves_what_the_decoder_computes_of_inputs_rounded_in_groups
     rows = [row for row in engine.kernel_report() if row["op"] == "linear" and row["layer"] is not None]
     assert {(row["scheme"], row["phase"], row["kernel"]) for row in rows} == {
         ("FP8_BLOCK", "decode", "reference.fp8_block.tile4"),
-        ("FP8_BLOCK", "prefill", "reference.fp8_block.tile64"),
+        ("FP8_BLOCK", "prefill", "reference.fp8_block.tile48"),
     }

@@ -230,12 +230,12 @@ def test_the_prediction_is_the_formula() -> None:
         (
             {"speedup": 0.5, "verify_ms": 32.0},
             (0.5, 0.25),
-            "most of it verification, and 3 tokens come out of it at best. Speculate at smaller",
+            "most of it verification, and gives 3 tokens at best. Speculate at smaller",
         ),
         (
             {"speedup": 0.5, "draft_ms": 12.0},
             (0.5, 0.25),
-            "most of it the draft, and 3 tokens come out of it at best.",
+            "most of it the draft, and gives 3 tokens at best.",
         ),
         ({"speedup": 0.9}, (0.5, 0.25), "Its times predict 1.25: the machine was disturbed"),
         ({"speedup": 0.9, "draft_ms": 4.0}, (0.95, -0.2), "k = 1 is predicted to give 1.30"),

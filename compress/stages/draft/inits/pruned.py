@@ -42,7 +42,7 @@ from compress.stages.distill.learning import training_batches
 from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized import quantized
-from compress.stages.prune.round import Round, prune_round
+from compress.stages.prune.round import PruningMethod, prune_round
 from compress.stages.prune.spec import Ffn, Heads, Prune, compensations, kinds_by_name, scorers
 from compress.stages.quantize.estimate import estimate as quantize_estimate
 
@@ -120,7 +120,7 @@ class Pruned(Spec):
                 )
             return subset
         pruning.check_model(subset)
-        return resized(subset, replace(pruning.by_hand(subset), num_layers=subset.num_layers))
+        return resized(subset, replace(pruning.explicit_widths(subset), num_layers=subset.num_layers))
 
     def _pruning(self) -> Prune | None:
         if self.heads is None and self.ffn is None:
@@ -214,9 +214,9 @@ class Pruned(Spec):
         pruning = self._pruning()
         if pruning is None:
             return subset, []
-        how = Round(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
+        method = PruningMethod(cast(Scorer, self.score), cast(Compensation, self.compensate), pruning.unit)
         start, facts = prune_round(
-            how, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx
+            method, subset, Widths.of(self.shape(weights.arch)), tokens_NS, ctx.scratch / START, ctx
         )
         ctx.ranks.barrier()  # rank 0 writes the last layer before any rank reads it
         return start, facts["layers"]

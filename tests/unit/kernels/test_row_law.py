@@ -1,0 +1,350 @@
+"""The law of rows on a CPU: a row's result has the same bits in any company.
+
+Company is the number of rows, the place among them, the values of the others, the alignment of the operands
+and the number of threads. The law holds for every CPU kernel of a decode step, whichever code a library
+chooses; `test_row_law_emulated.py` repeats this file under other instruction sets.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.linear import row_product
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.rows import INT8, ActivationQuant, quantize
+from compress.kernels.problem import DENSE_SCHEMES, Op, Problem
+from compress.kernels.select import Kernel, candidates, select
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
+from compress.runtime.request import SamplingParams
+from compress.runtime.sampler import sample
+from tests.support.emulation import EMULATED, EMULATIONS, is_intel
+
+pytestmark = pytest.mark.row_law
+CPU = torch.device("cpu")
+THREADS = (1, 2)
+WIDTHS = (*range(1, 10), 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 97, 127, 128, 129, 576, 1000)
+DEPTHS = (1, 2, 3, 7, 8, 15, 17, 31, 33, 64, 65, 127, 129, 576)
+ROWS = {"decode": 9, "prefill": 130}
+"""Rows of the largest batch: more than two tiles, the last one not full."""
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(bits(first), bits(second))
+
+
+def at_offset(x: Tensor, num_elements: int) -> Tensor:
+    """Return a copy that begins so many elements after the start of its storage."""
+    copy = x.new_empty(x.numel() + num_elements)[num_elements:].view(x.shape)
+    return copy.copy_(x)
+
+
+def companies(x_TK: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield batches of rows of x, and for each row its index in x, or -1 for noise."""
+    num_rows, _ = x_TK.shape
+    idx_T = torch.arange(num_rows)
+    for size in sorted({1, 2, 3, 4, 5, 7, 8, num_rows // 2, num_rows - 1}):
+        yield f"the first {size}", x_TK[:size], idx_T[:size]
+        yield f"the last {size}", x_TK[num_rows - size :], idx_T[num_rows - size :]
+    yield "in reverse", x_TK.flip(0), idx_T.flip(0)
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))
+    yield "in another order", x_TK[order], order
+    yield "one row repeated", x_TK[:1].expand(num_rows, -1), torch.zeros_like(idx_T)
+    loud = x_TK.clone()
+    loud[1::2] *= 1e6
+    yield "beside large numbers", loud, torch.where(idx_T % 2 == 0, idx_T, -1)
+    for offset in (1, 2, 3, 4, 8):
+        yield f"{offset} elements behind an aligned address", at_offset(x_TK, offset), idx_T
+    wider = torch.cat((x_TK, x_TK), dim=1)
+    yield "in rows of a wider tensor", wider[:, : x_TK.shape[1]], idx_T
+
+
+def breaches(
+    fn: Callable[[Tensor], Tensor], x_TK: Tensor, *, threads: tuple[int, ...] = THREADS
+) -> list[str]:
+    """Return the companies in which a row of fn(x) has other bits than in fn(x) on one thread."""
+    torch.set_num_threads(1)
+    expected = fn(x_TK)
+    found = []
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        if not same_bits(fn(x_TK), expected):
+            found.append(f"{num_threads} threads")
+        for name, batch, idx_T in companies(x_TK):
+            y = fn(batch)
+            real = idx_T >= 0
+            if not same_bits(y[real], expected[idx_T[real]]):
+                found.append(f"{name}, {num_threads} threads")
+    return found
+
+
+def problem(
+    op: Op, *, n: int, k: int, phase: str, scheme: str, dtype: torch.dtype = torch.float32
+) -> Problem:
+    return Problem(
+        op, n, k, 1, {"decode": 8, "prefill": 4096}[phase], phase == "decode", scheme, dtype, "cpu", 0
+    )
+
+
+def linear_of(
+    w: Tensor | QuantizedWeight, scheme: str, phase: str, dtype: torch.dtype
+) -> Callable[[Any], Tensor]:
+    n, k = w.shape
+    kernel = select(problem("linear", n=n, k=k, phase=phase, scheme=scheme, dtype=dtype))
+    assert kernel.repack is not None
+    packed = kernel.repack([w], dtype=dtype, device=CPU, gated=False)
+    return lambda x: kernel.fn(x, packed, None)
+
+
+def check_linears(
+    phase: str, dtype: torch.dtype, shapes: list[tuple[int, int]], threads: tuple[int, ...] = THREADS
+) -> None:
+    found = {}
+    for n, k in shapes:
+        fn = linear_of(randn(n, k, dtype=dtype), DENSE_SCHEMES[dtype], phase, dtype)
+        assert fn(randn(0, k, dtype=dtype)).shape == (0, n)
+        rows = ROWS[phase] if n * k < 1 << 16 else min(ROWS[phase], 50)
+        if broken := breaches(fn, randn(rows, k, seed=1, dtype=dtype), threads=threads):
+            found[n, k] = broken
+    assert not found
+
+
+def test_float32_linears_of_a_decode_step() -> None:
+    """The number of threads changes no bits either."""
+    widths = itertools.cycle(WIDTHS)
+    shapes = [(n, k) for n in WIDTHS for k in (7, 65)] + [(next(widths), k) for k in DEPTHS for _ in range(3)]
+    check_linears("decode", torch.float32, [*shapes, (576, 1536), (97, 4096)])
+
+
+def test_float32_linears_of_a_prefill_step() -> None:
+    widths = itertools.cycle(WIDTHS)
+    shapes = [(n, 65) for n in WIDTHS] + [(next(widths), k) for k in DEPTHS]
+    check_linears("prefill", torch.float32, [*shapes, (576, 576)], threads=(1, 2))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linears_of_16_bit_models(phase: str, dtype: torch.dtype) -> None:
+    check_linears(phase, dtype, [(1, 3), (7, 129), (65, 64), (130, 33)], threads=(1, 2))
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_linears_that_multiply_in_bfloat16(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """A CPU with AMX takes this path; the library of another CPU can take it too, slowly."""
+    monkeypatch.setattr(row_product, "has_bfloat16_tiles", lambda: True)
+    for threads in ((1,), (2,)):  # oneDNN may split a sum among threads
+        check_linears(phase, torch.bfloat16, [(1, 3), (7, 129), (65, 64), (48, 1000)], threads=threads)
+
+
+QUANTS = {
+    None: None,
+    "token": ActivationQuant(),
+    "tensor": ActivationQuant(torch.tensor(0.03)),
+    "group": ActivationQuant(group_size=128),
+}
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_quantized_linears(scheme: Scheme, phase: str) -> None:
+    quant = QUANTS[scheme.activation]
+    if quant is not None and scheme.code_dtype == INT8:
+        quant = ActivationQuant(dtype=INT8)
+    w = nearest_weight(randn(136, 256), scheme, torch.float32)
+    multiply = linear_of(w, scheme.name, phase, torch.float32)
+
+    def fn(x: Tensor) -> Tensor:
+        return multiply(x if quant is None else quantize(x, quant))
+
+    assert not breaches(fn, randn(ROWS[phase], 256, seed=1), threads=(1, 2))
+
+
+def each_kernel(op: Op, **facts: int) -> pytest.MarkDecorator:
+    kernels = [
+        (kernel, dtype)
+        for dtype in DENSE_SCHEMES
+        for kernel in candidates(op)
+        if kernel.refusal(problem(op, **facts, phase="decode", scheme=DENSE_SCHEMES[dtype], dtype=dtype))
+        is None
+    ]
+    names = [f"{kernel.name}-{DENSE_SCHEMES[dtype]}" for kernel, dtype in kernels]
+    return pytest.mark.parametrize(("kernel", "dtype"), kernels, ids=names)
+
+
+@each_kernel("rms_norm", n=83, k=0)
+def test_norms(kernel: Kernel, dtype: torch.dtype) -> None:
+    for size in (7, 16, 83, 1536):
+        weight = randn(size, seed=2, dtype=dtype)
+        assert not breaches(partial(kernel.fn, weight=weight, eps=1e-5), randn(33, size, dtype=dtype))
+
+
+@each_kernel("act_mul", n=83, k=0)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_gated_activations(kernel: Kernel, dtype: torch.dtype, activation: str) -> None:
+    for size in (7, 32, 96, 1536):
+        x = randn(17, 2 * size, dtype=dtype)
+        assert not breaches(lambda x: kernel.fn(x, activation), x)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        SamplingParams(max_tokens=1, logprobs=True),
+        SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1, logprobs=True),
+    ],
+)
+def test_tokens_and_their_log_probabilities(draw: SamplingParams) -> None:
+    for vocab_size in (61, 1000):
+
+        def fn(logits_RV: Tensor) -> Tensor:
+            choice = sample(logits_RV, [draw] * len(logits_RV), [5] * len(logits_RV))
+            assert choice.logprobs_R is not None
+            return torch.stack((choice.tokens_R.to(torch.float32), choice.logprobs_R), dim=1)
+
+        assert not breaches(fn, randn(9, vocab_size) * 4)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of `group` query heads for each of `kv_heads` heads of keys and values."""
+
+    group: int
+    kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+
+
+HEADS = (
+    Heads(1, 1, 16),
+    Heads(2, 2, 8),
+    Heads(3, 3, 24, window=50),
+    Heads(4, 1, 64, block_size=128),
+    Heads(7, 2, 64),
+    Heads(8, 1, 24),
+    Heads(64, 1, 32),
+)
+LENGTHS = (1, 5, 128, 129, 300, 17, 400)
+
+
+def pages(heads: Heads, lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[PagedKV, Tensor]:
+    """Random keys and values, and a table of blocks in no order."""
+    num_blocks = -(-max(lengths) // heads.block_size)
+    order = torch.randperm(len(lengths) * num_blocks, generator=torch.Generator().manual_seed(2)) + 1
+    shape = (heads.kv_heads, 1 + len(order), heads.block_size, heads.head_dim)
+    return PagedKV(randn(*shape, seed=3, dtype=dtype), randn(*shape, seed=4, dtype=dtype)), order.view(
+        len(lengths), -1
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_decode_attention(heads: Heads, dtype: torch.dtype) -> None:
+    """Compare requests alone, in batches and in another order, and queries of a step alone and with
+    others."""
+    scheme = DENSE_SCHEMES[dtype]
+    kernel = select(
+        problem(
+            "attention_decode", n=heads.head_dim, k=heads.group, phase="decode", scheme=scheme, dtype=dtype
+        )
+    )
+    kv, table = pages(heads, LENGTHS, dtype)
+    lens = torch.tensor(LENGTHS)
+    q_RQHC = randn(len(LENGTHS), 3, heads.group * heads.kv_heads, heads.head_dim, dtype=dtype)
+
+    def attend(rows: list[int], *, queries: slice, back: int = 0, width: int | None = None) -> Tensor:
+        q = q_RQHC[rows, queries]
+        blocks = table[rows, : -(-int(lens[rows].max()) // heads.block_size) if width is None else width]
+        out = kernel.fn(
+            q.flatten(0, 1).contiguous(),
+            kv,
+            blocks,
+            lens[rows] - back,
+            q_len=q.shape[1],
+            window=heads.window,
+            scale=0.3,
+        )
+        return out.view(q.shape)
+
+    everyone = list(range(len(LENGTHS)))
+    last = slice(2, 3)
+    torch.set_num_threads(1)
+    expected = attend(everyone, queries=last)
+    for num_threads in THREADS:
+        torch.set_num_threads(num_threads)
+        assert same_bits(attend(everyone[::-1], queries=last), expected.flip(0))
+        for row in everyone:
+            assert same_bits(attend([row], queries=last), expected[row : row + 1])
+            assert same_bits(attend(everyone[row:], queries=last), expected[row:])
+        long = [row for row in everyone if LENGTHS[row] >= 3]
+        verified = attend(long, queries=slice(0, 3))
+        assert same_bits(verified[:, last], expected[long])
+        for back in (1, 2):
+            assert same_bits(
+                verified[:, 2 - back], attend(long, queries=slice(2 - back, 3 - back), back=back)[:, 0]
+            )
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_prefill_attention(heads: Heads) -> None:
+    """Compare chunks alone and among others, on one number of threads, which PyTorch's product depends on."""
+    kernel = select(
+        problem("attention_prefill", n=heads.head_dim, k=heads.group, phase="prefill", scheme="F32")
+    )
+    kv, table = pages(heads, LENGTHS, torch.float32)
+    chunks = [min(length, 1 + 37 * idx) for idx, length in enumerate(LENGTHS)]
+    q_T = randn(sum(chunks), heads.group * heads.kv_heads, heads.head_dim).split(chunks)
+
+    def attend(rows: list[int]) -> Tensor:
+        q = torch.cat([q_T[row] for row in rows])
+        lens = (tuple(chunks[row] for row in rows), tuple(LENGTHS[row] for row in rows))
+        return kernel.fn(q, kv, table[rows], *lens, window=heads.window, scale=0.3)
+
+    for num_threads in THREADS:
+        torch.set_num_threads(num_threads)
+        alone = [attend([row]) for row in range(len(LENGTHS))]
+        assert same_bits(attend(list(range(len(LENGTHS)))), torch.cat(alone))
+        assert same_bits(attend([6, 2, 4]), torch.cat([alone[row] for row in (6, 2, 4)]))
+
+
+@pytest.mark.skipif(EMULATED is None, reason="no other instruction set is emulated")
+def test_the_emulated_instruction_set_is_in_use(capfd: pytest.CaptureFixture[str]) -> None:
+    """Read what MKL and oneDNN print about themselves with their first verbose call."""
+    assert EMULATED is not None
+    emulation = EMULATIONS[EMULATED]
+    assert torch.backends.cpu.get_cpu_capability() == emulation.aten
+    with (
+        torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON),
+        torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON),
+    ):
+        torch.mm(torch.ones(4, 64), torch.ones(64, 64))
+        torch._int_mm(torch.ones(32, 64, dtype=INT8), torch.ones(64, 64, dtype=INT8))
+    ctypes.CDLL(None).fflush(None)
+    printed = capfd.readouterr().out.splitlines()
+    [mkl] = [line for line in printed if line.startswith("MKL_VERBOSE") and "oneMKL" in line]
+    [onednn] = [line for line in printed if "cpu,isa:" in line]
+    assert onednn.endswith(emulation.onednn)
+    if is_intel() or "MKL_ENABLE_INSTRUCTIONS" not in emulation.variables:
+        assert emulation.mkl in mkl
