@@ -13,7 +13,7 @@ from compress.context import OneRank
 from compress.data.tokens import TokenSet
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.ranks import decode, encode
-from compress.stages.distill.text import Text
+from compress.stages.distill.text import TrainingText
 
 
 def sent(value: object) -> Any:
@@ -81,8 +81,8 @@ def test_results_of_a_layer_arrive_as_they_were() -> None:
 
 def test_the_text_of_a_distillation_arrives_as_it_was() -> None:
     tokens_NS = torch.arange(12, dtype=torch.int32).view(3, 4)
-    text = Text(TokenSet(tokens_NS, 7, 5, {"title": "words", "license": "MIT"}), tokens_NS[:1], 9)
-    received = Text.from_parts(sent(text.to_parts()))
+    text = TrainingText(TokenSet(tokens_NS, 7, 5, {"title": "words", "license": "MIT"}), tokens_NS[:1], 9)
+    received = TrainingText.from_parts(sent(text.to_parts()))
     assert torch.equal(received.training.tokens_NS, tokens_NS)
     assert received.facts == {**text.facts}
     assert torch.equal(received.held_out_NS, tokens_NS[:1])
