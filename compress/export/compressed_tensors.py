@@ -37,6 +37,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
 from compress.export.rules import shapes
+from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC
@@ -381,7 +382,11 @@ class CompressedTensors:
         )
         blocks = [each for each in scheme.of_layers if each.block_rows > 1]
         ragged = _fused_ragged(arch, blocks[0]) if blocks else []
-        vllm = f"needs K % 32 = 0; {', '.join(narrow)} is not" if narrow else _vllm_note(scheme)
+        vllm = (
+            f"needs K % 32 = 0; {', '.join(narrow)} is not"
+            if narrow
+            else on_a_gpu(scheme, {_format(each) for each in scheme.all})
+        )
         if ragged:
             rows = scheme.layers.block_rows
             vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {rows}"
@@ -396,39 +401,8 @@ class CompressedTensors:
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
             Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
-            _vllm_on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
+            on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
         ]
-
-
-def _vllm_on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
-    """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
-    name = "vLLM on a CPU"
-    if refused is not None:
-        return Consumer(name, loads=False, note=refused)
-    if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
-        return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
-    if any(each.activation == "tensor" for each in scheme.all):
-        return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
-    if any(each.block_rows > 1 for each in scheme.all):
-        return Consumer(
-            name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
-        )
-    if any(_format(each) == INT_FORMAT for each in scheme.all):
-        return Consumer(name, loads=True, note="in bfloat16 on a CPU with AMX, in any dtype without")
-    if any(_format(each) == PACK_FORMAT for each in scheme.all):
-        return Consumer(name, loads=True, note="in bfloat16 or float16")
-    return Consumer(name, loads=True, note="weights and inputs in FP8, products in wider numbers")
-
-
-def _vllm_note(scheme: ModelScheme) -> str:
-    notes = [f"reads {' and '.join(sorted({_format(each) for each in scheme.all}))} natively"]
-    if any(each.type == "float" for each in scheme.all):
-        notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
-    if any(each.block_rows > 1 for each in scheme.all):
-        notes.append("multiplies blocks from sm_90 on its fast kernels")
-    if any(_format(each) == INT_FORMAT for each in scheme.all):
-        notes.append("multiplies in INT8 from sm_75 to sm_90")
-    return "; ".join(notes)
 
 
 def _format(scheme: Scheme) -> str:

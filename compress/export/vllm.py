@@ -1,0 +1,38 @@
+"""The kernels of vLLM 0.32 for compressed-tensors checkpoints: how it computes them on a GPU, and what its CPU build refuses."""
+
+from collections.abc import Collection
+
+from compress.export import Consumer
+from compress.quant.scheme import ModelScheme
+
+
+def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
+    """Return how vLLM's CPU build loads a checkpoint; its kernels are fewer than those for GPUs."""
+    name = "vLLM on a CPU"
+    if refused is not None:
+        return Consumer(name, loads=False, note=refused)
+    if any(each.type == "int" and each.num_bits == 8 and each.activation is None for each in scheme.all):
+        return Consumer(name, loads=False, note="it has no kernel for 8-bit weights with 16-bit inputs")
+    if any(each.activation == "tensor" for each in scheme.all):
+        return Consumer(name, loads=False, note="it takes no static scale of inputs with channel scales")
+    if any(each.block_rows > 1 for each in scheme.all):
+        return Consumer(
+            name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
+        )
+    if any(each.type == "int" and each.activation is not None for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 on a CPU with AMX, in any dtype without")
+    if any(each.type == "int" and each.activation is None for each in scheme.all):
+        return Consumer(name, loads=True, note="in bfloat16 or float16")
+    return Consumer(name, loads=True, note="weights and inputs in FP8, products in wider numbers")
+
+
+def on_a_gpu(scheme: ModelScheme, forms: Collection[str]) -> str:
+    """Return how vLLM computes a checkpoint of these compressed-tensors forms on a GPU."""
+    notes = [f"reads {' and '.join(sorted(forms))} natively"]
+    if any(each.type == "float" for each in scheme.all):
+        notes.append("multiplies in FP8 from sm_89 on, below that it takes the weights only")
+    if any(each.block_rows > 1 for each in scheme.all):
+        notes.append("multiplies blocks from sm_90 on its fast kernels")
+    if any(each.type == "int" and each.activation is not None for each in scheme.all):
+        notes.append("multiplies in INT8 from sm_75 to sm_90")
+    return "; ".join(notes)
