@@ -36,7 +36,7 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
-from compress.export.rules import shapes
+from compress.export.rules import layout_rules, shapes
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec
@@ -352,18 +352,7 @@ class CompressedTensors:
         rules = []
         for bits in sorted({each.num_bits for each in scheme.all} - {4, 8}):
             rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
-        if not arch.is_uniform:
-            rules.append(
-                Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say.")
-            )
-        if scheme.head is not None and arch.tied_head:
-            rules.append(
-                Rule(
-                    "tied-head",
-                    "the head is the embedding, which stays dense; a tied head has no tensors of its own on "
-                    "disk.",
-                )
-            )
+        rules += layout_rules(arch, scheme)
         for name, size, group_size in sorted(
             {(name, size, each.group_size or 1) for name, size, each in _quantized(arch, scheme)}
         ):

@@ -1,4 +1,4 @@
-"""The kernels of vLLM 0.32 for compressed-tensors checkpoints: how it computes them on a GPU, and what its CPU build refuses."""
+"""vLLM 0.32 and compressed-tensors checkpoints: how it computes them on a GPU, and what its CPU build refuses."""
 
 from collections.abc import Collection
 
