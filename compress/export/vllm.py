@@ -1,4 +1,4 @@
-"""vLLM 0.32 and compressed-tensors checkpoints: how it computes them on a GPU, and what its CPU build refuses."""
+"""The kernels of vLLM 0.32 for compressed-tensors checkpoints: those for GPUs, and what its CPU build refuses."""
 
 from collections.abc import Collection
 
