@@ -1,4 +1,4 @@
-"""The kernels of vLLM 0.32 for compressed-tensors checkpoints: those for GPUs, and what its CPU build refuses."""
+"""The kernels of vLLM 0.32 for compressed-tensors checkpoints, for GPUs and in its CPU build."""
 
 from collections.abc import Collection
 
