@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from compress import machine
+
 settings.register_profile("repeatable", derandomize=True)  # a red run is red again on the next machine
 settings.load_profile("repeatable")
+machine.READ_BYTES["cpu"] = 1 << 24  # a rate, which no test depends on: reading 1 GiB takes seconds
 ROOT = Path(__file__).parent.parent
 
 

@@ -9,6 +9,7 @@ the document: the same document gives the same bytes.
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,19 @@ def parts_in_order() -> list[type[Part]]:
 
 def render_html(report: Json) -> str:
     """Return the page of a document, readable offline and in print."""
+    tiles = []
+    sections = []
+    for part in parts_in_order():
+        blocks = _blocks(part, report)
+        tiles.append(blocks.get("tiles", ""))
+        sections.append(blocks["section"])
+    page = _environment().get_template("report.html.j2")
+    return page.render(report=report, tiles=tiles, sections=sections)
+
+
+@cache
+def _environment() -> "jinja2.Environment":
+    """Return the templates' environment, made once: each template is compiled when it is first used."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -94,27 +108,27 @@ def render_html(report: Json) -> str:
         "label": label,
         "plain": "{:g}".format,
     }
-    tiles = []
-    sections = []
-    for part in parts_in_order():
-        blocks = _blocks(environment, part, report)
-        tiles.append(blocks.get("tiles", ""))
-        sections.append(blocks["section"])
-    return environment.get_template("report.html.j2").render(report=report, tiles=tiles, sections=sections)
+    return environment
 
 
-def _blocks(environment: "jinja2.Environment", part: type[Part], report: Json) -> dict[str, Any]:
+@cache
+def _template(part: type[Part]) -> "jinja2.Template":
+    """Return the template beside a part's file."""
+    file = sys.modules[part.__module__].__file__
+    assert file is not None
+    return _environment().from_string(Path(file).with_suffix(".html.j2").read_text(encoding="utf-8"))
+
+
+def _blocks(part: type[Part], report: Json) -> dict[str, Any]:
     """Return the blocks of a part's template, each rendered by itself."""
     from markupsafe import Markup
 
-    file = sys.modules[part.__module__].__file__
-    assert file is not None
-    template = environment.from_string(Path(file).with_suffix(".html.j2").read_text(encoding="utf-8"))
+    template = _template(part)
     values = {
         "report": report,
         # Markup is trusted here: matplotlib wrote it and escapes the text that it is given.
         "plots": {name: Markup(svg) for name, svg in part.plots(report).items()},
-        "macros": environment.get_template("macros.html.j2").module,
+        "macros": _environment().get_template("macros.html.j2").module,
         **part.values(report),
     }
     return {

@@ -5,8 +5,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from compress.export import open_weights
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from tests.e2e.test_ranks import launch
+from tests.support.processes import run_alone
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -37,7 +36,6 @@ DISTILL: dict[str, Any] = {
     "eval_every": 3,
     "compute_dtype": "float32",
 }
-MAIN = "import sys; from compress.cli.app import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +121,18 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}}, {"lora": {"rank": 4}, "recompute": True}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}},
+        pytest.param({"lora": {"rank": 4}, "recompute": True}, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
     path = recipe(stages=stages(**changes))
     undisturbed = facts(command, path)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
-    )
+    killed = run_alone("run", path, "--workspace", "killed", code=KILLED)
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert not list((work / "killed").glob("store/*/tokens.safetensors/../outer.safetensors"))
@@ -151,15 +151,19 @@ STOPPED = KILLED.replace("SIGKILL", "SIGTERM").replace("len(saves) == 2", "len(s
 
 def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages())
-    stopped = subprocess.run(
-        [sys.executable, "-c", STOPPED, "run", path, "--workspace", "stopped"], capture_output=True, text=True
-    )
+    stopped = run_alone("run", path, "--workspace", "stopped", code=STOPPED)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     assert "resumes here" in stopped.stderr
     assert facts(command, path, "stopped")["curve"] == facts(command, path)["curve"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"},
+    ],
+)
 def test_two_ranks_follow_the_curve_of_one(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:

@@ -3,8 +3,6 @@ refuses. What it leaves is served as a draft."""
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
 from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
 from tests.e2e.test_ranks import launch
+from tests.support.processes import run_alone
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -166,16 +165,18 @@ def test_a_draft_in_codes_is_served_and_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}},
+    ],
 )
 def test_killed_and_resumed_the_draft_has_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:
     path = recipe(stages=stages(**changes))
     undisturbed = drafted(command, path)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
-    )
+    killed = run_alone("run", path, "--workspace", "killed", code=KILLED)
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert drafted(command, path, "killed").digest == undisturbed.digest
@@ -184,6 +185,7 @@ def test_killed_and_resumed_the_draft_has_the_same_bits(
     assert {each["cached"] for each in json.loads(out)["stages"]} == {True}
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_draft_of_one(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages(quantize=CODES))
     alone = facts_of(drafted(command, path))

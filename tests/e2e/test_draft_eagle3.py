@@ -1,8 +1,6 @@
 """An EAGLE-3 head as a draft in whole runs: it learns to be accepted, is killed and resumed, rounded, served; and what it refuses."""
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
 from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
 from tests.e2e.test_draft import by_role, drafted, facts_of, stages
+from tests.support.processes import run_alone
 
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -66,9 +65,7 @@ def test_a_head_learns_to_be_accepted_is_rounded_and_served(
 def test_killed_and_resumed_the_head_has_the_same_bits(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages(**HEAD))
     undisturbed = drafted(command, path)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "run", path, "--workspace", "killed"], capture_output=True, check=False
-    )
+    killed = run_alone("run", path, "--workspace", "killed", code=KILLED)
     assert killed.returncode == -signal.SIGKILL
     assert list((work / "killed").glob("scratch/*/state.safetensors"))
     assert drafted(command, path, "killed").digest == undisturbed.digest

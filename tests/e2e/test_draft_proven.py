@@ -90,6 +90,7 @@ def test_a_draft_is_exported_served_judged_and_pushed_with_its_model(
     assert (code, {each["cached"] for each in json.loads(out)["stages"]}) == (0, {True})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_proven_with_its_draft_from_the_command_line(
     recipe: Recipe,
     command: Command,

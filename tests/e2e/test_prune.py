@@ -255,7 +255,7 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
 @pytest.mark.parametrize(
     "spec",
     [
-        {**BY_HAND, "rounds": 2, "score": "taylor"},
+        pytest.param({**BY_HAND, "rounds": 2, "score": "taylor"}, marks=pytest.mark.slow),
         {"target": {"params_frac": 0.8, "num_samples": 4, "prune": ["ffn", "depth"]}, "multiple": 32},
     ],
     ids=["rounds", "target"],

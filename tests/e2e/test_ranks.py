@@ -15,6 +15,7 @@ import torch
 
 from compress.errors import UsageError
 from compress.ranks import Launch
+from tests.support.processes import MAIN, Ended, run_each
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -30,45 +31,22 @@ METHODS: dict[str, dict[str, Any]] = {
         "kv_cache": "fp8",
     },
 }
-MAIN = "import sys; from compress.cli.app import main; sys.exit(main(sys.argv[1:]))"
 
 
 def stages(method: str, num_samples: int = 8) -> list[dict[str, Any]]:
     return [{**RECIPE["stages"][0], "num_samples": num_samples}, {"kind": "quantize", **METHODS[method]}]
 
 
-def launch(size: int, *argv: object, code: str = MAIN) -> list[subprocess.CompletedProcess[str]]:
-    """What every rank did: as torchrun starts them, without its supervision."""
+def launch(size: int, *argv: object, code: str = MAIN) -> list[Ended]:
+    """What every rank did: started as torchrun starts them, without its supervision."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["OMP_NUM_THREADS"] = str(
-        torch.get_num_threads()
-    )  # the order of sums inside one product is the number of threads'
-    command = [sys.executable, "-c", code, *map(str, argv)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        ends = [each.communicate(timeout=120) for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    return [
-        subprocess.CompletedProcess(command, each.returncode, *end)
-        for each, end in zip(ranks, ends, strict=True)
-    ]
+    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return run_each([{**job, "RANK": str(rank)} for rank in range(size)], *argv, code=code)
 
 
-def digest(result: subprocess.CompletedProcess[str]) -> str:
+def digest(result: Ended | subprocess.CompletedProcess[str]) -> str:
     assert result.returncode == 0, result.stderr
     return str(json.loads(result.stdout)["artifact"]["digest"])
 
@@ -80,7 +58,13 @@ def alone(command: Command, path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("size", "method"), [(2, "balanced"), (2, "at once"), (3, "awq"), (2, "smoothquant")]
+    ("size", "method"),
+    [
+        (2, "balanced"),
+        (3, "awq"),
+        pytest.param(2, "at once", marks=pytest.mark.slow),
+        pytest.param(2, "smoothquant", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_give_the_artifact_of_one_rank(
     size: int, method: str, recipe: Recipe, command: Command
@@ -161,6 +145,7 @@ def test_a_refused_recipe_is_refused_once(recipe: Recipe) -> None:
     assert results[1].stderr == ""
 
 
+@pytest.mark.slow
 def test_torchrun_starts_them(recipe: Recipe, command: Command) -> None:
     path = recipe(stages=stages("balanced"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

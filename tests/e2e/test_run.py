@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.artifact.workspace import Workspace
+from tests.support.processes import run_alone
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Recipe = Callable[..., Path]
@@ -131,10 +130,7 @@ def test_killed_at_any_layer_it_resumes_there_and_ends_with_the_same_digest(
     ]
     for layer in range(NUM_LAYERS):
         workspace = f"killed-{layer}"
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLED_AT, str(layer), "run", str(path), "--workspace", workspace],
-            check=False,
-        )
+        killed = run_alone(layer, "run", path, "--workspace", workspace, code=KILLED_AT)
         assert killed.returncode == -signal.SIGKILL
         assert len(list(Path(workspace).glob("scratch/*/layer-*.safetensors"))) == layer + 1
         _, document = run_json(command, path, "--workspace", workspace, "--until", "export")

@@ -22,19 +22,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq": {"round": {"kind": "rtn", "scale": "mse"}, "smooth": {"kind": "awq", "num_ratios": 3}},
 }
 CASES = [
-    ("W4A16_G64", "awq"),
     ("W4A16_G64_ASYM", "rtn"),
+    ("W4A16_CHANNEL_ASYM", "awq"),
+    ("INT8_DYNAMIC", "smoothquant"),
+    ("FP8_BLOCK", "balanced"),
+]
+MORE_CASES = [
+    ("W4A16_G64", "awq"),
     ("W4A16_G32", "gptq"),
     ("W4A16_G32_ASYM", "awq"),
     ("W4A16_CHANNEL", "gptq"),
-    ("W4A16_CHANNEL_ASYM", "awq"),
-    ("INT8_DYNAMIC", "smoothquant"),
     ("FP8_BLOCK", "gptq"),
-    ("FP8_BLOCK", "balanced"),
 ]
 
 
-@pytest.mark.parametrize(("scheme", "method"), CASES)
+@pytest.mark.parametrize(
+    ("scheme", "method"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)]
+)
 def test_a_scheme_goes_all_the_way(
     scheme: str,
     method: str,

@@ -11,8 +11,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is that process."""
 
 
-def assert_passes_interpreted(path: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path]
+def assert_passes_interpreted(path: str, *, slow: bool = False) -> None:
+    """Run those tests of a file that are marked slow, or those that are not."""
+    marked = "slow" if slow else "not slow"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, path]
     child = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

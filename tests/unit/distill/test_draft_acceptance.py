@@ -25,6 +25,7 @@ PROMPT = 24
 LENGTH = 120
 
 
+@pytest.mark.slow
 def test_the_expected_acceptance_length_is_what_the_engine_finds_on_the_models_own_text() -> None:
     """The reference model without one of its layers proposes to it, at temperature 1 by rejection. The model's own continuations, on which
     the expectation is exact but for chance, come from the same prompts."""

@@ -25,6 +25,12 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_more_shapes_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__, slow=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_kernels_compile_for_a_device_that_is_not_here(sm: int) -> None:
     command = [sys.executable, "-m", "tests.support.compile_attention", str(sm)]
@@ -95,9 +101,9 @@ if INTERPRETED:
         assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 
     CASES = [
-        (64, 16, 4, None, torch.float32),
-        (80, 64, 4, None, torch.float32),
-        (128, 32, 7, None, torch.float16),
+        pytest.param(64, 16, 4, None, torch.float32, marks=pytest.mark.slow),
+        pytest.param(80, 64, 4, None, torch.float32, marks=pytest.mark.slow),
+        pytest.param(128, 32, 7, None, torch.float16, marks=pytest.mark.slow),
         (64, 64, 2, 50, torch.float16),
         (96, 128, 1, 200, torch.float16),
     ]
@@ -123,7 +129,7 @@ if INTERPRETED:
             rows = slice(idx * q_len, (idx + 1) * q_len)
             assert_close(out[rows], expected_f64(q[rows], kv, table[idx], context_len, window, scale))
 
-    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 100])
     def test_a_decode_row_keeps_its_bits_in_any_company(
         monkeypatch: pytest.MonkeyPatch, window: int | None
     ) -> None:

@@ -21,6 +21,12 @@ def test_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="is the child process")
+def test_more_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__, slow=True)
+
+
 def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -51,7 +57,7 @@ def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), (40, 70)])
+@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), pytest.param(40, 70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scale_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
 def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype: torch.dtype | None) -> None:
     """With scales that stay, and with scales that are refitted and stored; some of them are too small for float16."""

@@ -16,7 +16,12 @@ pytestmark = [
 LAW = Path(__file__).with_name("test_row_law.py")
 
 
-@pytest.mark.parametrize("name", EMULATIONS)
+OLDEST = {"mkl_compatible", "sse4_2"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in OLDEST)) for each in EMULATIONS]
+)
 def test_the_law_holds(name: str, tmp_path: Path) -> None:
     emulation = EMULATIONS[name]
     if (refusal := emulation.refusal) is not None:

@@ -1,11 +1,7 @@
 """The benchmarks of distillation: what they count as useful work is what is computed, and their rows say what was measured."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,23 +9,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher
+from scripts.bench_distill import flops_of
+from tests.support.scripts import run_script
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 CONFIG = {**LLAMA, "mlp_bias": False}
 
 
-@pytest.fixture
-def flops_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from scripts import bench_distill
-
-    yield bench_distill.flops_of
-    for name in ("bench_distill", "bench_setup"):
-        sys.modules.pop(name, None)
-
-
-def test_the_products_of_a_step_are_those_that_mfu_counts(flops_of: Any) -> None:
+def test_the_products_of_a_step_are_those_that_mfu_counts() -> None:
     """No matrix product is computed twice, and none is left out; attention is counted apart, by formula."""
     teacher_arch = tiny_arch(CONFIG)
     student_arch = tiny_arch(CONFIG, num_hidden_layers=2, intermediate_size=24)
@@ -45,7 +33,9 @@ def test_the_products_of_a_step_are_those_that_mfu_counts(flops_of: Any) -> None
     assert 96 * flops_of(student_arch, teacher_arch, 32) == products + 96 * attention
 
 
-def test_a_step_is_measured(tmp_path: Path) -> None:
+def test_a_step_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, changes in (("student", {"num_hidden_layers": 1}), ("teacher", {})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, **changes}))
@@ -70,18 +60,8 @@ def test_a_step_is_measured(tmp_path: Path) -> None:
         "--compile",
         "off",
     ]
-    command = [
-        sys.executable,
-        SCRIPTS / "bench_distill.py",
-        *shapes,
-        *size,
-        "--out",
-        tmp_path / "out.json",
-        "--peak-tflops",
-        "1",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    files = ["--out", tmp_path / "out.json", "--peak-tflops", "1"]
+    run_script(monkeypatch, capsys, "bench_distill", *shapes, *size, *files)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["micro_batch_size"] for row in rows] == [2, 4]
     for row in rows:

@@ -1,16 +1,17 @@
 """The benchmark of drafts on the bundled model: what is trained is served, and a greedy row has the tokens of plain decoding."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.scripts import run_script
 
 
-def test_every_draft_has_a_row_beside_lookup_and_the_draft_as_it_began(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_draft_has_a_row_beside_lookup_and_the_draft_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = [
         "--num-prompts",
         "2",
@@ -37,9 +38,7 @@ def test_every_draft_has_a_row_beside_lookup_and_the_draft_as_it_began(tmp_path:
     ]
     drafts = ["--draft", 'kl={"loss": {"kind": "forward_kl"}, "eval_samples": 1, "init": {"keep_layers": 6}}']
     files = ["--work", tmp_path / "work", "--commit", "abc", "--out", tmp_path / "out.json"]
-    command = [sys.executable, ROOT / "scripts" / "bench_draft.py", *sizes, *training, *drafts, *files]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_script(monkeypatch, capsys, "bench_draft", *sizes, *training, *drafts, *files)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     found = [(row["category"], row["temperature"], row["proposer"]) for row in rows]
     assert found == [

@@ -1,27 +1,10 @@
 """The benchmark of pruning scores: every method it names is a recipe, and its table is about means and spreads over seeds."""
 
-import importlib
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from compress.methods.prune import SCORERS
 from compress.pipeline import build_steps
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-MODULES = {"bench_pruning", "bench_quality", "bench_setup", "peer_quantize", "quality_bench"}
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """As the interpreter finds it that runs a script of that directory."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield importlib.import_module("bench_pruning")
-    for name in [each for each in sys.modules if each.partition(".")[0] in MODULES]:
-        del sys.modules[name]
+from scripts import bench_pruning
 
 
 def row(method: str, kl: float, seed: int) -> dict[str, Any]:
@@ -38,21 +21,21 @@ def row(method: str, kl: float, seed: int) -> dict[str, Any]:
     }
 
 
-def test_every_method_is_a_recipe_and_every_score_is_measured(bench: Any) -> None:
-    setting = bench.Setting(
+def test_every_method_is_a_recipe_and_every_score_is_measured() -> None:
+    setting = bench_pruning.Setting(
         "builtin://reference", "builtin://python", "builtin://python-eval", 3, 24, 2, "cpu"
     )
-    assert {method.partition("+")[0] for method in bench.METHODS} == set(SCORERS.names())
-    for method in bench.METHODS:
-        _, prune = build_steps(bench.recipe(setting, method, {"heads": 1.0, "ffn": 0.75}, 1, 0))
+    assert {method.partition("+")[0] for method in bench_pruning.METHODS} == set(SCORERS.names())
+    for method in bench_pruning.METHODS:
+        _, prune = build_steps(bench_pruning.recipe(setting, method, {"heads": 1.0, "ffn": 0.75}, 1, 0))
         said = prune.spec.model_dump(mode="json", serialize_as_any=True)
         assert (said["score"]["kind"], said["compensate"]["kind"]) == (*method.split("+"), "none")[:2]
         assert said["heads"] is None
 
 
-def test_the_table_has_means_and_the_spread_of_seeds_by_falling_kl(bench: Any) -> None:
+def test_the_table_has_means_and_the_spread_of_seeds_by_falling_kl() -> None:
     rows = [row("obs", 0.1, 0), row("random", 0.5, 0), row("random", 0.7, 1)]
-    head, _, *lines = bench.table(rows).splitlines()
+    head, _, *lines = bench_pruning.table(rows).splitlines()
     assert "FFN x 0.75" in head
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| random", "| obs"]
     assert "| 0.6000 | 0.5000 .. 0.7000 |" in lines[2]

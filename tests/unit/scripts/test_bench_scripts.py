@@ -5,18 +5,24 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from compress.kernels.operands.rows import QuantizedRows, quantize
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.problem import OPS
+from scripts import bench_kernels, bench_quantize, bench_runtime
+from scripts.bench_setup import read_arch
+from scripts.kernel_bench import case, linear, timer
+from scripts.step_profile import covered_us, short_name
+from tests.support.scripts import run_script
 from tests.support.tiny_decoder import QWEN3, tiny_arch
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 SHAPE = {
     **QWEN3,
@@ -44,58 +50,39 @@ json.dump(answer, open(sys.argv[3], "w"))
 """
 
 
+class Bench:
+    """Runs a benchmark on the tiny shape and reads its file."""
+
+    def __init__(self, run: Callable[..., str], directory: Path) -> None:
+        self._run = run
+        self._directory = directory
+
+    def __call__(self, name: str, *arguments: object) -> dict[str, Any]:
+        config = self._directory / "tiny" / "config.json"
+        out = self._directory / "results.json"
+        config.parent.mkdir()
+        config.write_text(json.dumps(CONFIG))
+        printed = self._run(name, "--model", config, "--commit", "abc", "--out", out, *arguments)
+        document: dict[str, Any] = json.loads(out.read_text())
+        assert self._run(name, "--show", out).strip() in printed
+        assert document["commit"] == "abc"
+        conditions = {"device", "driver", "clocks", "host", "versions", "date", "command"}
+        assert {*conditions, "bandwidth_bytes_per_s"} <= document.keys()
+        return document
+
+
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Modules of `scripts/`, which is no package."""
-    import importlib
-
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    known = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - known:
-        if (SCRIPTS / f"{name.partition('.')[0]}.py").exists() or name.partition(".")[0] == "kernel_bench":
-            del sys.modules[name]
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    return partial(run_script, monkeypatch, capsys)
 
 
-def run(script: str, directory: Path, *arguments: str) -> dict[str, Any]:
-    config = directory / "tiny" / "config.json"
-    out = directory / "results.json"
-    config.parent.mkdir()
-    config.write_text(json.dumps(CONFIG))
-    command = [
-        sys.executable,
-        SCRIPTS / script,
-        "--model",
-        config,
-        "--commit",
-        "abc",
-        "--out",
-        out,
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    document: dict[str, Any] = json.loads(out.read_text())
-    shown = subprocess.run(
-        [sys.executable, SCRIPTS / script, "--show", out], capture_output=True, text=True, check=True
-    )
-    assert shown.stdout.strip() in done.stdout
-    assert document["commit"] == "abc"
-    assert {
-        "device",
-        "driver",
-        "clocks",
-        "host",
-        "versions",
-        "date",
-        "command",
-        "bandwidth_bytes_per_s",
-    } <= document.keys()
-    return document
+@pytest.fixture
+def bench(script: Callable[..., str], tmp_path: Path) -> Bench:
+    return Bench(script, tmp_path)
 
 
-def test_every_op_is_checked_and_timed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_op_is_checked_and_timed(bench: Bench) -> None:
     arguments = [
         "--m",
         "1",
@@ -110,7 +97,7 @@ def test_every_op_is_checked_and_timed(tmp_path: Path) -> None:
         "70",
         "--alone",
     ]
-    rows = run("bench_kernels.py", tmp_path, *arguments)["rows"]
+    rows = bench("bench_kernels", *arguments)["rows"]
     assert {row["op"] for row in rows} == {*OPS, "sample"}
     assert all(row["passed"] for row in rows)
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
@@ -130,7 +117,7 @@ def test_every_op_is_checked_and_timed(tmp_path: Path) -> None:
     assert all(row["same_bits"] for row in linears if row["m"] == 3)
 
 
-def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
+def test_the_runtime_is_measured_scheme_by_scheme(bench: Bench) -> None:
     schemes = ["dense", "W4A16_G128+FP8_DYNAMIC"]
     sizes = [
         "--batch-sizes",
@@ -145,9 +132,7 @@ def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
         "--ttft-tokens",
         "64",
     ]
-    document = run(
-        "bench_runtime.py", tmp_path, "--schemes", *schemes, *sizes, "--repeats", "2", "--baseline"
-    )
+    document = bench("bench_runtime", "--schemes", *schemes, *sizes, "--repeats", "2", "--baseline")
     rows = [row for row in document["rows"] if row["tool"] == "compress"]
     shown = ["F32", "W4A16_G128+FP8_DYNAMIC"]
     expected = [
@@ -179,9 +164,8 @@ def test_the_runtime_is_measured_scheme_by_scheme(tmp_path: Path) -> None:
 
 
 def test_a_step_holds_all_prompts_of_a_batch_unless_told_otherwise(
-    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench_runtime = scripts("bench_runtime")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
 
@@ -201,10 +185,7 @@ def test_a_step_holds_all_prompts_of_a_batch_unless_told_otherwise(
     assert budget(*sizes, "--max-step-tokens", "64") == 64
 
 
-def test_what_was_measured_before_a_failure_is_kept(
-    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench_kernels = scripts("bench_kernels")
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
     out = tmp_path / "results.json"
     config.write_text(json.dumps(CONFIG))
@@ -220,10 +201,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     assert len(json.loads(out.read_text())["rows"]) == 4
 
 
-def test_a_wrong_result_and_an_unwritten_element_fail_their_case(scripts: Any) -> None:
-    bench_kernels, linear, case = (
-        scripts(name) for name in ("bench_kernels", "kernel_bench.linear", "kernel_bench.case")
-    )
+def test_a_wrong_result_and_an_unwritten_element_fail_their_case() -> None:
     bench = case.Bench(tiny_arch(CONFIG), CPU, torch.float32, (1,))
     right = next(iter(linear.linear_cases(bench, ["W4A16_G128"], ["o"])))
     rates = bench_kernels.Rates(1e9, 1e9)
@@ -238,13 +216,11 @@ def test_a_wrong_result_and_an_unwritten_element_fail_their_case(scripts: Any) -
     assert passes(output)
     assert not passes(output * 1.001)
     assert not passes(output.clone().index_fill_(1, torch.tensor([5]), math.nan))
-    with scripts("kernel_bench.timer").poisoned_memory():
+    with timer.poisoned_memory():
         assert bool(torch.empty(64).isnan().all())
 
 
-def test_rows_that_change_bits_in_company_are_seen(scripts: Any) -> None:
-    bench_kernels = scripts("bench_kernels")
-    case = scripts("kernel_bench.case")
+def test_rows_that_change_bits_in_company_are_seen() -> None:
     facts: dict[str, Any] = {
         "tool": "compress",
         "name": "n",
@@ -262,13 +238,12 @@ def test_rows_that_change_bits_in_company_are_seen(scripts: Any) -> None:
     assert bits.kept(decode, rows + 1e-6) is False
     assert bits.kept(dataclasses.replace(decode, phase="prefill"), rows) is None
     quantized = dataclasses.replace(decode, op="rms_norm")
-    whole = quantize(rows, scripts("compress.kernels.operands.rows").ActivationQuant())
+    whole = quantize(rows, ActivationQuant())
     assert bits.kept(quantized, QuantizedRows(whole.values_TK[:1], whole.scale_T[:1])) is None
     assert bits.kept(quantized, whole) is True
 
 
-def test_a_walk_is_cold_and_whole(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = scripts("kernel_bench.timer")
+def test_a_walk_is_cold_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timer.COLD_BYTES, "cpu", 1000)
     assert [timer.num_copies(num_bytes, CPU) for num_bytes in (1, 100, 300, 1000, 5000)] == [
         timer.MAX_LAUNCHES,
@@ -285,9 +260,7 @@ def test_a_walk_is_cold_and_whole(scripts: Any, monkeypatch: pytest.MonkeyPatch)
     assert timing.us_p10 <= timing.us <= timing.us_p90
 
 
-def test_overlapping_kernels_cover_their_union_once(scripts: Any) -> None:
-    covered_us = scripts("step_profile").covered_us
-    short_name = scripts("step_profile").short_name
+def test_overlapping_kernels_cover_their_union_once() -> None:
     assert covered_us([(0.0, 4.0), (2.0, 5.0), (3.0, 4.0), (7.0, 8.0)]) == 6.0
     assert covered_us([]) == 0.0
     assert (
@@ -303,31 +276,17 @@ def test_overlapping_kernels_cover_their_union_once(scripts: Any) -> None:
     assert short_name("_rms_norm") == "_rms_norm"
 
 
-def test_an_unknown_shape_lists_the_known_ones(scripts: Any) -> None:
+def test_an_unknown_shape_lists_the_known_ones() -> None:
     with pytest.raises(Exception, match="llama-3\\.1-8b"):
-        scripts("bench_setup").read_arch("no-such-model")
+        read_arch("no-such-model")
 
 
-def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -> None:
+def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(
+    script: Callable[..., str], tmp_path: Path
+) -> None:
     out = tmp_path / "kv.json"
-    command = [
-        sys.executable,
-        SCRIPTS / "bench_kv.py",
-        "--device",
-        "cpu",
-        "--num-samples",
-        "2",
-        "--seq-len",
-        "48",
-        "--out",
-        out,
-    ]
-    done = subprocess.run(
-        [*command, "--calibration-samples", "2", "--outliers", "20", "--commit", "abc"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    sizes = ["--num-samples", "2", "--seq-len", "48", "--calibration-samples", "2", "--outliers", "20"]
+    printed = script("bench_kv", "--device", "cpu", *sizes, "--commit", "abc", "--out", out)
     healthy: dict[str, Any] = {}
     collapsing: dict[str, Any] = {}
     for row in json.loads(out.read_text())["rows"]:
@@ -350,7 +309,7 @@ def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(tmp_path: Path) -
     assert collapsing["FP8_STATIC"]["kl_mean"] > 20 * kl["FP8_STATIC"]
     assert collapsing["FP8_STATIC"]["error"] > 0.9 > 0.03 > healthy["FP8_STATIC"]["error"]
     assert all(collapsing[name]["kl_mean"] == kl[name] for name in kl if name != "FP8_STATIC")
-    assert all(name in done.stdout for name in healthy)
+    assert all(name in printed for name in healthy)
 
 
 def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> None:
@@ -367,8 +326,8 @@ def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> Non
         "--seq-len",
         "16",
     ]
-    command = [sys.executable, SCRIPTS / "bench_memory.py", *sizes, "--methods", "rtn", "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "scripts.bench_memory", *sizes, "--methods", "rtn", "--out", out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["layer_bytes"] == 2 * (4 * 128 * 128 + 3 * 128 * 256)
@@ -379,7 +338,7 @@ def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> Non
 
 
 def test_other_tools_quantize_the_same_checkpoint_and_tokens(
-    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool that takes three seconds to start and two a layer, as it says itself."""
     python = tmp_path / "bin" / "python"
@@ -390,7 +349,6 @@ def test_other_tools_quantize_the_same_checkpoint_and_tokens(
     config = tmp_path / "config.json"
     out = tmp_path / "quantize.json"
     config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 7}))
-    bench = scripts("bench_quantize")
     sizes = ["--num-samples", "2", "--seq-len", "16", "--scratch", str(tmp_path), "--out", str(out)]
     tool = ["--tools", "llmcompressor-gptq", "--peers", str(tmp_path)]
     for few, runs in (([], [7]), (["--peer-layers", "3"], [1, 1, 3])):
@@ -399,7 +357,7 @@ def test_other_tools_quantize_the_same_checkpoint_and_tokens(
             "argv",
             ["bench_quantize.py", "--model", str(config), "--methods", "fp8-static", *tool, *sizes, *few],
         )
-        bench.main()
+        bench_quantize.main()
         ours, theirs = json.loads(out.read_text())["rows"]
         assert (ours["tool"], theirs["tool"], theirs["method"]) == ("compress", "llmcompressor 9.9", "gptq")
         assert (
@@ -407,8 +365,8 @@ def test_other_tools_quantize_the_same_checkpoint_and_tokens(
         )
         assert (theirs["seconds"], theirs["num_layers"]) == (3 + 2 * 7, 7)
         assert ours["artifact_bytes"] > 0
-    assert "(from 3 layers)" in bench.table([ours, theirs])
+    assert "(from 3 layers)" in bench_quantize.table([ours, theirs])
     with pytest.raises(RuntimeError, match="peer_speed"):  # the environment of the tests lacks the tool
-        bench.quantize_elsewhere(
+        bench_quantize.quantize_elsewhere(
             tmp_path, "llmcompressor-gptq", Path(sys.executable), CPU, tiny_arch(CONFIG), None
         )

@@ -1,14 +1,16 @@
 """The benchmark of speculation on the bundled model: its file holds every condition, and its tokens are those of plain decoding."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_speculative.py"
+import pytest
+
+from tests.support.scripts import run_script
 
 
-def test_a_draft_that_is_the_model_is_right_and_everything_is_identical(tmp_path: Path) -> None:
+def test_a_draft_that_is_the_model_is_right_and_everything_is_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = [
         "--num-prompts",
         "2",
@@ -21,19 +23,8 @@ def test_a_draft_that_is_the_model_is_right_and_everything_is_identical(tmp_path
         "--k",
         "3",
     ]
-    command = [
-        sys.executable,
-        SCRIPT,
-        *sizes,
-        "--draft",
-        "builtin://reference",
-        "--commit",
-        "abc",
-        "--out",
-        tmp_path / "out.json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    rest = ["--draft", "builtin://reference", "--commit", "abc", "--out", tmp_path / "out.json"]
+    run_script(monkeypatch, capsys, "bench_speculative", *sizes, *rest)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["proposer"], row["temperature"]) for row in rows] == [
         (name, t) for t in (0.0, 1.0) for name in ("ngram", "draft_model")

@@ -1,12 +1,13 @@
 """A report's latency becomes rows that state their own conditions."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "result_file.py"
+import pytest
+
+from tests.support.scripts import run_script
+
 TIMES = {
     "ttft_ms_p50": 3.0,
     "ttft_ms_p95": 4.0,
@@ -28,7 +29,9 @@ def latency_row(batch_size: int) -> dict[str, Any]:
     }
 
 
-def test_rows_name_scheme_dtype_and_kernels_of_each_side(tmp_path: Path) -> None:
+def test_rows_name_scheme_dtype_and_kernels_of_each_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = {
         "title": "tiny in W4A16_G128",
         "artifact": {"source": "./tiny", "scheme": "W4A16_G128"},
@@ -43,7 +46,7 @@ def test_rows_name_scheme_dtype_and_kernels_of_each_side(tmp_path: Path) -> None
     path = tmp_path / "report.json"
     out = tmp_path / "h200" / "runtime.json"
     path.write_text(json.dumps(report))
-    subprocess.run([sys.executable, SCRIPT, path, out, "--shape", "tiny", "--commit", "abc"], check=True)
+    run_script(monkeypatch, capsys, "result_file", path, out, "--shape", "tiny", "--commit", "abc")
     document = json.loads(out.read_text())
     assert (document["device"], document["driver"], document["commit"]) == ("NVIDIA H200", "580", "abc")
     assert [(row["scheme"], row["kv"], row["batch_size"]) for row in document["rows"]] == [

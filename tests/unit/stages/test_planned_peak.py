@@ -66,7 +66,9 @@ def inputs(arch: Arch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return model, tokens
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name", ["guided", *(pytest.param(each, marks=pytest.mark.slow) for each in SPECS if each != "guided")]
+)
 def test_the_planned_peak_is_within_a_quarter_of_the_measured_one(
     name: str, arch: Arch, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
