@@ -1,0 +1,16 @@
+"""Runs a program of `scripts/` in this process, which has imported the libraries already."""
+
+import importlib
+import sys
+
+import pytest
+
+
+def run_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, *arguments: object
+) -> str:
+    """Run `python -m scripts.<name>` with `arguments` and return what it printed; it must not fail."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    assert not importlib.import_module(f"scripts.{name}").main()
+    return capsys.readouterr().out
