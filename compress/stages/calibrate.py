@@ -16,7 +16,7 @@ class Calibrate(Spec):
 
     data: str = Field("builtin://python", description="a data card (path of a YAML file) or builtin://python")
     num_samples: int = Field(128, ge=1, description="windows of text")
-    seq_len: int = Field(512, ge=8, description="tokens a window")
+    seq_len: int = Field(512, ge=8, description="tokens of a window")
 
 
 def calibration_of(facts: PlanFacts) -> Calibrate:

@@ -8,7 +8,7 @@ checkpoint, dense or compressed-tensors, an EAGLE-3 head in the layout of `specu
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from compress.artifact.manifest import Artifact, open_artifact
 from compress.artifact.workspace import ArtifactWriter
@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.models.canonical import CanonicalStore
 from compress.models.eagle3 import draft_head
 from compress.models.family import family_of
-from compress.recipe import Spec, checked_by
+from compress.recipe import Spec, checked_by, list_to_tuple
 from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 from compress.stages.quantize.schemes import most_linear_bytes, outer_bytes, possible_schemes
@@ -37,15 +37,21 @@ def _one_known_format(names: tuple[str, ...]) -> None:
         )
 
 
+def _name_to_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else list_to_tuple(value)
+
+
 DRAFT_FORMAT = "compressed-tensors"
 
 
 class Export(Spec):
     """The format of the published checkpoint."""
 
-    formats: Annotated[tuple[str, ...], checked_by(_one_known_format)] = Field(
-        ("compressed-tensors",), description="one format by name"
-    )
+    formats: Annotated[
+        tuple[str, ...],
+        checked_by(_one_known_format),
+        BeforeValidator(_name_to_names, json_schema_input_type=str | tuple[str, ...]),
+    ] = Field(("compressed-tensors",), description="name of one format, or a list with one name")
 
 
 def _estimate(spec: Export, facts: PlanFacts) -> Estimate:

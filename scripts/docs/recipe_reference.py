@@ -17,42 +17,8 @@ MEANINGS: Mapping[str, str] = {
     "Recipe.seed": "decides every random draw of the run",
     "Recipe.stages": "what to do, in order",
     "Recipe.push": "where the finished artifact goes; left out, nowhere",
-    "Calibrate.num_samples": "windows of text",
-    "Calibrate.seq_len": "tokens of a window",
-    "Distill.optimizer": "`adamw`, or `muon` for the matrices and AdamW for the rest",
-    "Distill.weight_decay": "decay of weights a step, times the learning rate",
-    "Distill.warmup_frac": "share of the steps in which the learning rate rises to its peak",
-    "Distill.max_grad_norm": "gradients are scaled down to this norm",
-    "Distill.loss": "what the student lowers",
-    "Draft.loss": "what the draft lowers",
-    "Latency.batch_sizes": "requests that arrive together",
-    "Latency.prompt_tokens": "tokens of each prompt",
-    "Latency.output_tokens": "tokens generated for each request",
-    "Latency.repeats": "measured rounds of each batch size",
-    "Latency.warmups": "rounds before them that are not counted",
-    "Mixed.budget": "the limit",
-    "Prune.score": "how units are chosen",
-    "Prune.compensate": "how the columns that stay make up for those that go",
-    "Quantize.smooth": "a scale for each input channel, moved from the activations into the weights before rounding",
-    "Quantize.target": "the weights that rounding approximates; left out, the linear's own",
-    "Quantize.round": "how weights become codes and scales",
-    "Quantize.refine": "how codes and scales are improved once they are found",
-    "SampledText.prompt_tokens": "tokens of the data that each window begins with",
-    "Speculation.batch_sizes": "requests that are served together",
-    "Speculation.prompt_tokens": "tokens of each prompt",
-    "Speculation.output_tokens": "tokens generated for each prompt",
-    "Lora.rank": "rank of the trained terms",
-    "Student.layers": "decoder layers",
-    "Student.hidden": "hidden size",
-    "Student.ffn": "FFN channels",
-    "Student.heads": "query heads",
-    "Student.kv_heads": "KV heads",
-    "Validate.against": "the model that the artifact is compared with",
-    "Validate.num_samples": "windows of evaluation text",
-    "Validate.seq_len": "tokens of a window",
-    "Validate.latency": "what is timed; `null` measures no latency",
 }
-"""Meanings of keys whose Spec has no description."""
+"""Meanings of the keys around the stages, which no Spec has."""
 KINDS: Mapping[str, str] = {
     "Awq": "AWQ (arXiv 2306.00978): the scale of each channel that loses least, searched on a grid",
     "SmoothQuant": "SmoothQuant (arXiv 2211.10438): the scale that splits the range between activations and weights",
@@ -156,7 +122,6 @@ class RecipeReference:
             if key == without or (key == "kind" and place == definition["title"].lower()):
                 continue
             meaning = prop.get("description") or MEANINGS.get(f"{definition['title']}.{key}")
-            meaning = meaning or _shared(definition["title"], key)
             if not meaning:
                 raise LookupError(f"{place}: say what the key {key} of {definition['title']} means")
             default = "required" if key in required else _default(prop)
@@ -195,11 +160,6 @@ class RecipeReference:
 
 
 HEADER = ("key", "value", "default", "meaning")
-
-
-def _shared(title: str, key: str) -> str | None:
-    """Return the meaning of a key that `draft` and `distill` share."""
-    return MEANINGS.get(f"Distill.{key}") if title == "Draft" else None
 
 
 def _references(prop: Schema) -> Iterator[str]:

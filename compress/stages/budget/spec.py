@@ -103,7 +103,7 @@ class Mixed(Spec):
         f"`{DENSE}`",
         json_schema_extra={"items": {"enum": [*SCHEMES, DENSE]}},
     )
-    budget: Budget
+    budget: Budget = Field(description="the limit")
     num_samples: int = Field(
         32, ge=1, description="samples of the calibration set that sensitivities are measured on"
     )

@@ -53,7 +53,7 @@ class SampledText(Spec):
     """Text that the teacher writes: each window begins with tokens of the data, and the teacher samples
     the rest."""
 
-    prompt_tokens: int = Field(16, ge=1)
+    prompt_tokens: int = Field(16, ge=1, description="tokens of the data that each window begins with")
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
 
 
@@ -74,11 +74,15 @@ class Learning(Spec):
     lr: float = Field(
         2e-4, gt=0, description="learning rate at its peak, after the warm-up; then a cosine to zero"
     )
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    weight_decay: float = Field(0.01, ge=0)
-    warmup_frac: float = Field(0.05, ge=0, lt=1)
-    max_grad_norm: float = Field(1.0, gt=0)
-    loss: Loss = Loss()
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="`adamw`, or `muon` for the matrices and AdamW for the rest"
+    )
+    weight_decay: float = Field(0.01, ge=0, description="decay of weights a step, times the learning rate")
+    warmup_frac: float = Field(
+        0.05, ge=0, lt=1, description="share of the steps in which the learning rate rises to its peak"
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+    loss: Loss = Field(Loss(), description="what the student lowers")
     eval_samples: int = Field(
         16, ge=1, description="windows of the data that are not trained on and measure what is learnt"
     )

@@ -25,7 +25,7 @@ def _model(ref: str | None) -> None:
 class Lora(Spec):
     """Low-rank terms that are trained next to frozen linears and merged at the end."""
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, description="rank of the trained terms")
     alpha: float | None = Field(
         None, gt=0, description="size of the terms, divided by the rank; twice the rank by default"
     )
@@ -34,11 +34,11 @@ class Lora(Spec):
 class Student(Spec):
     """A smaller model of the source's family and tokenizer: by its own numbers, or a checkpoint."""
 
-    layers: int | None = Field(None, ge=1)
-    hidden: int | None = Field(None, ge=1)
-    ffn: int | None = Field(None, ge=1)
-    heads: int | None = Field(None, ge=1)
-    kv_heads: int | None = Field(None, ge=1)
+    layers: int | None = Field(None, ge=1, description="decoder layers")
+    hidden: int | None = Field(None, ge=1, description="hidden size")
+    ffn: int | None = Field(None, ge=1, description="FFN channels")
+    heads: int | None = Field(None, ge=1, description="query heads")
+    kv_heads: int | None = Field(None, ge=1, description="KV heads")
     init: Literal["teacher", "random"] = Field(
         "teacher", description="weights: evenly chosen layers and channels of the teacher, or random"
     )

@@ -11,10 +11,12 @@ from compress.stages.quantize.spec import Quantize
 class DraftLearning(Learning):
     """Text, loss and steps of a draft, and the scheme that its weights are served in."""
 
-    loss: Loss = Loss(kind="lk")
+    loss: Loss = Field(Loss(kind="lk"), description="what the draft lowers")
     tokens: int = Field(300_000, ge=1, description="tokens to train on, over all passes")
     batch_size: int = Field(4, ge=1, description="windows a step")
-    optimizer: Literal["adamw", "muon"] = "muon"
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon", description="`adamw`, or `muon` for the matrices and AdamW for the rest"
+    )
     lr: float = Field(
         3e-3, gt=0, description="learning rate at its peak, after the warm-up; then a cosine to zero"
     )

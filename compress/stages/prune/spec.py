@@ -155,8 +155,10 @@ class Prune(Spec):
         description="write a Llama as a Mistral, which computes the same: `transformers` refuses a Llama "
         "whose heads do not divide its hidden size",
     )
-    score: Annotated[Spec, ByKind(scorers)] = Obs()
-    compensate: Annotated[Spec, ByKind(compensations)] = LeastSquares()
+    score: Annotated[Spec, ByKind(scorers)] = Field(Obs(), description="how units are chosen")
+    compensate: Annotated[Spec, ByKind(compensations)] = Field(
+        LeastSquares(), description="how the columns that stay make up for those that go"
+    )
     rounds: int = Field(
         1, ge=1, le=32, description="in how many steps: after each, everything is observed anew"
     )

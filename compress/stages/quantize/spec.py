@@ -126,10 +126,20 @@ class Quantize(Spec):
         "left out, all weigh the same",
         exclude_if=_is_unset,
     )
-    smooth: Annotated[Spec, ByKind(lambda: specs_of(SMOOTHERS))] | None = None
-    target: Annotated[Spec, ByKind(lambda: specs_of(TARGETS))] | None = None
-    round: Annotated[Spec, ByKind(lambda: specs_of(ROUNDERS))] = Gptq()
-    refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = None
+    smooth: Annotated[Spec, ByKind(lambda: specs_of(SMOOTHERS))] | None = Field(
+        None,
+        description="a scale for each input channel, moved from the activations into the weights "
+        "before rounding",
+    )
+    target: Annotated[Spec, ByKind(lambda: specs_of(TARGETS))] | None = Field(
+        None, description="the weights that rounding approximates; left out, the linear's own"
+    )
+    round: Annotated[Spec, ByKind(lambda: specs_of(ROUNDERS))] = Field(
+        Gptq(), description="how weights become codes and scales"
+    )
+    refine: Annotated[Spec, ByKind(lambda: specs_of(REFINERS))] | None = Field(
+        None, description="how codes and scales are improved once they are found"
+    )
     true_sequential: bool = Field(
         False,
         exclude_if=_is_unset,

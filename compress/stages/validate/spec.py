@@ -42,11 +42,11 @@ class Latency(Spec):
     more agree.
     """
 
-    batch_sizes: tuple[int, ...] = Field((1, 4), min_length=1)
-    prompt_tokens: int = Field(128, ge=1)
-    output_tokens: int = Field(32, ge=2)
-    repeats: int = Field(5, ge=2)
-    warmups: int = Field(1, ge=0)
+    batch_sizes: tuple[int, ...] = Field((1, 4), min_length=1, description="requests that arrive together")
+    prompt_tokens: int = Field(128, ge=1, description="tokens of each prompt")
+    output_tokens: int = Field(32, ge=2, description="tokens generated for each request")
+    repeats: int = Field(5, ge=2, description="measured rounds of each batch size")
+    warmups: int = Field(1, ge=0, description="rounds before them that are not counted")
 
 
 EMBEDDED = "builtin://python-eval"
@@ -64,7 +64,9 @@ class Speculation(Spec):
         description="how drawn tokens are kept: rejection, as other engines do, or coupled: "
         "those of plain decoding",
     )
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 4, 16), min_length=1)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1, 4, 16), min_length=1, description="requests that are served together"
+    )
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         (1.0, 0.0), min_length=1, description="0 is greedy"
     )
@@ -74,23 +76,23 @@ class Speculation(Spec):
         "the embedded one as code and prose",
     )
     num_prompts: int = Field(8, ge=2, description="of each category")
-    prompt_tokens: int = Field(64, ge=2)
-    output_tokens: int = Field(48, ge=16)
+    prompt_tokens: int = Field(64, ge=2, description="tokens of each prompt")
+    output_tokens: int = Field(48, ge=16, description="tokens generated for each prompt")
 
 
 class Validate(Spec):
     """Evaluation text, latency conditions, and the gates that decide."""
 
-    against: Literal["source"] = "source"
+    against: Literal["source"] = Field("source", description="the model that the artifact is compared with")
     data: str = Field(EMBEDDED, description="evaluation text: a data card or builtin://python-eval")
-    num_samples: int = Field(32, ge=2)
-    seq_len: int = Field(512, ge=8)
+    num_samples: int = Field(32, ge=2, description="windows of evaluation text")
+    seq_len: int = Field(512, ge=8, description="tokens of a window")
     kv_format: KVFormat | None = Field(
         None,
         description="of the candidate's KV cache; by default what the artifact states, "
         "the model's dtype where it states nothing",
     )
-    latency: Latency | None = Latency()
+    latency: Latency | None = Field(Latency(), description="what is timed; `null` measures no latency")
     speculative: Speculation | None = Field(
         Speculation(), description="measured where the artifact has a draft; null: not at all"
     )

@@ -241,6 +241,14 @@ def test_unknown_names_are_refused_when_the_spec_is_read() -> None:
         Quantize.model_validate({"round": {"kind": "obq"}})
 
 
+def test_a_format_may_be_named_without_a_list() -> None:
+    named = Export.model_validate_json('{"formats": "gptq"}', strict=True)
+    assert named == Export.model_validate_json('{"formats": ["gptq"]}', strict=True)
+    assert named.model_dump(mode="json") == {"formats": ["gptq"]}
+    with pytest.raises(ValueError, match="one format"):
+        Export(formats=("gptq", "awq"))
+
+
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_estimates_grow_with_the_work(kind: str, device: str) -> None:
