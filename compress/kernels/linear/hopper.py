@@ -5,21 +5,19 @@ A row's bits are the same in every M and next to any other rows (`hopper_plan.py
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function, tile_map
+from compress.kernels.compilers.nvrtc import tile_map
 from compress.kernels.linear.decode_kernels import refuse_partial_tile
 from compress.kernels.linear.hopper_plan import CHUNK, STATIC_BYTES, Plan, plan
 from compress.kernels.linear.launch import (
     KernelWeight,
-    Rounding,
+    Program,
     TileMap,
-    Variant,
+    function_of,
     gpu_of,
-    load,
     prepare_rows,
     raw_arguments,
     readable,
@@ -29,6 +27,8 @@ from compress.kernels.linear.launch import (
 from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
+
+PROGRAM = Program("hopper_linear", ("numbers.cuh", "pieces.cuh", "hopper.cu"), STATIC_BYTES)
 
 
 class _Arguments(ctypes.Structure):
@@ -120,7 +120,9 @@ def multiply(
     )
     normed = raw is not None and raw.weight_K is not None
     float32 = out_dtype == torch.float32
-    launched = _function(chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw))
+    launched = function_of(
+        PROGRAM, chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw)
+    )
     launched(chosen.launch, arguments, device=device)
     return y_TO
 
@@ -128,58 +130,6 @@ def multiply(
 def refusal(problem: Problem) -> str | None:
     """Refuse devices other than sm_90, and N that fills no whole tiles."""
     return "its instructions are sm_90's alone" if problem.sm != 90 else refuse_partial_tile(problem)
-
-
-@functools.cache
-def _function(
-    chosen: Plan,
-    shape: Shape,
-    dtype: torch.dtype,
-    activation: str | None,
-    device: torch.device,
-    float32_output: bool,
-    normed: bool,
-    rounding: Rounding,
-) -> Function:
-    """Compile and load the kernel of a plan, once. Positional arguments and a plan's identity make the lookup
-    of every launch quick: 130 launches of a prompt wait for the host."""
-    variant = variant_of(
-        chosen, shape, dtype, activation, float32_output=float32_output, normed=normed, rounding=rounding
-    )
-    return load(variant, device)
-
-
-def variant_of(
-    chosen: Plan,
-    shape: Shape,
-    dtype: torch.dtype,
-    activation: str | None,
-    *,
-    float32_output: bool,
-    normed: bool,
-    rounding: Rounding,
-) -> Variant:
-    """Return what `hopper.cu` is compiled for to serve a plan."""
-    return Variant(
-        entry="hopper_linear",
-        files=("numbers.cuh", "pieces.cuh", "hopper.cu"),
-        static_bytes=STATIC_BYTES,
-        format=shape.format,
-        dtype=dtype,
-        activation=activation,
-        float32_output=float32_output,
-        token_tiles=chosen.token_tiles,
-        normed=normed,
-        rounding=rounding,
-        macros=(
-            ("ROW_GROUPS", chosen.row_groups),
-            ("K_SLOTS", chosen.k_slots),
-            ("SEGMENTS", chosen.segments),
-            ("RAW", int(chosen.keep is not None)),
-            ("KEEP", chosen.keep or 1),
-            *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),  # macros of pieces.cuh
-        ),
-    )
 
 
 def _weight_map(weight: KernelWeight, chosen: Plan, gated: bool) -> bytes:

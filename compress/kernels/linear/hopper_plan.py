@@ -63,6 +63,18 @@ class Plan:
         """Parts of K, each summed on its own."""
         return self.k_slots * self.segments
 
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """The constants of `hopper.cu` that the plan decides, and those of `pieces.cuh`."""
+        return (
+            ("ROW_GROUPS", self.row_groups),
+            ("K_SLOTS", self.k_slots),
+            ("SEGMENTS", self.segments),
+            ("RAW", int(self.keep is not None)),
+            ("KEEP", self.keep or 1),
+            *(("WGMMA", 1), ("RESIDENT", 1), ("STAGES", 2)),
+        )
+
 
 def row_groups_of(tiles: int) -> int:
     """Return the number of warpgroups along the rows."""

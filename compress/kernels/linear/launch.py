@@ -8,13 +8,13 @@ import ctypes
 import functools
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from compress.kernels.compilers.nvrtc import Function, Launch, Source, tile_map
-from compress.kernels.linear.shape import FORMATS, Format, Gpu
+from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape
 from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows
 
@@ -38,14 +38,30 @@ class KernelWeight:
     scale_O: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The constants that one kernel is compiled with; `macros` are those that only this kernel has, and
-    `static_bytes` the shared memory that it declares itself."""
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A kernel's entry and source files, and `static_bytes` of shared memory that it declares itself."""
 
     entry: str
     files: tuple[str, ...]
     static_bytes: int
+
+
+class Planned(Protocol):
+    """What a plan decides about the compiled kernel: rows of a block in eights, and the macros that only this
+    program has."""
+
+    @property
+    def token_tiles(self) -> int: ...
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program and the constants that it is compiled with."""
+
+    program: Program
     format: Format
     dtype: torch.dtype
     activation: str | None
@@ -66,7 +82,7 @@ class Variant:
             "NORM": int(self.normed),
             "QUANT": ROUNDINGS.index(self.rounding),
         }
-        return Source(source_text(*self.files), self.entry, (*shared.items(), *self.macros))
+        return Source(source_text(*self.program.files), self.program.entry, (*shared.items(), *self.macros))
 
 
 class _PrepareArguments(ctypes.Structure):
@@ -135,11 +151,58 @@ def readable(x_TI: Tensor) -> Tensor:
     return x_TI if x_TI.data_ptr() % 16 == 0 else x_TI.clone()
 
 
-def load(variant: Variant, device: torch.device) -> Function:
-    """Compile and load a variant."""
+@functools.cache
+def function_of(
+    program: Program,
+    chosen: Planned,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    device: torch.device,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
+) -> Function:
+    """Compile and load a program for a plan, once. Positional arguments, and the identities of program and
+    plan, make the lookup of every launch quick: 130 launches of a prompt wait for the host."""
+    variant = variant_of(
+        program,
+        chosen,
+        shape,
+        dtype,
+        activation,
+        float32_output=float32_output,
+        normed=normed,
+        rounding=rounding,
+    )
     gpu = gpu_of(device)
     return Function(
-        variant.source, device=device, shared_bytes=gpu.shared_bytes - variant.static_bytes, sm=gpu.sm
+        variant.source, device=device, shared_bytes=gpu.shared_bytes - program.static_bytes, sm=gpu.sm
+    )
+
+
+def variant_of(
+    program: Program,
+    chosen: Planned,
+    shape: Shape,
+    dtype: torch.dtype,
+    activation: str | None,
+    *,
+    float32_output: bool,
+    normed: bool,
+    rounding: Rounding,
+) -> Variant:
+    """Return what a program is compiled for to serve a plan."""
+    return Variant(
+        program=program,
+        format=shape.format,
+        dtype=dtype,
+        activation=activation,
+        float32_output=float32_output,
+        token_tiles=chosen.token_tiles,
+        normed=normed,
+        rounding=rounding,
+        macros=chosen.macros,
     )
 
 

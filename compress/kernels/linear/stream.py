@@ -6,19 +6,16 @@ file packs its weight as a `KernelWeight` and registers the kernels of `decode_k
 """
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function
 from compress.kernels.linear.launch import (
     KernelWeight,
-    Rounding,
+    Program,
     TileMap,
-    Variant,
+    function_of,
     gpu_of,
-    load,
     prepare_rows,
     raw_arguments,
     readable,
@@ -28,6 +25,8 @@ from compress.kernels.linear.launch import (
 from compress.kernels.linear.shape import TILE_ROWS, Shape
 from compress.kernels.linear.stream_plan import STATIC_BYTES, Plan, plan
 from compress.kernels.operands.rows import QuantizedRows, RawRows
+
+PROGRAM = Program("stream_linear", ("numbers.cuh", "pieces.cuh", "stream.cu"), STATIC_BYTES)
 
 
 class _Arguments(ctypes.Structure):
@@ -103,58 +102,11 @@ def stream(
     )
     normed = raw is not None and raw.weight_K is not None
     float32 = out_dtype == torch.float32
-    launched = _function(chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw))
+    launched = function_of(
+        PROGRAM, chosen, shape, dtype, activation, device, float32, normed, rounding_of(raw)
+    )
     launched(chosen.launch, arguments, device=device)
     return y_TO
-
-
-@functools.cache
-def _function(
-    chosen: Plan,
-    shape: Shape,
-    dtype: torch.dtype,
-    activation: str | None,
-    device: torch.device,
-    float32_output: bool,
-    normed: bool,
-    rounding: Rounding,
-) -> Function:
-    """Compile and load the kernel of a plan, once. Positional arguments and a plan's identity make the lookup
-    of every launch quick: 130 launches of a prompt wait for the host."""
-    variant = variant_of(
-        chosen, shape, dtype, activation, float32_output=float32_output, normed=normed, rounding=rounding
-    )
-    return load(variant, device)
-
-
-def variant_of(
-    chosen: Plan,
-    shape: Shape,
-    dtype: torch.dtype,
-    activation: str | None,
-    *,
-    float32_output: bool,
-    normed: bool,
-    rounding: Rounding,
-) -> Variant:
-    """Return what `stream.cu` is compiled for to serve a plan."""
-    return Variant(
-        entry="stream_linear",
-        files=("numbers.cuh", "pieces.cuh", "stream.cu"),
-        static_bytes=STATIC_BYTES,
-        format=shape.format,
-        dtype=dtype,
-        activation=activation,
-        float32_output=float32_output,
-        token_tiles=chosen.token_tiles,
-        normed=normed,
-        rounding=rounding,
-        macros=(
-            ("WGMMA", int(chosen.wgmma)),
-            ("RESIDENT", int(chosen.resident)),
-            ("STAGES", chosen.stages),
-        ),
-    )
 
 
 def _partial_sums(chosen: Plan, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

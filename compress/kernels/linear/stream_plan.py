@@ -64,6 +64,11 @@ class Plan:
     arriving_bytes: int
     launch: Launch
 
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """The constants of `stream.cu` that the plan decides."""
+        return (("WGMMA", int(self.wgmma)), ("RESIDENT", int(self.resident)), ("STAGES", self.stages))
+
 
 def num_parts_of(shape: Shape, num_sms: int) -> int:
     """Return how many parts of K are summed on their own: enough to spread the row tiles over the device,

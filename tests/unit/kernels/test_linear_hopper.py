@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
-from compress.kernels.linear.hopper import variant_of
+from compress.kernels.linear.hopper import PROGRAM
 from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
-from compress.kernels.linear.launch import rounding_of
+from compress.kernels.linear.launch import rounding_of, variant_of
 from compress.kernels.linear.shape import Format, Gpu, Shape
 from compress.kernels.operands.rows import ActivationQuant, RawRows
 from compress.kernels.problem import Problem
@@ -119,6 +119,7 @@ def test_the_kernel_compiles(
     for chosen, given in ((plan(shape, rows, H200), None), (plan(shape, rows, H200, raw=True), raw)):
         given = given if chosen.keep else None
         variant = variant_of(
+            PROGRAM,
             chosen,
             shape,
             torch.bfloat16,

@@ -10,9 +10,9 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels.compilers import nvrtc
 from compress.kernels.linear import dense16, fp8, w4a16
-from compress.kernels.linear.launch import ACTIVATIONS, Rounding
+from compress.kernels.linear.launch import ACTIVATIONS, Rounding, Variant, variant_of
 from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape
-from compress.kernels.linear.stream import Variant, variant_of
+from compress.kernels.linear.stream import PROGRAM
 from compress.kernels.linear.stream_plan import MAX_STAGES, Plan, num_parts_of, plan, plans
 from compress.kernels.problem import Problem
 from compress.kernels.select import candidates, select
@@ -233,6 +233,7 @@ def variant(
         wgmma=wgmma,
     )
     made = variant_of(
+        PROGRAM,
         chosen,
         Shape(weight_format, 256, 1024, activation is not None),
         dtype,
