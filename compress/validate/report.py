@@ -113,7 +113,7 @@ def _environment() -> "jinja2.Environment":
 
 @cache
 def _template(part: type[Part]) -> "jinja2.Template":
-    """Return the template beside a part's file."""
+    """Return the template of a part: the file of the same name."""
     file = sys.modules[part.__module__].__file__
     assert file is not None
     return _environment().from_string(Path(file).with_suffix(".html.j2").read_text(encoding="utf-8"))

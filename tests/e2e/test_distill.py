@@ -19,6 +19,7 @@ from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from tests.e2e.test_ranks import launch
 from tests.support.processes import run_alone
+from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -122,9 +123,9 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        slow({}),
         {"optimizer": "muon", "loss": {"kind": "js", "top_k": 8}},
-        pytest.param({"lora": {"rank": 4}, "recompute": True}, marks=pytest.mark.slow),
+        slow({"lora": {"rank": 4}, "recompute": True}),
     ],
 )
 def test_killed_and_resumed_the_curve_and_the_weights_have_the_same_bits(
@@ -160,7 +161,7 @@ def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: 
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        slow({}),
         {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"},
     ],
 )

@@ -25,6 +25,7 @@ from compress.runtime.speculative.speculation import Speculative
 from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
 from tests.e2e.test_ranks import launch
 from tests.support.processes import run_alone
+from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -167,7 +168,7 @@ def test_a_draft_in_codes_is_served_and_changes_no_token(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        slow({}),
         {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}},
     ],
 )

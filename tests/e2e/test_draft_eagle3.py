@@ -62,6 +62,7 @@ def test_a_head_learns_to_be_accepted_is_rounded_and_served(
     assert engine.acceptance.acceptance_length > 1
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_the_head_has_the_same_bits(recipe: Recipe, command: Command, work: Path) -> None:
     path = recipe(stages=stages(**HEAD))
     undisturbed = drafted(command, path)

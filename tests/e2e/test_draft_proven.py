@@ -114,6 +114,7 @@ def test_a_checkpoint_is_proven_with_its_draft_from_the_command_line(
     assert "speculation" not in json.loads((work / "without" / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_head_is_proven_like_a_model(recipe: Recipe, command: Command, work: Path) -> None:
     head = {**DRAFT, "tokens": 512, "init": {"kind": "eagle3", "layers": [1, 2, 3], "vocab": 128, "steps": 2}}
     served = {**VALIDATE, "speculative": SERVED, "gates": {"acceptance_length": 1.0}}

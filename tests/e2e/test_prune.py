@@ -14,6 +14,7 @@ from compress.export import open_checkpoint, open_weights
 from compress.methods.prune import COMPENSATIONS, SCORERS
 from compress.models.weights import build_decoder, dense
 from tests.e2e.test_ranks import digest, launch
+from tests.support.slow import slow
 from tests.support.tiny_run import NUM_LAYERS, RECIPE
 
 Command = Callable[..., tuple[int, str, str]]
@@ -255,7 +256,7 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param({**BY_HAND, "rounds": 2, "score": "taylor"}, marks=pytest.mark.slow),
+        slow({**BY_HAND, "rounds": 2, "score": "taylor"}),
         {"target": {"params_frac": 0.8, "num_samples": 4, "prune": ["ffn", "depth"]}, "multiple": 32},
     ],
     ids=["rounds", "target"],

@@ -16,6 +16,7 @@ import torch
 from compress.errors import UsageError
 from compress.ranks import Launch
 from tests.support.processes import MAIN, Ended, run_each
+from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -62,8 +63,8 @@ def alone(command: Command, path: Path) -> str:
     [
         (2, "balanced"),
         (3, "awq"),
-        pytest.param(2, "at once", marks=pytest.mark.slow),
-        pytest.param(2, "smoothquant", marks=pytest.mark.slow),
+        slow(2, "at once"),
+        slow(2, "smoothquant"),
     ],
 )
 def test_ranks_give_the_artifact_of_one_rank(

@@ -12,6 +12,7 @@ from compress.artifact.manifest import open_artifact
 from compress.export import open_checkpoint, open_weights
 from compress.models.weights import build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,9 +37,7 @@ MORE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "method"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)]
-)
+@pytest.mark.parametrize(("scheme", "method"), [*CASES, *(slow(*case) for case in MORE_CASES)])
 def test_a_scheme_goes_all_the_way(
     scheme: str,
     method: str,

@@ -5,7 +5,6 @@ no pipeline.
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +88,7 @@ def test_help_imports_nothing_heavy() -> None:
     modules = loaded_after("from compress.cli.app import main\nassert main(['--help']) == 0")
     assert sorted(modules & set(HEAVY)) == []
     assert "compress.cli.inspect" in modules
+    assert len(modules) < 600
 
 
 def test_artifact_commands_import_nothing_heavy(artifact: Path, tmp_path: Path) -> None:
@@ -106,16 +106,6 @@ def test_artifact_commands_import_nothing_heavy(artifact: Path, tmp_path: Path) 
     assert (
         sorted(modules & set(HEAVY) - {"pydantic"}) == []
     )  # recent versions of typer convert arguments with it
-
-
-def test_help_takes_less_than_400_ms_of_processor_time() -> None:
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert python("-m", "compress.cli", "--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert min(seconds) < 0.4
 
 
 @pytest.mark.parametrize("command", sorted(app_module.COMMANDS))

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.support.slow import slow
 from tests.support.triton_interpreter import (
     INTERPRETED,
     assert_passes_interpreted,
@@ -101,9 +102,9 @@ if INTERPRETED:
         assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 
     CASES = [
-        pytest.param(64, 16, 4, None, torch.float32, marks=pytest.mark.slow),
-        pytest.param(80, 64, 4, None, torch.float32, marks=pytest.mark.slow),
-        pytest.param(128, 32, 7, None, torch.float16, marks=pytest.mark.slow),
+        slow(64, 16, 4, None, torch.float32),
+        slow(80, 64, 4, None, torch.float32),
+        slow(128, 32, 7, None, torch.float16),
         (64, 64, 2, 50, torch.float16),
         (96, 128, 1, 200, torch.float16),
     ]
@@ -129,7 +130,7 @@ if INTERPRETED:
             rows = slice(idx * q_len, (idx + 1) * q_len)
             assert_close(out[rows], expected_f64(q[rows], kv, table[idx], context_len, window, scale))
 
-    @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 100])
+    @pytest.mark.parametrize("window", [slow(None), 100])
     def test_a_decode_row_keeps_its_bits_in_any_company(
         monkeypatch: pytest.MonkeyPatch, window: int | None
     ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from compress.kernels.columns import DescentBlock, fused, reference
 from compress.quant.scheme import scheme_named
+from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
 
 pytest.importorskip("triton")
@@ -57,7 +58,7 @@ def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), pytest.param(40, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), slow(40, 70)])
 @pytest.mark.parametrize("scale_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
 def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype: torch.dtype | None) -> None:
     """With scales that stay, and with scales that are refitted and stored; some of them are too small for float16."""

@@ -25,6 +25,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.ngram import NGram
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.scripted_proposer import acceptance_of
+from tests.support.slow import slow
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ def sources(vocab_size: int) -> tuple[RandomSource, RandomSource]:
     return target, draft
 
 
-@pytest.mark.parametrize("proposer", ["draft_model", "ngram"])
+@pytest.mark.parametrize("proposer", ["draft_model", slow("ngram")])
 def test_what_the_engine_draws_by_rejection_has_the_models_distribution(proposer: str) -> None:
     """4,000 continuations of three tokens from six, 216 cells. Proposals kept unseen would be found with probability above 0.999."""
     vocab_size = 6

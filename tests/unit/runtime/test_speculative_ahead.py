@@ -28,6 +28,7 @@ from compress.runtime.speculative.speculation import Speculative
 from compress.runtime.speculative.state import SpeculativeState
 from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import acceptance_of
+from tests.support.slow import slow
 from tests.unit.runtime.test_speculative_eagle3 import make_head
 from tests.unit.runtime.test_speculative_engine import VOCAB, Noisy, make_source
 
@@ -152,7 +153,7 @@ def served(engine: Engine, requests: list[Request], seed: int) -> dict[str, tupl
     return {each.id: (each.tokens, each.reason, each.logprobs) for each in finished}
 
 
-@pytest.mark.parametrize(("batch_size", "late"), [(1, True), (4, False), (4, True), (16, False)])
+@pytest.mark.parametrize(("batch_size", "late"), [slow(1, True), (4, False), (4, True), slow(16, False)])
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_running_ahead_changes_no_token(name: str, batch_size: int, late: bool, launched: list[int]) -> None:
     source = stopping()

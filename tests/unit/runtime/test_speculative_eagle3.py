@@ -22,6 +22,7 @@ from compress.runtime.speculative.eagle3 import Eagle3
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import acceptance_of
+from tests.support.slow import slow
 from tests.unit.runtime.test_speculative_engine import (
     TARGETS,
     VOCAB,
@@ -97,7 +98,7 @@ def greedy(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-@pytest.mark.parametrize(("k", "chunk"), [(1, 2048), (4, 2048), (4, 21), (7, 9)])
+@pytest.mark.parametrize(("k", "chunk"), [slow(1, 2048), (4, 2048), slow(4, 21), (7, 9)])
 def test_the_head_proposes_what_its_module_says(k: int, chunk: int, norm_before_residual: bool) -> None:
     source = make_source()
     requests = greedy(make_requests(6))
@@ -138,7 +139,8 @@ def test_preempted_requests_and_blocks_of_others_leave_the_heads_proposals_right
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (16, "FP8_TOKEN_HEAD")]
+    ("batch_size", "kv_format"),
+    [slow(1, None), (4, "FP8_TOKEN_HEAD"), slow(16, None), slow(16, "FP8_TOKEN_HEAD")],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_head_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:

@@ -23,6 +23,7 @@ from compress.runtime.speculative.proposer import ProposerOptions
 from compress.runtime.speculative.speculation import Speculative
 from tests.support.rehearsed_graphs import RehearsedGraphs
 from tests.support.scripted_proposer import Scripted, acceptance_of
+from tests.support.slow import slow
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 CPU = torch.device("cpu")
@@ -132,7 +133,8 @@ def proposer_named(name: str, source: WeightSource, finished: Sequence[Finished]
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "kv_format"), [(1, None), (4, "FP8_TOKEN_HEAD"), (16, None), (16, "FP8_TOKEN_HEAD")]
+    ("batch_size", "kv_format"),
+    [slow(1, None), (4, "FP8_TOKEN_HEAD"), slow(16, None), slow(16, "FP8_TOKEN_HEAD")],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_speculation_changes_no_bit(target: str, batch_size: int, kv_format: str | None) -> None:
@@ -151,7 +153,7 @@ def test_speculation_changes_no_bit(target: str, batch_size: int, kv_format: str
         assert any(rate < 1 for rate in acceptance_of(engine).rates), name
 
 
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("k", [slow(1), 7])
 def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
     source = make_source()
     requests = make_requests()
@@ -166,7 +168,7 @@ def test_any_number_of_proposals_changes_no_bit(k: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("kv_format", [None, "FP8_TOKEN_HEAD"])
+@pytest.mark.parametrize("kv_format", [slow(None), "FP8_TOKEN_HEAD"])
 def test_padding_rows_and_warm_up_steps_change_nothing(
     monkeypatch: pytest.MonkeyPatch, rule: Any, kv_format: str | None
 ) -> None:

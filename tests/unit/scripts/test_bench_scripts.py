@@ -312,6 +312,7 @@ def test_kv_cache_formats_are_compared_with_the_cache_as_it_is(
     assert all(name in printed for name in healthy)
 
 
+@pytest.mark.slow
 def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> None:
     out = tmp_path / "memory.json"
     sizes = [
@@ -337,6 +338,7 @@ def test_memory_is_measured_beside_its_bound_and_its_plan(tmp_path: Path) -> Non
     assert f"{row['bound_bytes'] / 1e6:.0f} MB" in done.stdout
 
 
+@pytest.mark.slow
 def test_other_tools_quantize_the_same_checkpoint_and_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

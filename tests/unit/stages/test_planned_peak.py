@@ -66,9 +66,8 @@ def inputs(arch: Arch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return model, tokens
 
 
-@pytest.mark.parametrize(
-    "name", ["guided", *(pytest.param(each, marks=pytest.mark.slow) for each in SPECS if each != "guided")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
 def test_the_planned_peak_is_within_a_quarter_of_the_measured_one(
     name: str, arch: Arch, inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:

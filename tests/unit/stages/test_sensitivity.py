@@ -20,6 +20,7 @@ from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme
 from compress.stages.budget.sensitivity import Sensitivities
+from tests.support.slow import slow
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_source, tiny_tokens
 
 NUM_SAMPLES = 6
@@ -171,7 +172,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "schemes"), [({}, SCHEMES_TRIED), (WIDE, [SCHEMES["FP8_BLOCK"], SCHEMES["W4A16_G128"]])]
+    ("changes", "schemes"), [slow({}, SCHEMES_TRIED), (WIDE, [SCHEMES["FP8_BLOCK"], SCHEMES["W4A16_G128"]])]
 )
 def test_sensitivities_foretell_the_kl_of_rounding_one_group_at_a_time(
     changes: dict[str, int], schemes: list[Scheme], tmp_path: Path
