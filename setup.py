@@ -1,7 +1,8 @@
-"""Build step: the recipes of `recipes/` travel inside the package as `compress/recipes/`, so that `compress init` finds them.
+"""Build step: the recipes of `recipes/` travel inside the package as `compress/recipes/`, so that
+`compress init` finds them.
 
-Everything else about the build is in pyproject.toml. An editable install needs no copy: there `compress init` reads
-`recipes/` beside the package.
+Everything else about the build is in pyproject.toml. An editable install needs no copy: there `compress init`
+reads `recipes/` beside the package.
 """
 
 from pathlib import Path

@@ -2,7 +2,8 @@
 and batch size, on text.
 
     python -m scripts.bench_bitwise --num-prompts 200 --output-tokens 128 --out benchmarks/bitwise.json
-    python -m scripts.bench_bitwise --draft ./draft-artifact --draft ./eagle3-artifact --processes 6        drafts that the stage made
+    python -m scripts.bench_bitwise --draft ./draft-artifact --draft ./eagle3-artifact --processes 6
+        drafts that the stage made
 
 Prompts are beginnings of windows of the evaluation text. Targets are the model as it is and, quantized by the
 stage, in each scheme. A draft is made for one target; for the others it only proposes worse, which is nothing

@@ -1,7 +1,8 @@
-"""How fast a student learns from a teacher on this device: tokens a second, and the share of the device's
+r"""How fast a student learns from a teacher on this device: tokens a second, and the share of the device's
 arithmetic that is the models'.
 
-    python -m scripts.bench_distill --student llama-3.2-1b --teacher llama-3.1-8b --out benchmarks/h200/distill.json
+    python -m scripts.bench_distill --student llama-3.2-1b --teacher llama-3.1-8b \
+        --out benchmarks/h200/distill.json
 
 Random weights of the named shapes and random tokens: time depends on shapes, not values. A step is what the
 distil stage does: the teacher's forward, the student's forward, the divergence of the two through their heads
@@ -11,7 +12,8 @@ Operations of a token, which MFU counts (nothing that is computed twice or for b
 
     student   6 x (weights of its linears and head)  +  3 x attention          forward and backward
     teacher   2 x (weights of its linears and head)  +      attention          forward
-    attention = 2 x 2 x H x C x S / 2 a layer        causal: each query meets half of the S positions, in two products
+    attention = 2 x 2 x H x C x S / 2 a layer        causal: each query meets half of the S positions,
+                                                     in two products
 
 MFU = operations a token x tokens a second / peak; the peak is that of dense bfloat16 (989.5 TFLOP/s for an
 H200; --peak-tflops elsewhere).

@@ -1,9 +1,12 @@
-"""What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text,
+r"""What distillation gives a draft: tokens a step of speculative decoding on continuations of held-out text,
 by kind of text, beside the same draft as it begins and beside n-gram lookup.
 
-    python -m scripts.bench_draft --data TEXT_DIR --more-python 4 --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
-    python -m scripts.bench_draft --data my-text.yaml --eval mine=my-evaluation.yaml --draft wide='{"init": {"keep_layers": 4}}'
-    python -m scripts.bench_draft --draft kl='{"loss": {"kind": "forward_kl"}}' --draft eagle3='{"init": {"kind": "eagle3"}}'
+    python -m scripts.bench_draft --data TEXT_DIR --more-python 4 \
+        --draft 'draft={"init": {"keep_layers": 4}, "tokens": 100000000}'
+    python -m scripts.bench_draft --data my-text.yaml --eval mine=my-evaluation.yaml \
+        --draft wide='{"init": {"keep_layers": 4}}'
+    python -m scripts.bench_draft --draft kl='{"loss": {"kind": "forward_kl"}}' \
+        --draft eagle3='{"init": {"kind": "eagle3"}}'
 
 The target is the model in `--scheme`, quantized by the stage on windows of the training text. Each `--draft
 NAME=JSON` is what a recipe says of a draft (`init`, `loss`, `lr`, `quantize`, ...); it is trained by the
@@ -345,9 +348,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         header,
         [
             (
-                row["category"], f"{row['temperature']:g}", str(row["batch_size"]), row["proposer"], f"{row['acceptance_length']:.2f}",
-                f"{row['acceptance_rate']:.2f}", " ".join(f"{rate:.2f}" for rate in row["acceptance_rates"]), f"{row['speedup']:.2f}",
-                f"{row['repeated_4grams']:.2f}", f"{row['identical']} of {row['num_requests']}" if row["temperature"] == 0 else "-",
+                row["category"], f"{row['temperature']:g}", str(row["batch_size"]), row["proposer"],
+                f"{row['acceptance_length']:.2f}", f"{row['acceptance_rate']:.2f}",
+                " ".join(f"{rate:.2f}" for rate in row["acceptance_rates"]), f"{row['speedup']:.2f}",
+                f"{row['repeated_4grams']:.2f}",
+                f"{row['identical']} of {row['num_requests']}" if row["temperature"] == 0 else "-",
             )
             for row in rows
         ],

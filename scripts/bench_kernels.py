@@ -12,8 +12,9 @@ exit code 1. Times are medians over CUDA-graph replays, per launch, over distinc
 
     tb_per_s         bytes that the scheme stores, or keys and values, over time
     bandwidth_frac   of the read bandwidth measured in this run (`compress/machine.py`)
-    curve_frac       of what a single launch can reach on an H200, t = 2.8 us + bytes / 4.16 TB/s, fitted to plain reads of one tensor a
-                     launch, from 8 to 512 MB; above 1 means that a launch's ramps hide behind its neighbours
+    curve_frac       of what a single launch can reach on an H200, t = 2.8 us + bytes / 4.16 TB/s, fitted to
+                     plain reads of one tensor a launch, from 8 to 512 MB; above 1 means that a launch's ramps
+                     hide behind its neighbours
     tflop_per_s      arithmetic over time, for prefill
 """
 
@@ -244,7 +245,10 @@ def main() -> None:
             )
         print(tables(rows))
     tera_flops = rates.matmul_flops_per_s / 1e12
-    measured = f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, multiplies {tera_flops:.0f} TFLOP/s in {bench.dense}"
+    measured = (
+        f"reads {rates.bandwidth_bytes_per_s / 1e12:.2f} TB/s, "
+        f"multiplies {tera_flops:.0f} TFLOP/s in {bench.dense}"
+    )
     print(f"{name}: {len(rows)} cases in {time.perf_counter() - started_s:.0f} s; this device {measured}")
     wrong = sum(not row["passed"] for row in rows)
     if wrong:

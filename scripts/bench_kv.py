@@ -1,7 +1,7 @@
 """What a quantized KV cache costs in accuracy: every format against the same model with keys and values as
 they are.
 
-    python -m scripts.bench_kv                                       the bundled model and text, at its full context
+    python -m scripts.bench_kv                                 the bundled model and text, at its full context
     python -m scripts.bench_kv --model ./my-model --data my-eval.yaml --seq-len 8192 --out benchmarks/kv.json
 
 Prints a table over formats: bytes of a position, mean KL with its interval over windows, p99, top-1
@@ -210,8 +210,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         [
             (
                 row["model"], row["kv_format"], f"{row['bytes_per_token']:,}", f"{row['kl_mean']:.2e}",
-                "{:.2e} .. {:.2e}".format(*row["kl_mean_interval"]), f"{row['kl_p99']:.2e}", f"{row['top1']:.4f}",
-                f"{row['kl_first_quarter']:.2e}", f"{row['kl_last_quarter']:.2e}", f"{row['error']:.3f}" if "error" in row else "",
+                "{:.2e} .. {:.2e}".format(*row["kl_mean_interval"]), f"{row['kl_p99']:.2e}",
+                f"{row['top1']:.4f}", f"{row['kl_first_quarter']:.2e}", f"{row['kl_last_quarter']:.2e}",
+                f"{row['error']:.3f}" if "error" in row else "",
             )
             for row in rows
         ],

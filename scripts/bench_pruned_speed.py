@@ -1,8 +1,10 @@
-"""How much faster a decode step gets when heads and FFN channels go: a shape beside the shapes that pruning
+r"""How much faster a decode step gets when heads and FFN channels go: a shape beside the shapes that pruning
 leaves, in one run.
 
-    python -m scripts.bench_pruned_speed --out benchmarks/h200/pruned_speed.json              30 % of heads, 20 % of the FFN, llama-2-13b
-    python -m scripts.bench_pruned_speed --model llama-3.1-8b --heads 0.75 --ffn 0.75 --schemes dense W4A16_G128
+    python -m scripts.bench_pruned_speed --out benchmarks/h200/pruned_speed.json
+        30 % of heads, 20 % of the FFN, llama-2-13b
+    python -m scripts.bench_pruned_speed --model llama-3.1-8b --heads 0.75 --ffn 0.75 \
+        --schemes dense W4A16_G128
 
 Weights are random: time depends on shapes, not values. The numbers of heads and channels are the nearest
 legal ones, as the prune stage takes them (`as_mistral` allows those whose heads do not divide the hidden

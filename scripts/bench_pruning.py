@@ -1,9 +1,10 @@
-"""What each way to choose FFN channels keeps of a model, at one budget: one table over scores, compensations
+r"""What each way to choose FFN channels keeps of a model, at one budget: one table over scores, compensations
 and seeds.
 
-    python -m scripts.bench_pruning                                       a quarter of the FFN, the bundled model and text
+    python -m scripts.bench_pruning                           a quarter of the FFN, the bundled model and text
     python -m scripts.bench_pruning --heads 0.75 --ffn 0.75 --methods obs+least_squares taylor
-    python -m scripts.bench_pruning --model ./my-model --data my-eval.yaml --calibration my-text.yaml --device cuda --out pruning.json
+    python -m scripts.bench_pruning --model ./my-model --data my-eval.yaml --calibration my-text.yaml \
+        --device cuda --out pruning.json
 
 A method is a score and, behind a plus, a compensation. Prints the table and writes rows: experiment
 (`scores`), tool, model, method, heads_keep, ffn_keep, params_frac, rounds, kl_mean, kl_interval, kl_p99,
@@ -128,8 +129,14 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
         )
     first = rows[0]
-    kept = f"heads x {first['heads_keep']:g}, FFN x {first['ffn_keep']:g}, parameters x {first['params_frac']:.3f}"
-    return f"{first['model']}, {kept}; source {first['bpb_source']:.4f} bits per byte\n\n{markdown(header, body)}"
+    kept = (
+        f"heads x {first['heads_keep']:g}, FFN x {first['ffn_keep']:g}, "
+        f"parameters x {first['params_frac']:.3f}"
+    )
+    return (
+        f"{first['model']}, {kept}; source {first['bpb_source']:.4f} bits per byte\n\n"
+        f"{markdown(header, body)}"
+    )
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
 """How much accuracy each quantization method keeps: one table over methods, schemes and seeds, through the
 pipeline that a recipe runs.
 
-    python -m scripts.bench_quality                                       W4A16_G128, the bundled model and text
-    python -m scripts.bench_quality --schemes all                         every scheme
+    python -m scripts.bench_quality                                     W4A16_G128, the bundled model and text
+    python -m scripts.bench_quality --schemes all                       every scheme
     python -m scripts.bench_quality --model ./my-model --data my-eval.yaml --calibration my-text.yaml
-    python -m scripts.bench_quality --methods balanced --peers .venv-peers --device cpu      beside other tools, see install_peers.py
+    python -m scripts.bench_quality --methods balanced --peers .venv-peers --device cpu
+        beside other tools, see install_peers.py
 
 Prints the table and writes rows in the schema of `benchmarks/quality.json`: tool, model, method, scheme,
 kl_mean, kl_interval, kl_p99, top1, ppl_ratio, seconds, cpu_seconds, threads, seed. The calibration text is

@@ -3,7 +3,8 @@ the device's memory.
 
     python -m scripts.bench_quantize --out benchmarks/h200/quantize.json
     python -m scripts.bench_quantize --layers 2 --methods gptq awq          # a quick look
-    python -m scripts.bench_quantize --methods gptq --tools llmcompressor-gptq --peer-layers 4      # and another tool on the same GPU
+    python -m scripts.bench_quantize --methods gptq --tools llmcompressor-gptq --peer-layers 4
+        # and another tool on the same GPU
 
 The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on
 shapes, not values. Timed is the quantize stage, with reading the checkpoint and writing the artifact, and

@@ -1,7 +1,8 @@
 """How much of a pruned model comes back, and how it compares with the same shape trained from scratch on the
 same tokens.
 
-    python -m scripts.bench_recovery --data TEXT_DIR --out benchmarks/h200/recovery.json                both experiments, one GPU
+    python -m scripts.bench_recovery --data TEXT_DIR --out benchmarks/h200/recovery.json
+        both experiments, one GPU
     python -m scripts.bench_recovery --data my-text.yaml --experiments prune25+recover --tokens 20e6
 
 Experiments: `prune25+recover` (a quarter of the KV groups with their heads, a quarter of the FFN),
@@ -211,8 +212,9 @@ def run(
         ("scratch", scratch, next_token, args.scratch_lr),
     ):
         config = TrainConfig(
-            num_steps, args.batch_size, min(args.batch_size, args.micro_batch_size), peak_lr, args.optimizer, compute_dtype=dtype,
-            weight_decay=args.weight_decay, log_every=max(1, num_steps // args.curve_points), compile=compiled and what == "scratch",
+            num_steps, args.batch_size, min(args.batch_size, args.micro_batch_size), peak_lr, args.optimizer,
+            compute_dtype=dtype, weight_decay=args.weight_decay,
+            log_every=max(1, num_steps // args.curve_points), compile=compiled and what == "scratch",
         )  # fmt: skip
         started_s = time.perf_counter()
         curves[what] = list(trained(model, loss, windows, config, text, args))

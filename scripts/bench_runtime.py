@@ -13,11 +13,15 @@ prefilled together, so TPOT holds nobody else's prefill, and TTFT of a batch is 
 Prompts of `--contexts` that are more than one step holds are prefilled in several, and the TPOT of those done
 first then holds the rest. In the rows:
 
-    floor_ms       bytes of a decode step / read bandwidth measured in this run; floor_frac = floor / median TPOT
-    curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear, then 4.16 TB/s
-    ttft_floor_ms  arithmetic or bytes of the prefill, whichever is longer, at rates measured in this run (FP8 schemes: FP8 arithmetic)
+    floor_ms       bytes of a decode step / read bandwidth measured in this run;
+                   floor_frac = floor / median TPOT
+    curve_ms       the same bytes at what separate launches reach on an H200: 2.8 us for each linear,
+                   then 4.16 TB/s
+    ttft_floor_ms  arithmetic or bytes of the prefill, whichever is longer, at rates measured in this run
+                   (FP8 schemes: FP8 arithmetic)
     step_ms_p50    a steady decode step, all prompts done; with _p10 and _p90 over the steps of all repeats
-    host_us_p50    the host's own time in a steady decode step: the step without its waiting for the device; with _p10 and _p90
+    host_us_p50    the host's own time in a steady decode step: the step without its waiting for the
+                   device; with _p10 and _p90
 
 A profile of steady steps, and of the long prefill, says which kernels the time went to and how long the
 device was idle. Profiles come last, by engines of their own, because the profiler slows every launch that

@@ -1,8 +1,9 @@
-"""What speculation gives on text: tokens a step, time a token, and whether every token is the one that plain
+r"""What speculation gives on text: tokens a step, time a token, and whether every token is the one that plain
 decoding gives.
 
-    python -m scripts.bench_speculative                                        the bundled model and text, n-gram proposals
-    python -m scripts.bench_speculative --model ./my-model --draft ./my-draft --batch-sizes 1 4 16 --out speculative.json
+    python -m scripts.bench_speculative                           the bundled model and text, n-gram proposals
+    python -m scripts.bench_speculative --model ./my-model --draft ./my-draft --batch-sizes 1 4 16 \
+        --out speculative.json
 
 A prompt is the beginning of a window of the evaluation text. Rows are a proposer, a temperature and a batch
 size: acceptance length (tokens that come out of a request's step), for each position how many of its
@@ -129,9 +130,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         header,
         [
             (
-                row["proposer"], f"{row['temperature']:g}", str(row["batch_size"]), f"{row['acceptance_length']:.2f}",
-                " ".join(f"{rate:.2f}" for rate in row["acceptance_rates"]), f"{row['tpot_ms_plain']:.2f} ms", f"{row['tpot_ms']:.2f} ms",
-                f"{row['speedup']:.2f}", row["identical"], f"{row['repeated_4grams']:.2f}",
+                row["proposer"], f"{row['temperature']:g}", str(row["batch_size"]),
+                f"{row['acceptance_length']:.2f}",
+                " ".join(f"{rate:.2f}" for rate in row["acceptance_rates"]), f"{row['tpot_ms_plain']:.2f} ms",
+                f"{row['tpot_ms']:.2f} ms", f"{row['speedup']:.2f}", row["identical"],
+                f"{row['repeated_4grams']:.2f}",
             )
             for row in rows
         ],

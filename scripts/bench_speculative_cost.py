@@ -1,9 +1,10 @@
-"""What a token costs under speculation when proposals are kept at a given rate, against the model of that
+r"""What a token costs under speculation when proposals are kept at a given rate, against the model of that
 cost. A BENCHMARK MODE: the rate is forced, so the tokens are nobody's text, and no acceptance of any draft
 is claimed here.
 
     python -m scripts.bench_speculative_cost --out benchmarks/h200/speculative_cost.json
-    python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json --draft-scheme dense       # anywhere
+    python -m scripts.bench_speculative_cost --model tiny.json --scheme dense --draft tiny.json \
+        --draft-scheme dense       # anywhere
 
 With k proposals a step, each kept with probability a if those before it were, a step gives 1 + a + ... + a^k
 tokens, and a token takes
@@ -184,7 +185,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         header,
         [
             [
-                f"{row['proposer']} ({row['made_of']})", f"{row['forced_rate']:.0%}", f"{row['tokens_a_step']:.2f}",
+                f"{row['proposer']} ({row['made_of']})", f"{row['forced_rate']:.0%}",
+                f"{row['tokens_a_step']:.2f}",
                 f"{row['plain_ms']:.3f}", f"{row['k_draft_ms']:.3f}", f"{row['verify_ms']:.3f}",
                 f"{row['tpot_ms_p50']:.3f}", f"{row['predicted_ms']:.3f}",
                 f"{row['tpot_ms_p50'] / row['predicted_ms'] - 1:+.1%}", f"{row['speedup']:.2f}",

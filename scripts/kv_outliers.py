@@ -1,8 +1,10 @@
 """A model that computes what another does, with one head of its keys or values so large that one scale for a
 whole layer cannot hold both.
 
-    values: rows of v in the head times 2^p, the columns of o that read it times 2^-p        attention is linear in v
-    keys:   rows of k in the head times 2^p, the rows of q that meet it times 2^-p           a score is a product of the two
+    values: rows of v in the head times 2^p, the columns of o that read it times 2^-p
+            (attention is linear in v)
+    keys:   rows of k in the head times 2^p, the rows of q that meet it times 2^-p
+            (a score is a product of the two)
 
 Powers of two change no bit of a product, so in 16 or 32 bits the model is the same to the last bit. Under a
 scheme with a scale a row the codes of k and q stay the same too, as long as the scales can be stored: those

@@ -1,6 +1,7 @@
-"""The table of kernel times that ships with the package, from a result of `bench_kernels.py`.
+r"""The table of kernel times that ships with the package, from a result of `bench_kernels.py`.
 
-    python -m scripts.latency_table benchmarks/h200/kernels.json compress/stages/budget/latency_tables/nvidia-h200.json
+    python -m scripts.latency_table benchmarks/h200/kernels.json \
+        compress/stages/budget/latency_tables/nvidia-h200.json
 
 Keeps this project's decode linears of layers; launch and rate for what the table does not hold are fitted to
 its rows of one token, by the least relative error.

@@ -2,7 +2,8 @@
 codes as they are decoded, with the inputs of its linears rounded as that program rounds them.
 
     scale = max |x| / largest      of a token, or of a group of its columns
-    x ~ round(x / scale) * scale   to the nearest code; or round(x * (1 / scale)), which is another code now and then
+    x ~ round(x / scale) * scale   to the nearest code; or round(x * (1 / scale)), which is another code now
+                                   and then
 
 Programs do not agree in it, and where an input falls between two codes the last bit decides, so two of them
 answer as far apart as either is from inputs that are not rounded. Beside its own arithmetic done plainly a

@@ -1,6 +1,7 @@
-"""The latency rows of a validation report as a result file, the form in which runtimes are compared.
+r"""The latency rows of a validation report as a result file, the form in which runtimes are compared.
 
-    python -m scripts.result_file runs/quickstart/evidence/report.json benchmarks/h200/runtime.json --shape reference-17m
+    python -m scripts.result_file runs/quickstart/evidence/report.json benchmarks/h200/runtime.json \
+        --shape reference-17m
 
 One row a side and batch size: tool, shape, scheme, kv, tp, batch_size, prompt_tokens, output_tokens,
 ttft_ms_p50/p95, tpot_ms_p50/p95/p99, floor_ms, floor_frac, and the kernels that served decode.

@@ -1,4 +1,6 @@
-"""Tests that need what this machine lacks are skipped, with the reason; torch is imported only when a GPU test was collected."""
+"""Tests that need what this machine lacks are skipped, with the reason; torch is imported only when a GPU
+test was collected.
+"""
 
 from pathlib import Path
 

@@ -28,7 +28,8 @@ WEIGHT = Journey(
         Stop(
             "compress/models/checkpoint.py",
             "Checkpoint",
-            "Reads the safetensors one layer at a time, by the table of the family (models/family.py), under canonical names.",
+            "Reads the safetensors one layer at a time, by the table of the family (models/family.py), "
+            "under canonical names.",
         ),
         Stop(
             "compress/stages/quantize/layers.py",
@@ -58,7 +59,8 @@ WEIGHT = Journey(
         Stop(
             "compress/models/canonical.py",
             "CanonicalStore",
-            "The store between quantize and export: codes and scales under canonical names, as quant/codec.py spells them.",
+            "The store between quantize and export: codes and scales under canonical names, as "
+            "quant/codec.py spells them.",
         ),
         Stop(
             "compress/artifact/workspace.py",
@@ -78,12 +80,14 @@ WEIGHT = Journey(
         Stop(
             "compress/runtime/loader.py",
             "load_model",
-            "Reads the artifact, fuses the linears of a group, and repacks each once for the layout of its kernel.",
+            "Reads the artifact, fuses the linears of a group, and repacks each once for the layout of its "
+            "kernel.",
         ),
         Stop(
             "compress/runtime/fused_linear.py",
             "FusedLinear",
-            "Holds the weights in that layout and multiplies with them, by the kernel that kernels/select.py chose.",
+            "Holds the weights in that layout and multiplies with them, by the kernel that "
+            "kernels/select.py chose.",
         ),
     ),
 )
@@ -99,7 +103,8 @@ BATCH = Journey(
         Stop(
             "compress/data/model_tokens.py",
             "read_tokens",
-            "Opens the data card (data/card.py), draws documents and encodes them with the model's tokenizer.",
+            "Opens the data card (data/card.py), draws documents and encodes them with the model's "
+            "tokenizer.",
         ),
         Stop(
             "compress/data/tokens.py",
@@ -119,12 +124,14 @@ BATCH = Journey(
         Stop(
             "compress/calibrate/at_once.py",
             "compress_at_once",
-            "Has the layer observed, then applies the passes. With several ranks, ranks.py sends sums and results.",
+            "Has the layer observed, then applies the passes. With several ranks, ranks.py sends sums and "
+            "results.",
         ),
         Stop(
             "compress/calibrate/observe.py",
             "observe",
-            "Runs all samples through the layer (models/decoder.py) and updates the statistics of each tap, shard by shard.",
+            "Runs all samples through the layer (models/decoder.py) and updates the statistics of each tap, "
+            "shard by shard.",
         ),
         Stop(
             "compress/calibrate/stats.py",
@@ -134,7 +141,8 @@ BATCH = Journey(
         Stop(
             "compress/calibrate/layer_state.py",
             "LayerState",
-            "Holds the layer's weights, in the dtype they were loaded in and read as float32, and the statistics.",
+            "Holds the layer's weights, in the dtype they were loaded in and read as float32, and the "
+            "statistics.",
         ),
         Stop(
             "compress/methods/quantize/passes.py",
@@ -149,7 +157,8 @@ BATCH = Journey(
         Stop(
             "compress/models/surgery.py",
             "fold_",
-            "Folds that scale into the weights; the compressed layer then feeds the next one with the same samples.",
+            "Folds that scale into the weights; the compressed layer then feeds the next one with the same "
+            "samples.",
         ),
     ),
 )
@@ -190,12 +199,14 @@ REQUEST = Journey(
         Stop(
             "compress/runtime/layer_runner.py",
             "LayerRunner",
-            "Computes one layer: norm, qkv, rotation and store, paged attention (kernels/attention_prefill/), o, gated FFN.",
+            "Computes one layer: norm, qkv, rotation and store, paged attention "
+            "(kernels/attention_prefill/), o, gated FFN.",
         ),
         Stop(
             "compress/runtime/sampler.py",
             "sample",
-            "Chooses the first token, by seed and position; sample_rows does it on the device for each later one.",
+            "Chooses the first token, by seed and position; sample_rows does it on the device for each "
+            "later one.",
         ),
         Stop(
             "compress/runtime/decode_run.py",

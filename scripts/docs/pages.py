@@ -1,6 +1,7 @@
 """Every generated page, and the marked regions of pages that are written by hand.
 
-A template is Markdown with Jinja expressions. Templates of results pages contain no number: numbers are expressions.
+A template is Markdown with Jinja expressions. Templates of results pages contain no number: numbers are
+expressions.
 """
 
 import re
@@ -32,7 +33,10 @@ COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/referen
 """Pages of `docs/` that are the README of another directory."""
 REGIONS: Mapping[str, Callable[[], str]] = {"schemes": schemes.schemes, "best": readme.best}
 """Name of a marked region of README, and the function that fills it."""
-NOTICE = "<!-- Written by `python -m scripts.docs` from `scripts/docs/templates/{name}`: edit that, and run it. -->\n\n"
+NOTICE = (
+    "<!-- Written by `python -m scripts.docs` from `scripts/docs/templates/{name}`: "
+    "edit that, and run it. -->\n\n"
+)
 
 
 def environment() -> Environment:

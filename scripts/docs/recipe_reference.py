@@ -21,18 +21,25 @@ MEANINGS: Mapping[str, str] = {
 """Meanings of the keys around the stages, which no Spec has."""
 KINDS: Mapping[str, str] = {
     "Awq": "AWQ (arXiv 2306.00978): the scale of each channel that loses least, searched on a grid",
-    "SmoothQuant": "SmoothQuant (arXiv 2211.10438): the scale that splits the range between activations and weights",
+    "SmoothQuant": (
+        "SmoothQuant (arXiv 2211.10438): the scale that splits the range between activations and weights"
+    ),
     "Gptaq": "GPTAQ (arXiv 2504.02692): weights that make up for the error of the layers before this one",
     "Gptq": "GPTQ (arXiv 2210.17323): columns are rounded one by one, and later columns absorb the error",
     "Rtn": "round to nearest",
     "Descent": "re-fits scales and visits every code again until no single change lowers the error",
     "Activation": "units with the largest activations stay (Minitron, arXiv 2407.14679)",
     "Flap": "units whose activations vary most stay (FLAP, arXiv 2312.11983)",
-    "Obs": "units stay whose loss costs most once the others make up for it, one at a time (ZipLM, arXiv 2302.04089)",
+    "Obs": (
+        "units stay whose loss costs most once the others make up for it, one at a time "
+        "(ZipLM, arXiv 2302.04089)"
+    ),
     "RandomUnits": "units stay at random: the baseline",
     "Taylor": "units stay whose loss costs most KL, as gradients predict it (LLM-Pruner, arXiv 2305.11627)",
     "Wanda": "units with the largest activations times weights stay (Wanda, arXiv 2306.11695)",
-    "BiasCompensation": "adds the mean of what went to a bias, where the family's config has one (Llama; `attn.o` of Qwen3)",
+    "BiasCompensation": (
+        "adds the mean of what went to a bias, where the family's config has one (Llama; `attn.o` of Qwen3)"
+    ),
     "LeastSquares": "gives the columns that stay the weights that lose least without the others",
     "NoCompensation": "leaves the columns that stay as they are",
 }

@@ -1,8 +1,8 @@
 """Result files under `benchmarks/`: their rows, grouped by the run that measured them,
 and a line that states how they were measured.
 
-A table on a page holds rows of one run only: one command at one commit. Files whose rows come from several runs name
-commit and command in the rows; `ResultFile.runs` separates them.
+A table on a page holds rows of one run only: one command at one commit. Files whose rows come from several
+runs name commit and command in the rows; `ResultFile.runs` separates them.
 """
 
 import json
@@ -66,8 +66,8 @@ class Run:
     def measured(self) -> str:
         """The line under a table with the origin of its numbers."""
         return (
-            f"<small>Measured {self.facts['date']} on {self.hardware}; {self.versions}; commit `{self.commit}`; "
-            f"file `{self.path}`; command `{self.facts['command']}`.</small>"
+            f"<small>Measured {self.facts['date']} on {self.hardware}; {self.versions}; "
+            f"commit `{self.commit}`; file `{self.path}`; command `{self.facts['command']}`.</small>"
         )
 
 

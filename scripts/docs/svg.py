@@ -1,6 +1,7 @@
 """Pictures as SVG text, drawn twice: for a light and for a dark page.
 
-A picture is a function of a `Canvas`. Colours are names, and each theme gives them values; the background stays transparent.
+A picture is a function of a `Canvas`. Colours are names, and each theme gives them values; the background
+stays transparent.
 """
 
 from dataclasses import dataclass, field

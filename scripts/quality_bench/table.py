@@ -27,7 +27,10 @@ def table(rows: Sequence[Row]) -> str:
         mean = {name: statistics.mean(row[name] for row in runs) for name in MEANS}
         ratio = f"{mean['kl_mean'] / statistics.mean(base):.3f}" if base else ""
         lower, upper = runs[0]["kl_interval"]
-        found = f"{mean['kl_mean']:.5f} | {(max(kl) - min(kl)) / 2:.5f} | {lower:.5f}-{upper:.5f} | {ratio} | {mean['kl_p99']:.4f}"
+        found = (
+            f"{mean['kl_mean']:.5f} | {(max(kl) - min(kl)) / 2:.5f} | {lower:.5f}-{upper:.5f} | {ratio} | "
+            f"{mean['kl_p99']:.4f}"
+        )
         times = f"{mean['seconds']:.1f} | {mean['cpu_seconds']:.1f}"
         lines.append(
             f"| {scheme} | {tool} | {method} | {len(runs)} | {found} | {mean['top1']:.4f} | "

@@ -1,4 +1,4 @@
-"""What every kind of draft must keep: a new file under `stages/draft/inits/` is held to it without an edit here."""
+"""What every kind of draft must keep: a new file under `stages/draft/inits/` is held to it without edits."""
 
 from typing import Any
 

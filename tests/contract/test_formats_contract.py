@@ -1,4 +1,6 @@
-"""What every export format must keep, over all schemes: tensors and config come back as they went out, and limits have names."""
+"""What every export format must keep, over all schemes: tensors and config come back as they went out, and
+limits have names.
+"""
 
 import dataclasses
 import json

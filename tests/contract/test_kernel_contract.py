@@ -1,7 +1,9 @@
-"""What every kernel owes: the value of its op in float64 within rounding, rows that do not feel one another, reasons for refusals.
+"""What every kernel owes: the value of its op in float64 within rounding, rows that do not feel one another,
+reasons for refusals.
 
-Runs on the CPU, and on the GPU where there is one. Fresh memory is filled with NaN, so that an element a kernel does not write is seen.
-On a GPU the shapes are few: a fast kernel is compiled for every one of them, and `tests/gpu` goes through its own ranges.
+Runs on the CPU, and on the GPU where there is one. Fresh memory is filled with NaN, so that an element a
+kernel does not write is seen. On a GPU the shapes are few: a fast kernel is compiled for every one of them,
+and `tests/gpu` goes through its own ranges.
 """
 
 from collections.abc import Iterator
@@ -87,7 +89,9 @@ def randn(*shape: int, device: str, dtype: str, seed: int = 0) -> Tensor:
 
 
 def assert_close(actual: Tensor, expected_f64: Tensor, *, depth: int, dtype: str, factors: int = 0) -> None:
-    """c eps sqrt(K) absmax, plus one rounding of the result, plus one of each term for each of `factors` (errors of terms average out)."""
+    """c eps sqrt(K) absmax, plus one rounding of the result, plus one of each term for each of `factors`
+    (errors of terms average out).
+    """
     eps = torch.finfo(DTYPES[dtype]).eps
     accumulated = (4 * torch.finfo(torch.float32).eps * depth**0.5 + factors * eps) * float(
         expected_f64.abs().max()
@@ -162,7 +166,8 @@ def test_quantized_linear_is_the_product_with_the_dequantized_weight(
     y_TO = kernel.fn(x if rows is None else rows, packed, None)
     w_OI = torch.cat([part.dequantize(torch.float32) for part in parts]).to(device).double()
     x_TI = x.double() if rows is None else rows.dequantize(torch.float32).double()
-    # Weights may be rounded to bfloat16 once, or enter as codes: an error of half a unit in each factor, averaged over K.
+    # Weights may be rounded to bfloat16 once, or enter as codes: an error of half a unit in each factor,
+    # averaged over K.
     assert_close(y_TO, x_TI @ w_OI.t(), depth=256, dtype="BF16", factors=1)
 
 
@@ -368,7 +373,9 @@ def dense_attention(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | N
 
 
 def attentions() -> Iterator[Attention]:
-    """On the CPU all there is, but for codes, which are widened before anything else is done, only what their widening depends on."""
+    """On the CPU all there is, but for codes, which are widened before anything else is done, only what their
+    widening depends on.
+    """
     for heads in ((6, 2, 24), (4, 4, 64), (9, 3, 64), (32, 8, 128)):
         yield from (
             Attention("cpu", t, t, *heads, block_size, window)

@@ -1,4 +1,6 @@
-"""What every rounder, refiner and smoother must keep, over all schemes: a new file under `methods/` is held to it without an edit here."""
+"""What every rounder, refiner and smoother must keep, over all schemes: a new file under `methods/` is held
+to it without an edit here.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -93,7 +95,8 @@ def test_a_rounder_gives_codes_scales_and_zero_points_of_the_scheme(
         assert scheme.min_code <= int(weight.zero_point_OG.min())
         assert int(weight.zero_point_OG.max()) <= scheme.max_code
     error = (weight.dequantize(torch.float32) - w_OI).square().mean() / w_OI.square().mean()
-    # An integer's steps are shared by a Gaussian's whole range, which costs about 3 bits; e4m3 has 3 bits of mantissa at any size.
+    # An integer's steps are shared by a Gaussian's whole range, which costs about 3 bits; e4m3 has 3 bits of
+    # mantissa at any size.
     assert float(error) < 4.0 ** -(scheme.num_bits - 3 if scheme.type == "int" else 3)
 
 
@@ -133,7 +136,7 @@ def test_a_rounder_repeats_itself_and_touches_neither_weights_nor_statistics(
 @EACH_ROUNDER
 @EACH_SCHEME
 def test_rounding_twice_is_rounding_once(rounder: str, scheme: Scheme) -> None:
-    """A weight that is on the grid already loses next to nothing: what is left is the choice of another range."""
+    """A weight already on the grid loses next to nothing: what is left is the choice of another range."""
     method = ROUNDERS.get(rounder)()
     on_grid_OI = method.round(
         weights(), statistics(method), scheme, scale_dtype=torch.bfloat16

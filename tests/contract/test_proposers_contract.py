@@ -1,4 +1,6 @@
-"""What every proposer must keep: a new file under `runtime/speculative/` is held to it, with a line here on how its options are made."""
+"""What every proposer must keep: a new file under `runtime/speculative/` is held to it, with a line here on
+how its options are made.
+"""
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields

@@ -1,4 +1,4 @@
-"""What every score and compensation must keep: a new file under `methods/` is held to it without an edit here."""
+"""What every score and compensation must keep: a new file under `methods/` is held to it without edits."""
 
 from typing import Any
 

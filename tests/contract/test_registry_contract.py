@@ -160,7 +160,7 @@ def test_a_push_killed_at_any_step_leaves_the_tags_on_the_old_good_artifact(url:
             num_killed += 1
             assert list_tags(url) == tags
             assert verify(f"{url}/model:stable").artifact_digest == old.digest
-    # every attempt keeps the blobs it was allowed and needs them no more: attempts 0, 1, 2, ... store 0, 1, 2, ...
+    # every attempt keeps the blobs it was allowed, needed no more: attempts 0, 1, 2, ... store 0, 1, 2, ...
     assert num_killed >= 4
     assert {item.manifest.digest for item in list_tags(url)} == {resolve(f"{url}/model").digest}
     assert verify(f"{url}/model").artifact_digest == new.digest

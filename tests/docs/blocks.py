@@ -1,7 +1,7 @@
 """Code blocks of the documents: where they are, what they are, and why some of them do not run in a test.
 
-A block that a test cannot run has a comment before it, `<!-- skip: needs a GPU -->`. A block with a title is the file of
-that name.
+A block that a test cannot run has a comment before it, `<!-- skip: needs a GPU -->`. A block with a title is
+the file of that name.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Every code block of the documents works: commands run on the bundled model, Python runs, recipes are checked and planned.
+"""Every code block of the documents works: commands run on the bundled model, Python runs, recipes are
+checked and planned.
 
 Blocks that need a GPU, a network or minutes are skipped by name; their commands are still parsed.
 """
@@ -36,8 +37,9 @@ TINY = {
     ],
     "push": {"to": "layout://registry", "name": "reference-w4", "aliases": ["candidate"]},
 }
-"""What `recipes/quickstart.yaml` is in these tests: the same stages and names, in seconds. It quantizes with the settings
-of the Python examples, which then find the result in the workspace."""
+"""What `recipes/quickstart.yaml` is in these tests: the same stages and names, in seconds. It quantizes with
+the settings of the Python examples, which then find the result in the workspace.
+"""
 
 
 def named(blocks: list[Block]) -> pytest.MarkDecorator:
@@ -54,7 +56,7 @@ def of(*languages: str, skipped: bool = False) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which the quickstart has run: recipes, data cards, workspace, registry and run directory."""
+    """A directory in which the quickstart ran: recipes, data cards, workspace, registry, run directory."""
     root = tmp_path_factory.mktemp("prepared")
     for name in ("calib_data", "benchmarks", "examples", "compress"):
         if (ROOT / name).exists():

@@ -1,4 +1,4 @@
-"""The examples of `docs/extend.md` are members of their sets: each passes the contract test that the page names."""
+"""The examples of `docs/extend.md` are members of their sets: each passes the contract test named there."""
 
 import os
 import subprocess

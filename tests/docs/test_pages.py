@@ -111,7 +111,8 @@ def test_a_journey_names_at_most_twelve_files_that_exist(journey) -> None:  # ty
 def test_paths_that_pages_name_exist() -> None:
     """Code spans that look like a file of the package, its tests or its scripts."""
     looks_like = re.compile(
-        r"`((?:compress|tests|scripts|recipes|benchmarks|calib_data|examples|kernels|quant|models)/[\w./-]+\.\w+)`"
+        r"`((?:compress|tests|scripts|recipes|benchmarks|calib_data|examples|kernels|quant|models)"
+        r"/[\w./-]+\.\w+)`"
     )
     missing = []
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]

@@ -1,4 +1,4 @@
-"""`scheme: dense`: weights stay as they are, and the KV cache alone is quantized; or a few linears, by overrides."""
+"""`scheme: dense`: weights stay, and the KV cache alone is quantized; or a few linears, by overrides."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,6 @@
-"""The distil stage in whole runs: behind prune and before quantize, killed and resumed, by two ranks, with kept logits, LoRA, a student of
-its own shape, text that the teacher writes; and what it refuses."""
+"""The distil stage in whole runs: behind prune and before quantize, killed and resumed, by two ranks, with
+kept logits, LoRA, a student of its own shape, text that the teacher writes; and what it refuses.
+"""
 
 import json
 import math
@@ -41,7 +42,9 @@ DISTILL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with louder weights: as it is, its distributions are so flat that there is nothing to lose by pruning."""
+    """The tiny model with louder weights: as it is, its distributions are so flat that there is nothing to
+    lose by pruning.
+    """
     path = tmp_path_factory.mktemp("loud")
     decoder = build_decoder(open_weights(model_dir), dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
@@ -181,7 +184,7 @@ def test_two_ranks_follow_the_curve_of_one(
 
 
 def test_kept_logits_serve_several_runs(recipe: Recipe, command: Command, work: Path) -> None:
-    """All but the whole vocabulary kept is nearly the teacher itself; a second run with another rate asks nobody."""
+    """All but the whole vocabulary kept is nearly the teacher; a second run with another rate asks nobody."""
     first = recipe(stages=stages(loss={"top_k": 300}))
     kept = facts(command, first)
     full = facts(command, recipe(stages=stages()), "full")

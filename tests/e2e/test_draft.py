@@ -1,5 +1,6 @@
-"""The draft stage in whole runs: behind quantize, and behind prune and distill; killed and resumed, by two ranks, in codes; and what it
-refuses. What it leaves is served as a draft."""
+"""The draft stage in whole runs: behind quantize, and behind prune and distill; killed and resumed, by two
+ranks, in codes; and what it refuses. What it leaves is served as a draft.
+"""
 
 import json
 import signal

@@ -1,4 +1,6 @@
-"""An EAGLE-3 head as a draft in whole runs: it learns to be accepted, is killed and resumed, rounded, served; and what it refuses."""
+"""An EAGLE-3 head as a draft in whole runs: it learns to be accepted, is killed and resumed, rounded, served;
+and what it refuses.
+"""
 
 import signal
 from collections.abc import Callable

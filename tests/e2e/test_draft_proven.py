@@ -1,4 +1,6 @@
-"""A draft behind its stage: it travels in the checkpoint, is served with it, and report, gates and card say what it is worth."""
+"""A draft behind its stage: it travels in the checkpoint, is served with it, and report, gates and card say
+what it is worth.
+"""
 
 import json
 import shutil

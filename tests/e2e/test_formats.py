@@ -1,4 +1,6 @@
-"""Checkpoint formats through the commands: a recipe exports GPTQ or AWQ, `inspect` shows it, `convert` and `validate` take it further."""
+"""Checkpoint formats through the commands: a recipe exports GPTQ or AWQ, `inspect` shows it, `convert` and
+`validate` take it further.
+"""
 
 import json
 from collections.abc import Callable

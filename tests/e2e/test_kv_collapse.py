@@ -1,7 +1,8 @@
-"""A model that FP8 keys and values with one scale a layer ruin, silently in its own numbers: the warning and the gate say so.
+"""A model that FP8 keys and values with one scale a layer ruin, silently in its own numbers: the warning and
+the gate say so.
 
-It is the bundled model with the keys of one head times 2^20 and the queries that meet them divided (`scripts/kv_outliers.py`): the same
-function to the last bit.
+It is the bundled model with the keys of one head times 2^20 and the queries that meet them divided
+(`scripts/kv_outliers.py`): the same function to the last bit.
 """
 
 import json
@@ -22,7 +23,9 @@ from compress.pipeline import resolve_source
 Command = Callable[..., tuple[int, str, str]]
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 GATE = 0.04
-"""Between what FP8 weights, keys and values cost this model together, 0.011, and what the collapse does, 0.2 and more."""
+"""Between what FP8 weights, keys and values cost this model together, 0.011, and what the collapse does, 0.2
+and more.
+"""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Mixed precision through the commands: planned, chosen, cut and resumed, exported, and explained in the report."""
+"""Mixed precision through the commands: planned, chosen, cut, resumed, exported, shown in the report."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Pruning through the commands: planned, cut and resumed, quantized behind it, exported, and explained in the report."""
+"""Pruning through the commands: planned, cut, resumed, quantized behind it, exported, shown in the report."""
 
 import json
 import re
@@ -228,7 +228,7 @@ def test_a_run_that_is_cut_anywhere_ends_in_the_same_bytes(
     work: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At every so many boundaries; what lies between two of them that nothing can be cut in is shorter than that."""
+    """At every so many boundaries; what lies between two of them, where nothing can be cut, is shorter."""
     from compress.context import Context
 
     path = recipe(stages=stages(**spec))
@@ -383,7 +383,7 @@ def test_a_target_that_cannot_be_kept_is_refused(recipe: Callable[..., Path], co
 def test_a_llama_keeps_a_number_of_heads_that_divides_its_hidden_size(
     recipe: Callable[..., Path], command: Command, work: Path
 ) -> None:
-    """`transformers` refuses others; for the shape of a 13 billion parameter model 28 of 40 heads become 32."""
+    """`transformers` refuses others; for a shape of 13 billion parameters 28 of 40 heads become 32."""
     from compress.models.family import family_of
     from compress.models.known import known_config
     from compress.models.pruning import as_mistral

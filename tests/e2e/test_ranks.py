@@ -1,4 +1,4 @@
-"""Several ranks on CPUs (gloo), each a process of its own: the same bits as one rank, and one end for all of them."""
+"""Several ranks on CPUs (gloo), each its own process: the same bits as one rank, one end for all of them."""
 
 import json
 import os

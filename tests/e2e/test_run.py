@@ -259,7 +259,8 @@ def test_offline_covers_the_data_of_a_recipe(
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     (work / "hub.yaml").write_text(
-        "kind: huggingface\ntitle: t\nlicense: CC0-1.0\nsource: s\ndataset: org/name\nsplit: train\nrevision: main\n"
+        "kind: huggingface\ntitle: t\nlicense: CC0-1.0\nsource: s\n"
+        "dataset: org/name\nsplit: train\nrevision: main\n"
     )
     stages = [{**RECIPE["stages"][0], "data": "hub.yaml"}, *RECIPE["stages"][1:]]
     code, _, err = command("run", recipe(stages=stages), "--offline")
@@ -431,12 +432,14 @@ def test_pickles_are_refused_in_one_sentence(
             "unknown export format",
         ),
         (
-            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: export\n    formats: [compressed-tensors, compressed-tensors]\n",
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n"
+            "  - kind: export\n    formats: [compressed-tensors, compressed-tensors]\n",
             ":6:5:",
             "one format",
         ),
         (
-            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n  - kind: validate\n    gates: {kl_maen: 1}\n",
+            "version: 1\nmodel: m\nstages:\n  - kind: quantize\n"
+            "  - kind: validate\n    gates: {kl_maen: 1}\n",
             ":6:5:",
             "Did you mean 'kl_mean'?",
         ),

@@ -1,4 +1,6 @@
-"""Every scheme that a recipe can name goes all the way: quantized, exported, opened again, served, reported with the kernel that ran."""
+"""Every scheme that a recipe can name goes all the way: quantized, exported, opened again, served, reported
+with the kernel that ran.
+"""
 
 import json
 from collections.abc import Callable

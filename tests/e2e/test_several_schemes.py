@@ -1,4 +1,6 @@
-"""A recipe with several schemes goes all the way: planned, quantized, resumed, exported, served, reported, inspected and converted."""
+"""A recipe with several schemes goes all the way: planned, quantized, resumed, exported, served, reported,
+inspected and converted.
+"""
 
 import json
 from collections.abc import Callable

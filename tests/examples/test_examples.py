@@ -1,4 +1,6 @@
-"""Every example runs as a newcomer would run it: in an empty directory, in a process of its own, on the bundled model."""
+"""Every example runs as a newcomer would run it: in an empty directory, in a process of its own, on the
+bundled model.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""`compress convert` on tiny models: the same logits, and the way back gives the same bytes; and checkpoints made by others."""
+"""`compress convert` on tiny models: the same logits, and the way back gives the same bytes; and checkpoints
+made by others.
+"""
 
 import json
 from collections.abc import Callable
@@ -287,7 +289,7 @@ def test_a_disk_that_fails_leaves_nothing_half_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-# ------------------------------------------------------------------------------------------------------- made by others
+# --------------------------------------------------------------------------------------------- made by others
 
 
 def foreign(
@@ -298,7 +300,9 @@ def foreign(
     dtype: torch.dtype = torch.float16,
     symmetric: bool = False,
 ) -> tuple[Path, Path]:
-    """A checkpoint as another tool writes it, packed by numpy, and the dense checkpoint of what it means (float32)."""
+    """A checkpoint as another tool writes it, packed by numpy, and the dense checkpoint of what it means
+    (float32).
+    """
     saved(tmp_path / "plain", "llama", WHOLE_GROUPS, dtype=dtype)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     meant = {}
@@ -425,14 +429,16 @@ def test_a_quantized_source_is_not_quantized_again(say: Say, tmp_path: Path) -> 
     assert "quantized already (quant_method 'awq')" in err
 
 
-# ------------------------------------------------------------------------------------------------------- FP8, made by others
+# ---------------------------------------------------------------------------------------- FP8, made by others
 
 
 def foreign_fp8(
     tmp_path: Path, said: dict[str, Any], *, scales: str, leaves: tuple[str, str], **changes: Any
 ) -> tuple[Path, Path]:
-    """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean (float32). Scales are float32, of
-    every `block`, `channel` or `matrix`, stored as `leaves[0]`; static ones of inputs as `leaves[1]`."""
+    """A checkpoint of quant_method fp8 as another tool writes it, and the dense one that its weights mean
+    (float32). Scales are float32, of every `block`, `channel` or `matrix`, stored as `leaves[0]`; static ones
+    of inputs as `leaves[1]`.
+    """
     saved(tmp_path / "plain", "llama", {**WHOLE_GROUPS, **changes}, dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     meant = {name: value.float() for name, value in tensors.items()}
@@ -538,7 +544,9 @@ def test_an_fp8_checkpoint_of_another_tool_is_read_converted_and_served(
 def test_blocks_go_to_fp8_and_back_byte_for_byte_and_transformers_reads_the_same_weights(
     say: Say, tmp_path: Path
 ) -> None:
-    """On a CPU it decompresses them: the values are then bfloat16, which holds our own scales' products rounded once."""
+    """On a CPU it decompresses them: the values are then bfloat16, which holds our own scales' products
+    rounded once.
+    """
     ours = compressed(tmp_path, "llama-all-biases", "FP8_BLOCK", num_key_value_heads=4)
     code, _, err = say("convert", ours, "--to", "fp8", "--out", tmp_path / "fp8")
     assert code == 0, err

@@ -1,4 +1,6 @@
-"""A quantized checkpoint as `transformers` sees it: it loads without a stray key and computes what our own decoder computes of it."""
+"""A quantized checkpoint as `transformers` sees it: it loads without a stray key and computes what our own
+decoder computes of it.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -120,8 +122,9 @@ def quantized(
     *,
     kv_scales: bool = False,
 ) -> tuple[Stored, Path]:
-    """Quantize a tiny bf16 model with AWQ and GPTQ and export it; the canonical weights and the exported directory. Without a scheme its
-    weights stay dense."""
+    """Quantize a tiny bf16 model with AWQ and GPTQ and export it; the canonical weights and the exported
+    directory. Without a scheme its weights stay dense.
+    """
     family, changes = CASES[case]
     layers = {key: value[:NUM_LAYERS] for key, value in changes.items() if key == "layer_types"}
     saved(tmp_path / "source", family, {**changes, **WHOLE_GROUPS, **layers}, dtype=torch.bfloat16)
@@ -163,7 +166,9 @@ def quantized(
 def rounded_input(
     x: Tensor, input_scale: Tensor | None, dtype: torch.dtype, group_size: int | None = None
 ) -> Tensor:
-    """x on the grid of e4m3 or int8, in x's dtype: one scale a row, or group of its columns, from its largest number, or the one given."""
+    """x on the grid of e4m3 or int8, in x's dtype: one scale a row, or group of its columns, from its largest
+    number, or the one given.
+    """
     if group_size is not None:
         return rounded_input(x.unflatten(-1, (-1, group_size)), None, dtype).flatten(-2)
     x_f32 = x.to(torch.float32)
@@ -230,10 +235,10 @@ def test_transformers_loads_the_export_and_computes_the_same(
         before = original(tokens_BS)
         unrounded = weights_only(tokens_BS)
     eps = torch.finfo(torch.bfloat16).eps
-    # each of the about ten bf16 roundings a layer moves a logit by eps at random; the root mean square adds them up
+    # each of the about ten bf16 roundings a layer moves a logit by eps at random: their root mean square adds
     of_bf16 = eps * (10 * NUM_LAYERS) ** 0.5 * rms(exact)
-    # Inputs rounded to e4m3 land on another number when bf16 moves them over a tie: then two programs differ by as much as the rounding
-    # itself does, each on its own side of what it would be without.
+    # Inputs rounded to e4m3 land on another number when bf16 moves them over a tie: then two programs differ
+    # by as much as the rounding itself does, each on its own side of what it would be without.
     bound = of_bf16 + 2**0.5 * rms(exact - unrounded)
     assert rms(theirs - exact) < bound
     assert rms(ours - exact) < bound
@@ -275,8 +280,9 @@ def opened_by_disk_name(opened: Checkpoint) -> dict[str, Tensor]:
 def test_transformers_rounds_keys_and_values_by_the_scales_of_the_export(
     case: str, scheme_name: str, tmp_path: Path
 ) -> None:
-    """In float32 and with the same weights to the bit (transformers, asked for float32, does not round them to the model's dtype), so that
-    next to nothing but the rounding of the cache is left between the two."""
+    """In float32 and with the same weights to the bit (transformers, asked for float32, does not round them
+    to the model's dtype), so that next to nothing but the rounding of the cache is left between the two.
+    """
     _, exported = quantized(tmp_path, case, scheme_or_dense(scheme_name), kv_scales=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         exported, dtype=torch.float32, attn_implementation="eager", output_loading_info=True

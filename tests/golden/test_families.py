@@ -1,4 +1,6 @@
-"""Our decoder computes what `transformers` computes, for every family and variant, and a checkpoint goes through it unchanged."""
+"""Our decoder computes what `transformers` computes, for every family and variant, and a checkpoint goes
+through it unchanged.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,9 @@ CPU = torch.device("cpu")
 
 
 def tolerance(reference: Tensor) -> float:
-    """Every layer adds roundings of dot products over at most 80 features and of the softmax; their order differs between the two sides."""
+    """Every layer adds roundings of dot products over at most 80 features and of the softmax; their order
+    differs between the two sides.
+    """
     roundings = 8 * SMALL["num_hidden_layers"] + 2
     return (
         roundings

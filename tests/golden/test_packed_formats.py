@@ -1,4 +1,6 @@
-"""GPTQ and AWQ tensors against an unpacker in numpy that was written from the description of the formats, over odd shapes."""
+"""GPTQ and AWQ tensors against an unpacker in numpy that was written from the description of the formats,
+over odd shapes.
+"""
 
 import dataclasses
 from typing import Any
@@ -55,7 +57,10 @@ def same(found: QuantizedWeight, expected: QuantizedWeight) -> None:
     assert found.codes_OI.is_contiguous()
     assert torch.equal(found.scale_OG.to(torch.bfloat16), expected.scale_OG)
     assert (found.zero_point_OG is None) == (expected.zero_point_OG is None)
-    assert found.zero_point_OG is None or torch.equal(found.zero_point_OG, expected.zero_point_OG)  # type: ignore[arg-type]
+    assert found.zero_point_OG is None or torch.equal(
+        found.zero_point_OG,
+        expected.zero_point_OG,  # type: ignore[arg-type]
+    )
 
 
 @settings(deadline=None, max_examples=60)

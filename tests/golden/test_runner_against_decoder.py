@@ -1,4 +1,4 @@
-"""The serving forward computes what the canonical decoder computes, for every feature an architecture may have."""
+"""The serving forward computes what the canonical decoder computes, for every feature of an architecture."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def tolerance(expected: Tensor, source: MemorySource) -> float:
 def served_logits(
     engine: Engine, prompts: list[tuple[int, ...]], num_tokens: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Per request: the sequence that was fed, and the logits [num_tokens, V] that its tokens were chosen from."""
+    """Per request: the sequence that was fed, and the logits [num_tokens, V] its tokens were chosen from."""
     rows: dict[int, list[Tensor]] = {idx: [] for idx in range(len(prompts))}
 
     def record(requests: Any, positions: Any, logits_RV: Tensor) -> None:
@@ -104,7 +104,9 @@ def test_scored_logits_are_the_decoders(feature: str) -> None:
 
 
 class Quantized:
-    """A source whose linears are quantized, `ffn.up` and `attn.k` at another width, so that fused projections fall into parts."""
+    """A source whose linears are quantized, `ffn.up` and `attn.k` at another width, so that fused projections
+    fall into parts.
+    """
 
     def __init__(self, source: MemorySource) -> None:
         self._source = source

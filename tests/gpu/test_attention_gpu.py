@@ -1,4 +1,6 @@
-"""The Triton attention kernels on a GPU: the reference's values within rounding, and the bits of decode rows in any company."""
+"""The Triton attention kernels on a GPU: the reference's values within rounding, and the bits of decode rows
+in any company.
+"""
 
 from dataclasses import replace
 
@@ -173,7 +175,9 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
 
 @needs_hopper
 def test_keys_of_the_step_itself_are_read_after_they_were_written() -> None:
-    """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position that it writes."""
+    """Pages are fetched ahead of the launch before: a chain of steps in one graph must see every position
+    that it writes.
+    """
     num_steps = 40
     table = make_table(3, 4)
     kv = make_pages("dense", (2, 13, 64, 128), torch.bfloat16)

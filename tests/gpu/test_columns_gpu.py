@@ -1,4 +1,4 @@
-"""GPTQ and coordinate descent on a GPU, where a block of columns is one launch, against the loops in torch."""
+"""GPTQ and coordinate descent on a GPU, where a block of columns is one launch, against loops in torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +34,9 @@ def _poisoned_memory() -> Iterator[None]:
 @pytest.mark.parametrize(("size", "num_outputs"), [(128, 256), (128, 1000), (32, 7), (100, 33)])
 @pytest.mark.parametrize("refitted", [False, True])
 def test_descending_a_block(name: str, size: int, num_outputs: int, refitted: bool) -> None:
-    """The launch against the loop. Sums in another order may part them at a tie, and everything after it in the column of an output."""
+    """The launch against the loop. Sums in another order may part them at a tie, and everything after it in
+    the column of an output.
+    """
     generator = torch.Generator().manual_seed(0)
     scheme = scheme_named(name)
     x_TB = torch.randn(4 * size, size, generator=generator)

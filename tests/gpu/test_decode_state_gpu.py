@@ -1,4 +1,6 @@
-"""The states of plain and of speculative decode steps on a GPU: what the host reads and writes there is what the CPU's state has."""
+"""The states of plain and of speculative decode steps on a GPU: what the host reads and writes there is what
+the CPU's state has.
+"""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: decode rows keep their bits in any company, and the result is the CPU's within rounding."""
+"""The engine on a GPU: decode rows keep their bits in any company; results are the CPU's within rounding."""
 
 from dataclasses import replace
 from typing import Any
@@ -192,7 +192,8 @@ def test_decoded_logits_are_the_scored_ones_within_rounding(scheme: str) -> None
         for position in range(len(done.prompt), len(done.prompt) + len(done.tokens)):
             expected = scored[position - 1]
             logits = rows[done.id, position]
-            # Two roundings to bfloat16 a layer and branch, on the way of sqrt(layers); FP8 rounds to 3 bits of mantissa too.
+            # Two roundings to bfloat16 a layer and branch, on the way of sqrt(layers); FP8 rounds to 3 bits
+            # of mantissa too.
             bits = 3 if "FP8" in scheme else 8
             assert float((logits - expected).norm() / expected.norm()) < 4 * 2.0 ** -(bits + 1) * 8**0.5
 

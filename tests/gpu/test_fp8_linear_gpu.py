@@ -1,4 +1,6 @@
-"""Decode linears on Hopper's FP8 tensor cores against float64, and the law that a row's bits depend on the row alone."""
+"""Decode linears on Hopper's FP8 tensor cores against float64, and the law that a row's bits depend on the
+row alone.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,8 +93,9 @@ def _poisoned_memory() -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_it_is_the_product_as_exactly_as_the_instruction_sums(n: int, k: int) -> None:
-    """Of each product the instruction drops what is below 2^-13 of the greatest beside it, at most; float32 sums of chunks add nothing to
-    speak of."""
+    """Of each product the instruction drops what is below 2^-13 of the greatest beside it, at most; float32
+    sums of chunks add nothing to speak of.
+    """
     linear = case(n, k)
     y = linear(128, out_dtype=torch.float32).double()
     exact = linear.exact
@@ -136,7 +139,9 @@ def test_a_row_feels_neither_its_place_nor_its_neighbours() -> None:
 
 @pytest.mark.parametrize(("n", "k", "activation"), GATED)
 def test_gated_outputs_round_as_torch_does(n: int, k: int, activation: str) -> None:
-    """The same sums whether gated or not, where units are the same; else the instruction's order differs, and a rounding may."""
+    """The same sums whether gated or not, where units are the same; else the instruction's order differs, and
+    a rounding may.
+    """
     linear = case(n, k, activation=activation)
     plain = case(n, k)
     half = n // 2
@@ -211,7 +216,7 @@ def test_a_broken_row_stays_broken_and_alone(n: int, k: int, rows: int, normed: 
 @pytest.mark.parametrize("rows", [1, 3, 24, 64])
 @pytest.mark.parametrize("raw", [False, True])
 def test_launches_are_captured_and_overlap_without_a_race(raw: bool, rows: int) -> None:
-    """Each linear reads what the one before it wrote; under overlapping launches a missing wait would show as stale input."""
+    """Each linear reads what the one before wrote; under overlapping launches a missing wait would show."""
     linear = case(1024, 1024)
     x_TI = randn(rows, 1024, seed=4).to(torch.bfloat16)
 

@@ -227,7 +227,7 @@ def test_a_float16_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_launches_are_captured_and_overlap_without_a_race(name: str) -> None:
-    """Each linear reads what the one before it wrote; under overlapping launches a missing wait would show as stale input."""
+    """Each linear reads what the one before wrote; under overlapping launches a missing wait would show."""
     if name == "FP8_DYNAMIC":
         pytest.skip("its input is quantized by another kernel")
     linear = case(name, 1024, 1024)

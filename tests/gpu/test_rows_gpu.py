@@ -1,4 +1,6 @@
-"""Row kernels and sampling kernels on a GPU: the references' values, exact quantization, rows that keep their bits in any company."""
+"""Row kernels and sampling kernels on a GPU: the references' values, exact quantization, rows that keep their
+bits in any company.
+"""
 
 from collections.abc import Iterator
 
@@ -129,7 +131,9 @@ def test_rms_norm_and_act_mul_are_within_a_rounding_of_float64(size: int, dtype:
 
 
 def test_bfloat16_results_are_the_references_but_for_last_bits() -> None:
-    """A rounding of the reduction may fall the other way, in one element of a thousand at most; the product may make two units of one."""
+    """A rounding of the reduction may fall the other way, in one element of a thousand at most; the product
+    may make two units of one.
+    """
     x = randn(64, 4096)
     weight = randn(4096, seed=1)
     gate_up = randn(64, 8192, seed=2)

@@ -1,4 +1,6 @@
-"""An EAGLE-3 head on a GPU, its steps in graphs: the bits of plain decoding, and what its module says without cache and graphs."""
+"""An EAGLE-3 head on a GPU, its steps in graphs: the bits of plain decoding, and what its module says without
+cache and graphs.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""Speculation on a GPU, its steps in graphs and launched ahead: the tokens and log probabilities of plain decoding, bit for bit."""
+"""Speculation on a GPU, its steps in graphs and launched ahead: the tokens and log probabilities of plain
+decoding, bit for bit.
+"""
 
 from collections import deque
 from dataclasses import replace
@@ -48,7 +50,9 @@ def make_source(target: str, *, num_layers: int = 4) -> RandomSource:
 
 
 def make_requests(num_requests: int) -> list[Request]:
-    """Prompts of 1 to 128 tokens, whose prefill does not depend on their company; every other request is drawn, some with filters."""
+    """Prompts of 1 to 128 tokens, whose prefill does not depend on their company; every other request is
+    drawn, some with filters.
+    """
     generator = torch.Generator().manual_seed(5)
     requests = []
     for idx in range(num_requests):
@@ -115,7 +119,9 @@ def served_as_they_come(engine: Engine, requests: list[Request]) -> dict[str, tu
 
 
 def assert_ahead_changes_nothing(proposer: ProposerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends within a step, requests that come and go, blocks taken on the way; and counts, where nothing lies behind an end."""
+    """Ends within a step, requests that come and go, blocks taken on the way; and counts, where nothing lies
+    behind an end.
+    """
     ahead = list[bool]()
     launch_next = DecodeRun.launch_next
     monkeypatch.setattr(DecodeRun, "launch_next", lambda run: ahead.append(launch_next(run)) or ahead[-1])

@@ -1,4 +1,6 @@
-"""FP8 scales of the bundled model against nvidia-modelopt, which finds them by its own calibration in an environment of its own."""
+"""FP8 scales of the bundled model against nvidia-modelopt, which finds them by its own calibration in an
+environment of its own.
+"""
 
 import subprocess
 from pathlib import Path
@@ -50,7 +52,7 @@ def theirs(model: Path, calibration: Tensor, tmp_path_factory: pytest.TempPathFa
 
 
 def ours(model: Path, tokens_NS: Tensor, scheme_name: str, directory: Path) -> dict[str, QuantizedWeight]:
-    """Disk name of a linear -> its weight, quantized layer by layer behind layers that are quantized already."""
+    """Disk name of a linear -> its weight, quantized layer by layer behind layers already quantized."""
     scheme = SCHEMES[scheme_name]
     source = Checkpoint(model)
     ctx = Context("cpu", 0, directory)
@@ -79,8 +81,10 @@ def test_weight_scales_are_modelopts_rounded_to_the_models_dtype(
 def test_static_input_scales_are_modelopts(
     model: Path, calibration: Tensor, theirs: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """The first linears see the same inputs as modelopt's. Those behind them see what the compressed ones give, where modelopt looks at a
-    dense model: the largest input moves by no more than one rounding to e4m3 does."""
+    """The first linears see the same inputs as modelopt's. Those behind them see what the compressed ones
+    give, where modelopt looks at a dense model: the largest input moves by no more than one rounding to e4m3
+    does.
+    """
     for name, weight in ours(model, calibration, "FP8_STATIC", tmp_path).items():
         scale = weight.input_scale
         expected = theirs[f"{name}.input"]

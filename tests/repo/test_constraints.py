@@ -1,4 +1,6 @@
-"""`constraints.txt` pins what the package asks for, at versions the package accepts, and nothing that ties it to one machine."""
+"""`constraints.txt` pins what the package asks for, at versions the package accepts, and nothing that ties it
+to one machine.
+"""
 
 import re
 import tomllib

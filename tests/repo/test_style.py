@@ -1,4 +1,6 @@
-"""Rules of the house that a program can check: formatting, size of files, names, documentation, and what must never be called."""
+"""Rules of the house that a program can check: formatting, size of files, names, documentation, and what must
+never be called.
+"""
 
 import ast
 import subprocess
@@ -50,7 +52,7 @@ def code_lines(path: Path) -> int:
 
 
 def forbidden(tree: ast.AST) -> list[str]:
-    """What would run code that came with a checkpoint: pickle in any form, and remote code switched on in the source."""
+    """What would run code that came with a checkpoint: pickle in any form, remote code switched on."""
     found = []
     for node in ast.walk(tree):
         match node:
@@ -104,10 +106,14 @@ def test_a_module_says_what_it_does(path: Path) -> None:
 
 
 def test_the_checks_above_see_what_they_look_for(tmp_path: Path) -> None:
-    bad = "import pickle\nfrom dill import loads\ntorch.load(path)\nAutoModel.from_pretrained(name, trust_remote_code=True)\n"
+    bad = (
+        "import pickle\nfrom dill import loads\ntorch.load(path)\n"
+        "AutoModel.from_pretrained(name, trust_remote_code=True)\n"
+    )
     assert len(forbidden(ast.parse(bad))) == 4
     sample = tmp_path / "sample.py"
     sample.write_text(
-        '"""Two\nlines."""\n\n# a comment\nx = (\n    1,\n    """a\nb""",\n)\n\n\ndef f():\n    """Said."""\n    return x  # why\n'
+        '"""Two\nlines."""\n\n# a comment\nx = (\n    1,\n    """a\nb""",\n)\n\n\n'
+        'def f():\n    """Said."""\n    return x  # why\n'
     )
     assert code_lines(sample) == 7

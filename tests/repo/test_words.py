@@ -15,7 +15,8 @@ FRAGMENTS = re.compile(
 )
 """First words of a docstring that is no sentence of its own."""
 RIDDLES = re.compile(
-    r"\b(stands?|standing|says?|said|knows?|known to|told|tells|behind|beside|together|whoever|meets|gives? way|speaks?)\b"
+    r"\b(stands?|standing|says?|said|knows?|known to|told|tells|behind|beside|together|whoever|meets|"
+    r"gives? way|speaks?)\b"
 )
 """Words that turn code into a person or a piece of furniture."""
 NOT_VERBS = {
@@ -86,7 +87,10 @@ def _kind(node: ast.AST) -> str:
         return "module"
     if isinstance(node, ast.ClassDef):
         return "class"
-    decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}  # type: ignore[attr-defined]
+    decorators = {
+        ast.unparse(each).rpartition(".")[2]
+        for each in node.decorator_list  # type: ignore[attr-defined]
+    }
     return "property" if decorators & {"property", "cached_property"} else "function"
 
 
@@ -101,7 +105,7 @@ def riddles(docs: list[Doc]) -> list[str]:
 
 
 def nouns(docs: list[Doc]) -> list[str]:
-    """Return the docstrings of functions whose first word is no verb: they must name what the function does."""
+    """Return the docstrings of functions whose first word is no verb: it must name what they do."""
     found = []
     for doc in docs:
         if doc.kind == "function":
@@ -155,7 +159,8 @@ def test_unrelated_things_are_assigned_one_by_one() -> None:
 def test_the_checks_above_see_what_they_look_for(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
-        '"""Of a thing that stands behind another."""\n\n\ndef rows():\n    """The rows of it."""\n\n\nX = 1\n"""Those it knows."""\n'
+        '"""Of a thing that stands behind another."""\n\n\n'
+        'def rows():\n    """The rows of it."""\n\n\nX = 1\n"""Those it knows."""\n'
     )
     found = list(docstrings(bad))
     assert {doc.kind for doc in found} == {"module", "function", "attribute"}

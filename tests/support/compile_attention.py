@@ -1,5 +1,6 @@
-"""Compiles every Triton kernel of attention and of rope_store for `sm_<argument>`, on a machine without a GPU: run by a test, in a process
-of its own, because it replaces triton's driver."""
+"""Compiles every Triton kernel of attention and of rope_store for `sm_<argument>`, on a machine without a
+GPU: run by a test, in a process of its own, because it replaces triton's driver.
+"""
 
 import sys
 from typing import Any
@@ -46,7 +47,10 @@ def compile_all(sm: int) -> list[Any]:
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
     for module in (decode, prefill, fused):
-        module.pdl_options = lambda device: {"PDL": sm >= 90, "launch_pdl": sm >= 90}  # type: ignore[attr-defined]
+        module.pdl_options = lambda device: {  # type: ignore[attr-defined]
+            "PDL": sm >= 90,
+            "launch_pdl": sm >= 90,
+        }
     for head_dim in (80, 128, 256):
         for page_dtype in (torch.bfloat16, FP8):
             k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ linears packed and unpacked by numpy, element by element, from the description of the formats alone."""
+"""GPTQ and AWQ linears, packed and unpacked by numpy element by element, from the formats' description."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,8 @@
 """Runs in processes of their own, forked from one that has imported the libraries: they start in a tenth of a
 second, where a new interpreter takes three or four.
 
-They share nothing with the tests but files. One thread of torch has computed nothing yet when they are forked.
+They share nothing with the tests but files. One thread of torch has computed nothing yet when they are
+forked.
 """
 
 import atexit
@@ -33,7 +34,7 @@ _CONTEXT.set_forkserver_preload([__name__, *LIBRARIES])
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: as `subprocess.CompletedProcess` has it, minus the signal that killed it if one did."""
+    """How a process ended: as `subprocess.CompletedProcess` has it, minus the signal if one killed it."""
 
     returncode: int
     stdout: str

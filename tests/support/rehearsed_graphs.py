@@ -10,7 +10,7 @@ from compress.runtime.graphs import Graphs
 
 
 class RehearsedGraphs(Graphs[Any]):
-    """Fills batches up to the sizes of graphs with padding rows, and warms up every pass before it returns it."""
+    """Fills batches up to the sizes of graphs with padding rows, and warms up every pass it returns."""
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
         super().__init__(device, max_rows)

@@ -250,12 +250,16 @@ def speculation() -> dict[str, Any]:
             own = {"proposer": name, "temperature": temperature}
             for category in ("all", "code", "<prose>"):
                 length = Estimate(2.5, 2.25, 2.75)
-                acceptance.append(AcceptanceRow(**own, category=category, num_prompts=4, num_steps=90, acceptance_length=length,
-                                                acceptance_rates=(0.8, 0.7), repeated_4grams=0.125))  # fmt: skip
+                acceptance.append(AcceptanceRow(
+                    **own, category=category, num_prompts=4, num_steps=90, acceptance_length=length,
+                    acceptance_rates=(0.8, 0.7), repeated_4grams=0.125,
+                ))  # fmt: skip
             for batch_size in (1, 4):
-                row = SpeedRow(**own, batch_size=batch_size, num_requests=4, num_equal=4 if temperature == 0 else None, tpot_ms_plain=10.0,
-                               tpot_ms=5.0, speedup=Estimate(2.0, 1.5, 2.5), acceptance_length=2.5, draft_ms=1.0, verify_ms=11.0,
-                               draft_frac=2 / 13)  # fmt: skip
+                row = SpeedRow(
+                    **own, batch_size=batch_size, num_requests=4, num_equal=4 if temperature == 0 else None,
+                    tpot_ms_plain=10.0, tpot_ms=5.0, speedup=Estimate(2.0, 1.5, 2.5), acceptance_length=2.5,
+                    draft_ms=1.0, verify_ms=11.0, draft_frac=2 / 13,
+                )  # fmt: skip
                 speed.append(predicted(row, (0.8, 0.7)) if name == "draft" else row)
     facts = {
         "k": 2,

@@ -17,7 +17,9 @@ from compress.runtime.speculative.state import SpeculativeState
 
 @dataclass(frozen=True)
 class Scripted:
-    """`scripts`: whole sequences by the seed of their request. The tokens at positions that `wrong_every` divides are wrong."""
+    """`scripts`: whole sequences by the seed of their request. The tokens at positions that `wrong_every`
+    divides are wrong.
+    """
 
     scripts: Mapping[int, Sequence[int]]
     wrong_every: int = 0

@@ -43,7 +43,9 @@ def tiny_arch(config: dict[str, Any] | None = None, **changes: Any) -> Arch:
 
 
 def tiny_decoder(arch: Arch, *, seed: int = 0) -> Decoder:
-    """float32, with weights large enough for attention to look somewhere, and with norms and biases off their initial values."""
+    """float32, with weights large enough for attention to look somewhere, and with norms and biases off their
+    initial values.
+    """
     generator = torch.Generator().manual_seed(seed)
     decoder = fresh_decoder(arch, generator=generator)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Tiny random `transformers` models of every family, with the variants in which configs of a family differ.
 
-Norms and biases are perturbed, so that none of them can be dropped or swapped unseen; weights are large enough that attention is not
-uniform.
+Norms and biases are perturbed, so that none of them can be dropped or swapped unseen; weights are large
+enough that attention is not uniform.
 """
 
 from pathlib import Path
@@ -34,7 +34,8 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 100,  # one of the four frequencies of a head of 8 is kept, one interpolated, two divided
+    # one of the four frequencies of a head of 8 is kept, one interpolated, two divided
+    "original_max_position_embeddings": 100,
     "rope_theta": 10000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}

@@ -199,8 +199,8 @@ def _attention_prefill(
             end_key = whole_start if PART == 0 else (whole_end if PART == 1 else end)
             m, total, o = _attend_keys(
                 q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr,
-                k_tiles, v_tiles, page_row, logit_scale, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, TMA, STAGES,
-                PRECISION,
+                k_tiles, v_tiles, page_row, logit_scale, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, TMA,
+                STAGES, PRECISION,
             )  # fmt: skip
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 

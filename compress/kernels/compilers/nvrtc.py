@@ -158,8 +158,8 @@ def _encoded(
     box = (ctypes.c_uint32 * rank)(*reversed(tile))
     ones = (ctypes.c_uint32 * rank)(*(1 for _ in tile))
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box, ones, 0,
-        swizzle, _MAP_PROMOTE_128B, 0,
+        ctypes.c_void_p(at), _MAP_TYPES[element_size], rank, ctypes.c_void_p(address), sizes, steps, box,
+        ones, 0, swizzle, _MAP_PROMOTE_128B, 0,
     )  # fmt: skip
     if status:
         raise EnvironmentUnfit(
@@ -226,8 +226,9 @@ class Function:
             self._driver.cuGetErrorString(status, ctypes.byref(text))
             reason = (text.value or b"unknown error").decode()
             raise EnvironmentUnfit(
-                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). The driver and torch's CUDA "
-                "version must match, and an earlier error of the device makes every later call fail."
+                f"{call} of the CUDA kernel '{self._entry}' failed: {reason} ({status}). "
+                "The driver and torch's CUDA version must match, and an earlier error of the device makes "
+                "every later call fail."
             )
 
 

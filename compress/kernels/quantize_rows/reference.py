@@ -1,4 +1,4 @@
-"""Reference quantization of rows to the grid of e4m3 or int8: the definition in `kernels/operands/rows.py`."""
+"""Reference quantization of rows to the grid of e4m3 or int8, defined in `kernels/operands/rows.py`."""
 
 from compress.kernels.operands.rows import quantize
 from compress.kernels.select import Kernel, anything, register

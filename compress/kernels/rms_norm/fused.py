@@ -49,7 +49,7 @@ def _rms_norm(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
 ) -> Tensor | QuantizedRows:
-    """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [all other axes, last axis]."""
+    """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [other axes, last axis]."""
     size = x.shape[-1]
     assert weight.shape == x.shape[x.dim() - weight.dim() :], (
         f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"

@@ -1,4 +1,4 @@
-"""Tables of pruning: what each score keeps, what training brings back, and what smaller models gain in time."""
+"""Tables of pruning: what each score keeps, what training brings back, what smaller models gain in time."""
 
 from statistics import mean
 

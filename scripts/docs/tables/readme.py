@@ -23,8 +23,8 @@ def best() -> str:
             f"plain rounding {signed_percent(plain['ppl_ratio'])}, {plain['kl_mean']:.4f}",
         ],
         [
-            f"[speed](docs/results/performance.md): {run.rows[0]['shape']}, one request, {run.facts['device']}, "
-            f"{performance.scheme_text(fastest)}",
+            f"[speed](docs/results/performance.md): {run.rows[0]['shape']}, one request, "
+            f"{run.facts['device']}, {performance.scheme_text(fastest)}",
             f"{performance.tpot(fastest, batch):.2f} ms a token",
             f"16 bits {performance.tpot('BF16', batch):.2f} ms: {performance.speedup(fastest, batch):.2f} x",
         ],

@@ -1,4 +1,6 @@
-"""Tables of speculative decoding: its cost under forced acceptance, what trained proposers keep, and equality of tokens."""
+"""Tables of speculative decoding: its cost under forced acceptance, what trained proposers keep, and equality
+of tokens.
+"""
 
 from scripts.docs.markdown import bold, fixed, table
 from scripts.docs.result_files import Row, Run, result_file

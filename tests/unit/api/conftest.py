@@ -20,7 +20,10 @@ def chat_model_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The same model with a chat template and a second end-of-sequence token, "a"."""
     path = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(model_dir, path)
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     (path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": template, "bos_token": "<|endoftext|>"})
     )

@@ -1,4 +1,4 @@
-"""Text in, text out: generation, streaming and scores against the engine's tokens and the decoder's logits."""
+"""Text in, text out: generation, streaming, scores against the engine's tokens and the decoder's logits."""
 
 import json
 import math

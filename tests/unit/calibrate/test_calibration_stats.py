@@ -94,7 +94,7 @@ def test_the_order_of_summation_is_one_that_matters(kind: Kind) -> None:
 
 @given(st.integers(1, 40))
 def test_the_tree_pairs_neighbours_and_keeps_the_order(num: int) -> None:
-    """With strings for statistics the association itself can be read; for a power of two it is the balanced tree."""
+    """Strings for statistics let the association be read; for a power of two it is the balanced tree."""
 
     class Name:
         def __init__(self, text: str) -> None:
@@ -203,7 +203,7 @@ def test_pieces_are_whole_samples_of_one_shard_and_the_same_for_any_number_of_ra
 
 
 def test_a_moment_is_symmetric_however_its_halves_met() -> None:
-    """A CPU sums the blocks up to the diagonal alone; parked or not, merged or not, the rest follows from them."""
+    """A CPU sums only the blocks up to the diagonal; parked or not, merged or not, the rest follows."""
     x_TD = torch.randn(40, 600, generator=torch.Generator().manual_seed(0))
     parts = [SecondMoment() for _ in range(4)]
     for part, rows in zip(parts, x_TD.split(10), strict=True):

@@ -1,4 +1,6 @@
-"""The guide against gradients of the whole graph, and what the calibration makes of it against sums and minima written out."""
+"""The guide against gradients of the whole graph, and what the calibration makes of it against sums and
+minima written out.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,9 @@ def test_rows_of_an_output_moment_are_its_rows() -> None:
 
 
 def _coupled_problem(rows: int = 40, columns: int = 32) -> tuple[Tensor, SecondMoment, OutputMoment]:
-    """Weights, inputs of correlated features, and outputs whose errors the rest of a model adds up along a few directions."""
+    """Weights, inputs of correlated features, and outputs whose errors the rest of a model adds up along a
+    few directions.
+    """
     generator = torch.Generator().manual_seed(6)
     stat = SecondMoment()
     stat.update(

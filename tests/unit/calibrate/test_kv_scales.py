@@ -128,7 +128,9 @@ def test_a_lost_layer_is_made_again_in_the_same_bytes(tmp_path: Path) -> None:
 
 
 def pages_error(x_TKC: Tensor, static: bool) -> Tensor:
-    """Mean square error of the cache's own rounding over the mean square, [K, C] in float64: keys written and read again."""
+    """Mean square error of the cache's own rounding over the mean square, [K, C] in float64: keys written and
+    read again.
+    """
     num_tokens, num_heads, head_dim = x_TKC.shape
     codes = torch.zeros(num_heads, 1, num_tokens, head_dim, dtype=torch.float8_e4m3fn)
     scales = [torch.ones(()) if static else torch.zeros(num_heads, 1, num_tokens) for _ in "kv"]
@@ -165,7 +167,9 @@ def test_the_stated_error_is_that_of_the_caches_own_rounding() -> None:
 
 
 def test_the_error_does_not_change_with_scales_that_the_model_does_not_feel() -> None:
-    """A channel times a power of two, in range; and a lost head beside a large one, which the error of the whole tensor does not show."""
+    """A channel times a power of two, in range; and a lost head beside a large one, which the error of the
+    whole tensor does not show.
+    """
     x_TD = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
     lost_TD = x_TD * 2.0**-11
     one = torch.ones(16)
@@ -251,6 +255,7 @@ def test_the_engine_serves_the_cache_that_its_model_states_unless_told_otherwise
         served = engine(stored).runner.score(tokens)
         unrounded = dense.runner.score(tokens)
     shift = float((expected - unrounded).square().mean().sqrt())
-    # Rounding moves logits by `shift`; a tie that float32 decides the other way moves one number of thousands by as much as all of them.
+    # Rounding moves logits by `shift`; a tie that float32 decides the other way moves one number of thousands
+    # by as much as all of them.
     assert float((served - expected).square().mean().sqrt()) < shift / 10
     assert shift > 1e-3

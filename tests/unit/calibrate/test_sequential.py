@@ -1,5 +1,6 @@
-"""The layer-by-layer runner: each layer is calibrated on what the compressed layers before it give, and a cut run ends in the same
-bytes."""
+"""The layer-by-layer runner: each layer is calibrated on what the compressed layers before it give, and a cut
+run ends in the same bytes.
+"""
 
 import signal
 from pathlib import Path
@@ -149,7 +150,9 @@ def test_plain_rounding_does_not_depend_on_calibration(config: dict[str, Any], t
 
 
 def inputs_of_layer(source: WeightSource, directory: Path, idx: int) -> Tensor:
-    """What the stored layers before `idx` make of the calibration tokens: one batch through plain modules, no runner involved."""
+    """What the stored layers before `idx` make of the calibration tokens: one batch through plain modules, no
+    runner involved.
+    """
     x_NSD = dense(source.outer()["embed.weight"]).float()[
         tiny_tokens(source.arch, NUM_SAMPLES, SEQ_LEN).long()
     ]
@@ -308,7 +311,9 @@ class Arbitrary(Smoother):
 def test_smoothing_is_stored_with_the_weights_it_was_folded_into(
     source: WeightSource, tmp_path: Path
 ) -> None:
-    """The stored layer, dequantized, still computes the dense layer, and the rounder saw the statistics of the smoothed inputs."""
+    """The stored layer, dequantized, still computes the dense layer, and the rounder saw the statistics of
+    the smoothed inputs.
+    """
     remember = Remember()
     passes: list[LayerPass] = [
         SmoothPass(Arbitrary(), W8, torch.bfloat16),

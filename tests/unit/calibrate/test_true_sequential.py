@@ -1,4 +1,6 @@
-"""Linears compressed in turn: what each is shown, that the samples end behind the compressed layer, and what is refused."""
+"""Linears compressed in turn: what each is shown, that the samples end behind the compressed layer, and what
+is refused.
+"""
 
 from pathlib import Path
 
@@ -117,7 +119,10 @@ def test_each_group_is_shown_what_those_before_it_have_become(source: WeightSour
         (idx, tap) for idx in range(source.arch.num_layers) for tap in TAPS
     ]
     for idx, tap, moment, cross in look.seen:
-        x_TI, source_TI = inputs_at(Mixed(source, tmp_path, idx, tap), idx, tap), inputs_at(source, idx, tap)  # type: ignore[arg-type]
+        x_TI, source_TI = (
+            inputs_at(Mixed(source, tmp_path, idx, tap), idx, tap),  # type: ignore[arg-type]
+            inputs_at(source, idx, tap),
+        )
         for found, expected in ((moment, x_TI.t() @ x_TI), (cross, (source_TI - x_TI).t() @ x_TI)):
             expected /= len(x_TI)
             assert torch.allclose(
@@ -144,7 +149,7 @@ def test_a_run_stopped_at_a_layer_boundary_ends_in_the_same_bytes(
 
 
 def test_a_layer_ends_nearer_to_that_of_the_source(source: WeightSource, tmp_path: Path) -> None:
-    """In turn, what o and down aim at is the source's output behind linears that have lost something already."""
+    """In turn, what o and down aim at is the source's output, behind linears that lost something already."""
     errors = {}
     tokens_NS = tiny_tokens(source.arch, 64, SEQ_LEN)
     spec = Quantize.model_validate({"target": {"kind": "gptaq", "strength": 1.0}, "round": {"kind": "gptq"}})
@@ -204,4 +209,7 @@ def test_linears_without_a_scheme_stay_as_they_are(source: WeightSource, tmp_pat
     for idx in range(source.arch.num_layers):
         stored = load_weights(tmp_path / layer_name(idx), scheme, prefix=f"layers.{idx}.")
         for linear in ("ffn.gate", "ffn.up"):
-            assert torch.equal(stored[f"{linear}.weight"], source.layer(idx)[f"{linear}.weight"])  # type: ignore[arg-type]
+            assert torch.equal(
+                stored[f"{linear}.weight"],  # type: ignore[arg-type]
+                source.layer(idx)[f"{linear}.weight"],  # type: ignore[arg-type]
+            )

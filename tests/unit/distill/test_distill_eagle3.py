@@ -1,4 +1,6 @@
-"""Training of an EAGLE-3 head: its unrolled steps are those of drafting, it learns to be accepted, and a run may be cut anywhere."""
+"""Training of an EAGLE-3 head: its unrolled steps are those of drafting, it learns to be accepted, and a run
+may be cut anywhere.
+"""
 
 import pytest
 import torch
@@ -78,7 +80,7 @@ def test_unrolled_steps_are_those_of_drafting_from_each_token() -> None:
 
 
 def test_a_head_begins_as_the_targets_last_layer() -> None:
-    """Where the embedding is left out of what it reads, it says what the target would after that layer once more."""
+    """Without the embedding in what it reads, it says what the target would after that layer once more."""
     arch = make_arch()
     words = torch.arange(WORDS)
     tokens_BS = make_text(2, 11, seed=0)
@@ -98,7 +100,9 @@ def test_a_head_begins_as_the_targets_last_layer() -> None:
 
 
 def test_the_loss_is_zero_where_the_head_says_what_the_target_says() -> None:
-    """Every divergence of the target, restricted to the head's words, from itself: a head that hands the target's hidden states through."""
+    """Every divergence of the target, restricted to the head's words, from itself: a head that hands the
+    target's hidden states through.
+    """
     arch = make_arch()
     words = torch.arange(0, WORDS)
     decoder = tiny_decoder(arch)

@@ -1,4 +1,6 @@
-"""Divergences against the textbook written with autograd in float64, the laws of divergences, and slices against the whole."""
+"""Divergences against the textbook written with autograd in float64, the laws of divergences, and slices
+against the whole.
+"""
 
 import math
 from typing import get_args

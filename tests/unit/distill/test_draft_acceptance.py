@@ -27,8 +27,9 @@ LENGTH = 120
 
 @pytest.mark.slow
 def test_the_expected_acceptance_length_is_what_the_engine_finds_on_the_models_own_text() -> None:
-    """The reference model without one of its layers proposes to it, at temperature 1 by rejection. The model's own continuations, on which
-    the expectation is exact but for chance, come from the same prompts."""
+    """The reference model without one of its layers proposes to it, at temperature 1 by rejection. The
+    model's own continuations, on which the expectation is exact but for chance, come from the same prompts.
+    """
     source = resolve_model("builtin", "reference", None)
     target = open_weights(Path(source.path))
     draft = LayerSubset(target, [0, 1, 2, 3, 5, 6, 7])

@@ -1,4 +1,6 @@
-"""Muon against `torch.optim.Muon`, which computes the same one matrix at a time, and against what an orthogonal matrix is."""
+"""Muon against `torch.optim.Muon`, which computes the same one matrix at a time, and against what an
+orthogonal matrix is.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""The objective against logits written out, what is kept of a teacher, and a training state that goes on with the same bits."""
+"""The objective against logits written out, what is kept of a teacher, and a training state that goes on with
+the same bits.
+"""
 
 import math
 from pathlib import Path
@@ -30,7 +32,7 @@ def kept(place: Path, **changes: Any) -> KeptLogits:
 
 
 def walked(kept_NS: torch.Tensor, k: int) -> float:
-    """Tokens of a step by a walk through every window, all ways that it may go followed one after the other."""
+    """Tokens of a step by a walk through every window, all ways it may go followed one after the other."""
     emitted = steps = 0.0
     for kept in kept_NS.tolist():
         waiting = [(0, 1.0)]

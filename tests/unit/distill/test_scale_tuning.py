@@ -1,4 +1,6 @@
-"""Scales tuned end to end: the gradients are those of the dequantized weight, codes stay, and what is stored keeps more of the source."""
+"""Scales tuned end to end: the gradients are those of the dequantized weight, codes stay, and what is stored
+keeps more of the source.
+"""
 
 import copy
 from pathlib import Path

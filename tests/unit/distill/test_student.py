@@ -1,4 +1,6 @@
-"""Students of their own shape and LoRA: whole teachers and functions as they were, choices that are even, merges that change nothing."""
+"""Students of their own shape and LoRA: whole teachers and functions as they were, choices that are even,
+merges that change nothing.
+"""
 
 from pathlib import Path
 
@@ -42,7 +44,9 @@ def test_a_student_of_the_teachers_shape_is_the_teacher(config: dict[str, object
 
 
 def test_channels_that_are_zero_in_the_teacher_are_left_out_without_a_change() -> None:
-    """All but the evenly chosen FFN channels and KV groups give nothing, so the student computes what the teacher does."""
+    """All but the evenly chosen FFN channels and KV groups give nothing, so the student computes what the
+    teacher does.
+    """
     teacher = tiny_decoder(tiny_arch(QWEN3, num_attention_heads=6, num_key_value_heads=3))
     kept, heads = evenly(20, 48), [0, 1, 4, 5]  # KV groups 0 and 2 of three, two heads each
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""The training loop: it learns, its batches are a function of the step alone, its schedule has the stated shape, and NaN stops it."""
+"""The training loop: it learns, its batches are a function of the step alone, its schedule has the stated
+shape, and NaN stops it.
+"""
 
 import math
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""The compressed-tensors config is read with care: whatever it says that is not honoured here is refused, and its own library agrees with
-it."""
+"""The compressed-tensors config is read with care: whatever it says that is not honoured here is refused, and
+its own library agrees with it.
+"""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""The speculators layout of an EAGLE-3 head: what is written is what was there, and the head means the same numbers to others."""
+"""The speculators layout of an EAGLE-3 head: what is written is what was there, and the head means the same
+numbers to others.
+"""
 
 import json
 from dataclasses import replace
@@ -96,7 +98,9 @@ def test_tensors_have_the_names_and_shapes_that_others_read(tmp_path: Path) -> N
 def peer_step(
     tensors: dict[str, Tensor], config: dict[str, Any], embedded_BSD: Tensor, hidden_BSD: Tensor, before: bool
 ) -> Tensor:
-    """One step as other programs compute it: a Llama layer of `transformers` whose q, k and v read the two halves side by side."""
+    """One step as other programs compute it: a Llama layer of `transformers` whose q, k and v read the two
+    halves side by side.
+    """
     layer_config = LlamaConfig(**config, attn_implementation="eager")
     layer = LlamaDecoderLayer(layer_config, 0)
     norm = LlamaRMSNorm(64, eps=layer_config.rms_norm_eps)

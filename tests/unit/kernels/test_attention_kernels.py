@@ -1,4 +1,5 @@
-"""The Triton attention kernels without a GPU: their arithmetic in triton's interpreter, their compilation for the devices they serve.
+"""The Triton attention kernels without a GPU: their arithmetic in triton's interpreter, their compilation for
+the devices they serve.
 
 The interpreter cannot multiply bfloat16: float16 and float32 stand in.
 """
@@ -75,7 +76,7 @@ if INTERPRETED:
         return blocks.view(num_requests, num_blocks).to(torch.int32)
 
     def poisoned(kv: PagedKV, table_RB: Tensor, context_lens: list[int]) -> PagedKV:
-        """Dense pages with NaN wherever no context reaches: in the padding block, and behind each last position."""
+        """Dense pages with NaN wherever no context reaches: padding block, and behind each last position."""
         k, v = (each.clone() for each in (kv.k, kv.v))
         for each in (k, v):
             each[:, 0] = torch.nan
@@ -97,7 +98,9 @@ if INTERPRETED:
         return torch.einsum("kgql,klc->qkgc", s.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def assert_close(actual: Tensor, expected: Tensor) -> None:
-        """One rounding of weights and result to the dtype; a long logit's float32 rounding is some steps of its weight."""
+        """One rounding of weights and result to the dtype; a long logit's float32 rounding is some steps of
+        its weight.
+        """
         tolerance = torch.finfo(actual.dtype).eps + 32 * torch.finfo(torch.float32).eps
         assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 

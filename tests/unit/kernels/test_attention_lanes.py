@@ -1,4 +1,4 @@
-"""Hopper's decode attention as far as a CPU shows it: how work is dealt out, refusals, and that the kernel compiles."""
+"""Hopper's decode attention as far as a CPU shows it: how work is dealt out, refusals, and compilation."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -61,7 +61,7 @@ def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
 @pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), slow(40, 70)])
 @pytest.mark.parametrize("scale_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
 def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype: torch.dtype | None) -> None:
-    """With scales that stay, and with scales that are refitted and stored; some of them are too small for float16."""
+    """With scales that stay, and with scales refitted and stored; some of them are too small for float16."""
     scheme = scheme_named(name)
     x = randn(3 * size, size, seed=4)
     h_BB = x.t() @ x / (3 * size)

@@ -1,4 +1,6 @@
-"""The loops over columns on a CPU: against what float64 says of each column given those before it, and against the loops in torch."""
+"""The loops over columns on a CPU: against what float64 says of each column given those before it, and
+against the loops in torch.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +60,9 @@ def bounds(scheme: Scheme, zero: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def assert_nearest(levels_BO: Tensor, wanted_BO: Tensor, scheme: Scheme, zero: Tensor | None) -> Tensor:
-    """Levels are whole, in range, and those nearest to what is wanted; the outputs [O] none of whose columns stood near halfway."""
+    """Levels are whole, in range, and those nearest to what is wanted; the outputs [O] none of whose columns
+    stood near halfway.
+    """
     lowest, highest = bounds(scheme, zero)
     assert bool(((levels_BO >= lowest) & (levels_BO <= highest) & (levels_BO == levels_BO.round())).all())
     assert bool(((wanted_BO.clamp(lowest, highest) - levels_BO).abs() <= 0.5 + CLOSE).all())
@@ -121,7 +125,7 @@ def test_rounding_takes_the_nearest_code_of_what_is_left_of_a_column(
 def test_descending_takes_the_nearest_code_to_the_bottom(
     name: str, size: int, num_outputs: int, layout: str, scale_dtype: torch.dtype | None
 ) -> None:
-    """With scales that stay, and with scales that are refitted and stored. A column with inv_diag 0 keeps its codes."""
+    """With scales that stay, and scales refitted and stored. A column with inv_diag 0 keeps its codes."""
     scheme = scheme_named(name)
     generator = torch.Generator().manual_seed(size)
     h_BB = laid_out(moment(size, generator), layout)
@@ -168,7 +172,9 @@ def test_descending_takes_the_nearest_code_to_the_bottom(
 @INTEGERS
 @OUTPUTS
 def test_where_sums_are_exact_the_loops_agree_to_the_bit(name: str, num_outputs: int) -> None:
-    """All numbers are few bits, so that no order of summation rounds, and every hundredth column stands halfway between two codes."""
+    """All numbers are few bits, so that no order of summation rounds, and every hundredth column stands
+    halfway between two codes.
+    """
     scheme = scheme_named(name)
     generator = torch.Generator().manual_seed(0)
     size = 128

@@ -1,4 +1,6 @@
-"""A decode step's own state: kernels in triton's interpreter and torch, against a plain account of sequences and their blocks."""
+"""A decode step's own state: kernels in triton's interpreter and torch, against a plain account of sequences
+and their blocks.
+"""
 
 import pytest
 import torch

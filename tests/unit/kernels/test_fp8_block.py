@@ -1,4 +1,6 @@
-"""FP8 in blocks of 128 x 128: rows in groups, their linear against the sum written out, and the engine against the decoder."""
+"""FP8 in blocks of 128 x 128: rows in groups, their linear against the sum written out, and the engine
+against the decoder.
+"""
 
 from typing import Any
 
@@ -250,7 +252,9 @@ def rounded_inputs(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
 
 @torch.no_grad()
 def test_the_engine_serves_what_the_decoder_computes_of_inputs_rounded_in_groups() -> None:
-    """To float32's precision in most logits: sums in another order move an input over a tie now and then, and what follows it with it."""
+    """To float32's precision in most logits: sums in another order move an input over a tie now and then, and
+    what follows it with it.
+    """
     source = Blocks(tiny_source(ARCH))
     unrounded, decoder = (build_decoder(source, dtype=torch.float32, device=CPU) for _ in range(2))
     linears = [

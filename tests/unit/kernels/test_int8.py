@@ -67,7 +67,9 @@ def test_the_longest_sum_of_the_largest_numbers_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_linear_is_the_product_of_both_rounded_factors(dtype: torch.dtype) -> None:
-    """Against float64: the product is exact, so what is left is one rounding of each of two scalings and of the result."""
+    """Against float64: the product is exact, so what is left is one rounding of each of two scalings and of
+    the result.
+    """
     parts = weights(37, 20, in_features=129)
     x_TI = torch.randn(11, 129, generator=torch.Generator().manual_seed(2)).to(dtype)
     rows = quantize(x_TI, ActivationQuant(dtype=INT8))
@@ -157,7 +159,9 @@ class Int8:
 
 @torch.no_grad()
 def test_the_engine_serves_what_the_decoder_computes_of_rounded_inputs() -> None:
-    """To float32's precision in most logits: sums in another order move an input over a tie now and then, and what follows it with it."""
+    """To float32's precision in most logits: sums in another order move an input over a tie now and then, and
+    what follows it with it.
+    """
     source = Int8(tiny_source(ARCH))
     unrounded, decoder = (build_decoder(source, dtype=torch.float32, device=CPU) for _ in range(2))
     linears = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]

@@ -1,4 +1,6 @@
-"""What doctor says about kernels is what a loader would get: the same choice, every op, and a reason for whatever stays unused."""
+"""What doctor says about kernels is what a loader would get: the same choice, every op, and a reason for
+whatever stays unused.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Decode linears on Hopper's warpgroup instructions as far as a CPU shows them: plans, refusals, and that the kernel compiles."""
+"""Decode linears on Hopper's warpgroup instructions as far as a CPU shows them: plans, refusals, and that the
+kernel compiles.
+"""
 
 import itertools
 from dataclasses import replace
@@ -141,7 +143,12 @@ def problem(**facts: object) -> Problem:
         "scheme": "FP8_DYNAMIC",
         "sm": 90,
     }
-    return Problem(op="linear", dtype=torch.bfloat16, device="cuda", **{**defaults, **facts})  # type: ignore[arg-type]
+    return Problem(
+        op="linear",
+        dtype=torch.bfloat16,
+        device="cuda",
+        **{**defaults, **facts},  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,13 @@ def test_too_little_shared_memory_is_said() -> None:
 
 def problem(**facts: object) -> Problem:
     defaults = {"n": 4096, "k": 4096, "m_min": 1, "m_max": 64, "row_invariant": True, "scheme": "W4A16_G128"}
-    return Problem(op="linear", dtype=torch.bfloat16, device="cuda", sm=90, **{**defaults, **facts})  # type: ignore[arg-type]
+    return Problem(
+        op="linear",
+        dtype=torch.bfloat16,
+        device="cuda",
+        sm=90,
+        **{**defaults, **facts},  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,4 +1,5 @@
-"""Row-wise kernels, sampling and dequantization in triton's interpreter: the arithmetic of the GPU kernels, without one.
+"""Row-wise kernels, sampling and dequantization in triton's interpreter: the arithmetic of the GPU kernels,
+without one.
 
 The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 """

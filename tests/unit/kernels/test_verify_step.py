@@ -1,4 +1,6 @@
-"""What speculative steps do to their state: kernels in triton's interpreter and torch, against a plain account of sequences."""
+"""What speculative steps do to their state: kernels in triton's interpreter and torch, against a plain
+account of sequences.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""AWQ: the Gram loss is the replayed loss, the search never loses to doing nothing, and folding a scale keeps the function of a layer."""
+"""AWQ: the Gram loss is the replayed loss, the search never loses to doing nothing, and folding a scale keeps
+the function of a layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +48,9 @@ def moment(stats: InputStats) -> Tensor:
 
 
 def fake_quantized(w_OI: Tensor, scheme: Scheme) -> Tensor:
-    """Round to nearest, written anew. Codes are chosen in float32: the largest weight of a symmetric group is a tie by construction."""
+    """Round to nearest, written anew. Codes are chosen in float32: the largest weight of a symmetric group is
+    a tie by construction.
+    """
     w_OGN = w_OI.view(w_OI.shape[0], -1, scheme.group_size or w_OI.shape[1])
     steps = 2**scheme.num_bits - 1
     if scheme.symmetric:
@@ -100,7 +104,7 @@ def test_large_inputs_are_protected() -> None:
 
 
 def test_linears_that_share_an_input_are_searched_together() -> None:
-    """The loss of the stack is the sum of the losses, so the scale minimises the sum over the same candidates."""
+    """The loss of the stack is the sum of the losses, so the scale minimises the sum over the candidates."""
     stats = statistics(inputs())
     h_II = moment(stats)
     scale_I = torch.rand(SIZE, generator=torch.Generator().manual_seed(2)) + 0.5

@@ -70,7 +70,8 @@ def all_codes(scheme: Scheme) -> Tensor:
 def exhaustive_sweep(
     weight: QuantizedWeight, w_OI: Tensor, h_II: Tensor, *, refit: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every scale, then every code of its group, replaced by the best of all that can be stored: no gradient, no closed form.
+    """Every scale, then every code of its group, replaced by the best of all that can be stored: no gradient,
+    no closed form.
 
     Returns codes, scales, and per row whether a second-best choice ever came within 1e-5 of the best.
     """

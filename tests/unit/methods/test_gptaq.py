@@ -1,5 +1,6 @@
-"""GPTAQ against least squares in float64, against the law it follows, and in the runner: a second stream of activations that changes no
-other number and comes back after an interruption."""
+"""GPTAQ against least squares in float64, against the law it follows, and in the runner: a second stream of
+activations that changes no other number and comes back after an interruption.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_the_cross_moment_adds_up_over_samples_and_shards() -> None:
     assert not same.mean().any()
 
 
-# ------------------------------------------------------------------------------------------------------- in the runner
+# ---------------------------------------------------------------------------------------------- in the runner
 
 NUM_SAMPLES = 11
 SEQ_LEN = 13
@@ -230,7 +231,9 @@ class Upto:
 
 @torch.no_grad()
 def inputs_of(weights: WeightSource, layer_idx: int, linears: dict[str, str]) -> dict[str, Tensor]:
-    """Tap -> inputs [T, I] of a layer's linears over the calibration tokens: hooks on a whole decoder, no runner involved."""
+    """Tap -> inputs [T, I] of a layer's linears over the calibration tokens: hooks on a whole decoder, no
+    runner involved.
+    """
     decoder = build_decoder(weights, dtype=torch.float32, device=torch.device("cpu"))
     read = dict[str, Tensor]()
     for linear, tap in linears.items():

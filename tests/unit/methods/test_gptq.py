@@ -50,9 +50,11 @@ def moment(x_TI: Tensor) -> InputStats:
 def textbook_codes(
     w_OI: Tensor, h_II: Tensor, weight: QuantizedWeight, *, damping: float, act_order: bool
 ) -> tuple[Array, Array]:
-    """One column at a time; the inverse of the Hessian of the columns still free is kept explicitly and shrunk by elimination.
+    """One column at a time; the inverse of the Hessian of the columns still free is kept explicitly and
+    shrunk by elimination.
 
-    Returns codes and, for each weight, its distance from the nearest tie in units of a code: two implementations may differ at a tie only.
+    Returns codes and, for each weight, its distance from the nearest tie in units of a code: two
+    implementations may differ at a tie only.
     """
     w = w_OI.double().numpy().copy()
     h = h_II.double().numpy().copy()
@@ -201,7 +203,9 @@ def test_fewer_tokens_than_features_need_no_more_than_the_configured_damping() -
 
 
 def test_a_hessian_that_resists_climbs_the_ladder_and_says_so() -> None:
-    """Indefinite by a hair, as float32 sums of nearly dependent features are: the smallest eigenvalue is -0.05 of the mean diagonal."""
+    """Indefinite by a hair, as float32 sums of nearly dependent features are: the smallest eigenvalue is
+    -0.05 of the mean diagonal.
+    """
     basis, _ = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)))
     values = torch.ones(SIZE)
     values[0] = -0.05

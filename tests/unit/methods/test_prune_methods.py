@@ -1,4 +1,6 @@
-"""Scores and compensations against what they claim, computed another way: brute force, least squares on raw inputs, the model itself."""
+"""Scores and compensations against what they claim, computed another way: brute force, least squares on raw
+inputs, the model itself.
+"""
 
 import itertools
 
@@ -50,7 +52,9 @@ def damped(x_TI: Tensor, damping: float) -> Tensor:
 
 
 def best_loss(w_OI: Tensor, h_II: Tensor, kept: list[int]) -> float:
-    """tr((W - W') H (W - W')^T) at its least over W' that live on `kept`: by normal equations, one output at a time."""
+    """tr((W - W') H (W - W')^T) at its least over W' that live on `kept`: by normal equations, one output at
+    a time.
+    """
     solved_KO = torch.linalg.solve(h_II[kept][:, kept], h_II[kept] @ w_OI.t())
     delta_OI = w_OI.clone()
     delta_OI[:, kept] -= solved_KO.t()
@@ -135,7 +139,9 @@ def test_losses_of_what_went_add_up_to_the_loss_that_is_left() -> None:
 
 @pytest.mark.parametrize("damping", [1e-9, 0.01, 0.3])
 def test_least_squares_is_least_squares_on_the_raw_inputs(damping: float) -> None:
-    """Damping as rows: sqrt(d T) of the identity on the columns that stay, with the weights that they had as what is aimed at."""
+    """Damping as rows: sqrt(d T) of the identity on the columns that stay, with the weights that they had as
+    what is aimed at.
+    """
     x_TI = inputs().to(torch.float32).double()
     w_OI = weights().to(torch.float32).double()
     kept_I = torch.tensor([idx % 3 != 1 for idx in range(IN)])
@@ -196,7 +202,7 @@ def test_inputs_that_are_not_numbers_are_refused() -> None:
 
 
 def test_predicted_losses_rank_units_as_removing_them_does() -> None:
-    """Of a random model every FFN channel and KV group of a layer is silenced, one at a time, and KL measured over the whole model."""
+    """In a random model every FFN channel and KV group of a layer is silenced in turn; KL is the model's."""
     arch = tiny_arch(LLAMA, intermediate_size=16, mlp_bias=False)
     source = tiny_source(arch)
     tokens_NS = tiny_tokens(arch, 24, 24)

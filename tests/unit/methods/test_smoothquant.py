@@ -1,4 +1,4 @@
-"""SmoothQuant against the paper's formula and its two ends, and where it pays: integer inputs with outlier channels."""
+"""SmoothQuant against the paper's formula and its ends, and where it pays: integer inputs with outliers."""
 
 import pytest
 import torch
@@ -115,7 +115,9 @@ def int8_error(x_TI: Tensor, w_OI: Tensor, scale_I: Tensor) -> float:
 
 
 def test_outlier_channels_cost_an_int8_linear_less() -> None:
-    """On inputs that calibration did not see. An outlier sets the step of its whole token, which all other channels then lose in."""
+    """On inputs that calibration did not see. An outlier sets the step of its whole token, which all other
+    channels then lose in.
+    """
     w_OI = weights()
     w_OI[:, OUTLIERS] *= 0.02  # as trained models have them: what is large is not what weighs most
     none = torch.ones(SIZE)

@@ -1,4 +1,6 @@
-"""Causal attention on a CPU with bfloat16 tiles: PyTorch's forward bit for bit, gradients held to float64 and beside PyTorch's own."""
+"""Causal attention on a CPU with bfloat16 tiles: PyTorch's forward bit for bit, gradients held to float64 and
+beside PyTorch's own.
+"""
 
 import pytest
 import torch

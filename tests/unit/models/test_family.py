@@ -1,4 +1,6 @@
-"""A checkpoint is understood wholly or refused: whatever is unknown, missing or misshapen is named. Facts survive JSON and count right."""
+"""A checkpoint is understood wholly or refused: whatever is unknown, missing or misshapen is named. Facts
+survive JSON and count right.
+"""
 
 import dataclasses
 import json

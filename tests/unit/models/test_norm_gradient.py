@@ -1,4 +1,4 @@
-"""RMSNorm with a gradient on a CPU: the bits of the formula forward, gradients held to float64 and beside autograd's."""
+"""RMSNorm with a gradient on a CPU: the formula's bits forward, gradients against float64 and autograd's."""
 
 import pytest
 import torch

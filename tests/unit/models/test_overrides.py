@@ -1,4 +1,6 @@
-"""Per-layer overrides: the first pattern that matches decides, what decides nothing is refused, and linears over one input agree."""
+"""Per-layer overrides: the first pattern that matches decides, what decides nothing is refused, and linears
+over one input agree.
+"""
 
 import itertools
 from fnmatch import fnmatchcase

@@ -1,4 +1,6 @@
-"""Surgery keeps the function where what goes does nothing, whatever the family, and what is left is a checkpoint that others load."""
+"""Surgery keeps the function where what goes does nothing, whatever the family, and what is left is a
+checkpoint that others load.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,9 @@ class Sliced:
 
 
 def pruned(source: WeightSource, unit: HeadUnit) -> tuple[WeightSource, Tensor, Tensor]:
-    """Three of four KV groups, or one of two query heads in each; a channel in five goes. With bool [U] of heads and of channels."""
+    """Three of four KV groups, or one of two query heads in each; a channel in five goes. With bool [U] of
+    heads and of channels.
+    """
     heads_U = mask(4, KEPT_GROUPS) if unit == "kv_group" else mask(8, [0, 3, 4, 7])
     channels_U = torch.arange(40) % 5 != 2
     heads = (6, 3) if unit == "kv_group" else (4, 4)
@@ -137,7 +141,7 @@ def pruned(source: WeightSource, unit: HeadUnit) -> tuple[WeightSource, Tensor, 
 @each_family
 @pytest.mark.parametrize("unit", ["kv_group", "query_head"])
 def test_what_does_nothing_goes_without_changing_a_logit(family: str, unit: HeadUnit) -> None:
-    """Units are silenced at their reader, which leaves rows of theirs that surgery has to take from the right places."""
+    """Units are silenced at their reader, so surgery has to take rows of theirs from the right places."""
     decoder = decoder_of(arch_of(family))
     _, heads_U, channels_U = pruned(MemorySource(decoder, dtype=torch.float32), unit)
     columns = head_units(decoder.arch.layers[0], unit).columns(heads_U)

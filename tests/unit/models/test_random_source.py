@@ -1,4 +1,6 @@
-"""Random weights stand for real ones: the shapes and schemes asked for, the deviation of a trained layer, the same every time."""
+"""Random weights stand for real ones: the shapes and schemes asked for, the deviation of a trained layer, the
+same every time.
+"""
 
 import pytest
 import torch

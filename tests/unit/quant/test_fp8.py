@@ -1,4 +1,4 @@
-"""FP8 through the whole of quantization: how much it loses, where static input scales come from, and what is refused."""
+"""FP8 through the whole of quantization: its loss, where static input scales come from, what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,9 @@ def largest_inputs(decoder: Decoder, layer_idx: int, linears: list[str]) -> dict
 def test_a_static_scale_is_the_range_of_the_inputs_behind_the_layers_already_quantized(
     dtype: str, tmp_path: Path
 ) -> None:
-    """Against inputs caught in a decoder whose earlier layers are the quantized ones; linears over one input share its scale."""
+    """Against inputs caught in a decoder whose earlier layers are the quantized ones; linears over one input
+    share its scale.
+    """
     source = tiny_source(ARCH.replace(dtype=dtype))
     directory, scheme = quantized(tmp_path / "store", {"scheme": "FP8_STATIC"}, source)
     for idx in range(ARCH.num_layers):
@@ -191,7 +193,7 @@ def test_a_head_that_would_need_calibration_is_refused(head: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC"])
 def test_sums_of_codes_do_not_overflow_float16(scheme: str) -> None:
-    """Two rows that agree in every sign have the largest sum there is, and it is a number of float16 once it is scaled."""
+    """Two rows that agree in every sign have the largest sum there is: a number of float16 once scaled."""
     num_features = 512
     weight = nearest_weight(torch.full((8, num_features), 2.0**-9), SCHEMES[scheme], torch.float16)
     problem = Problem("linear", 8, num_features, 1, 4, True, scheme, torch.float16, "cpu", 0)

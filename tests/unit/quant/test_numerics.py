@@ -1,4 +1,6 @@
-"""Scales and codes against compressed-tensors' own arithmetic, the range search against its own measure, and the corner cases of groups."""
+"""Scales and codes against compressed-tensors' own arithmetic, the range search against its own measure, and
+the corner cases of groups.
+"""
 
 import dataclasses
 

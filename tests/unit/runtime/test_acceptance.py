@@ -1,7 +1,9 @@
-"""Rejection sampling against the model's own distribution: chi-square tests of stated power, which a broken rule does not pass.
+"""Rejection sampling against the model's own distribution: chi-square tests of stated power, which a broken
+rule does not pass.
 
-A test here rejects at significance 1e-4. Its power is computed, not assumed: a wrong rule with cell probabilities r gives, for N draws, a
-noncentral chi-square with N sum (r - p)^2 / p (Patnaik 1949), and `power` is the chance that it lies above the limit.
+A test here rejects at significance 1e-4. Its power is computed, not assumed: a wrong rule with cell
+probabilities r gives, for N draws, a noncentral chi-square with N sum (r - p)^2 / p (Patnaik 1949), and
+`power` is the chance that it lies above the limit.
 """
 
 from collections.abc import Callable
@@ -41,7 +43,9 @@ PARAMS = {
 
 
 def chi_square(counts: Tensor, probs: Tensor) -> tuple[float, float]:
-    """Statistic and limit. Cells of fewer than five expected draws are one; a draw that cannot be is infinitely wrong."""
+    """Statistic and limit. Cells of fewer than five expected draws are one; a draw that cannot be is
+    infinitely wrong.
+    """
     expected = probs * counts.sum()
     if counts[probs == 0].sum():
         return float("inf"), 0.0
@@ -70,7 +74,9 @@ def rows_of(params: SamplingParams, num_rows: int) -> SamplingRows:
 def first_tokens(
     p_logits: Tensor, q_logits: Tensor, params: SamplingParams, num_draws: int, *, certain: bool
 ) -> tuple[Tensor, Tensor]:
-    """The first two tokens [N, 2] after two proposals, whose distributions do not depend on what is before, and how many were kept [N]."""
+    """The first two tokens [N, 2] after two proposals, whose distributions do not depend on what is before,
+    and how many were kept [N].
+    """
     rows = rows_of(params, num_draws)
     plan = SamplingPlan.of([params])
     first = torch.full((num_draws,), 9)
@@ -108,7 +114,9 @@ def exact(logits: Tensor, params: SamplingParams) -> Tensor:
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_tokens_have_the_models_distribution(params: SamplingParams, certain: bool) -> None:
-    """60,000 pairs of neighbouring tokens: a rule that replaces from p, not from p - q, would be found with probability above 0.9999."""
+    """60,000 pairs of neighbouring tokens: a rule that replaces from p, not from p - q, would be found with
+    probability above 0.9999.
+    """
     num_draws = 60_000
     (p_logits, q_logits) = two_models()
     tokens, accepted = first_tokens(p_logits, q_logits, params, num_draws, certain=certain)
@@ -200,7 +208,9 @@ def sources(vocab_size: int) -> tuple[RandomSource, RandomSource]:
 
 @pytest.mark.parametrize("proposer", ["draft_model", slow("ngram")])
 def test_what_the_engine_draws_by_rejection_has_the_models_distribution(proposer: str) -> None:
-    """4,000 continuations of three tokens from six, 216 cells. Proposals kept unseen would be found with probability above 0.999."""
+    """4,000 continuations of three tokens from six, 216 cells. Proposals kept unseen would be found with
+    probability above 0.999.
+    """
     vocab_size = 6
     num_draws = 4_000
     prompt = (1, 2, 1, 2, 1)

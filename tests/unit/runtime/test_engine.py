@@ -228,7 +228,8 @@ def test_a_preempted_request_continues_as_if_undisturbed() -> None:
     recomputed = small.generate(requests)
     assert small.num_preemptions > 0
 
-    # Recomputed keys come from prefill rows: equal within rounding, so a token may change only where two were equally likely within it.
+    # Recomputed keys come from prefill rows: equal within rounding, so a token may change only where two were
+    # equally likely within it.
     bound = 64 * torch.finfo(torch.float32).eps * max(float(row.abs().max()) for row in expected.values())
     for key, row in recorder.take().items():
         assert float((row - expected[key]).abs().max()) < bound

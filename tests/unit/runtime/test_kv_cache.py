@@ -155,6 +155,12 @@ def test_odd_heads_are_not_packed_in_pairs() -> None:
 def test_fast_kernels_leave_integer_pages_to_the_reference() -> None:
     for op in ("rope_store", "attention_decode", "attention_prefill"):
         for kv_format in ("INT8_TOKEN_HEAD", "INT4_TOKEN_HEAD"):
-            asked = Problem(op, 128, 4, 1, 8, True, kv_format, torch.bfloat16, "cuda", 90)  # type: ignore[arg-type]
+            asked = Problem(
+                op, 128, 4, 1, 8, True, kv_format, torch.bfloat16, "cuda", 90  # type: ignore[arg-type]
+            )  # fmt: skip
             assert "reference" in select(asked).name
-            assert all(kv_format in str(each.refusal(asked)) for each in candidates(op) if each.rank > 0)  # type: ignore[arg-type]
+            assert all(
+                kv_format in str(each.refusal(asked))
+                for each in candidates(op)  # type: ignore[arg-type]
+                if each.rank > 0
+            )

@@ -1,4 +1,6 @@
-"""What runs in a step: decodes first, chunks within the budget, first come first served, preemption of the youngest."""
+"""What runs in a step: decodes first, chunks within the budget, first come first served, preemption of the
+youngest.
+"""
 
 from dataclasses import dataclass
 

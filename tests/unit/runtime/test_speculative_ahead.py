@@ -1,7 +1,7 @@
 """Speculative steps that are launched before the last one is read give what steps give that wait for it.
 
-On the CPU a launched step is done at once; `Late` is a device that is as late as it may be: a step runs when the host waits for it, on what
-the memory that both reach holds then.
+On the CPU a launched step is done at once; `Late` is a device that is as late as it may be: a step runs when
+the host waits for it, on what the memory that both reach holds then.
 """
 
 import random
@@ -133,8 +133,8 @@ def make_requests(seed: int, num_requests: int = 12) -> list[Request]:
             rng.randrange(VOCAB if idx % 3 else 4) for _ in range(rng.choice([1, 2, 9, 15, 16, 17, 33, 60]))
         )
         params = SamplingParams(
-            rng.choice([1, 2, 3, 5, 8, 18, 26]), temperature=rng.choice([0.0, 0.8]), seed=idx, top_k=rng.choice([0, 7]),
-            ignore_eos=rng.random() < 0.3, logprobs=rng.random() < 0.3,
+            rng.choice([1, 2, 3, 5, 8, 18, 26]), temperature=rng.choice([0.0, 0.8]), seed=idx,
+            top_k=rng.choice([0, 7]), ignore_eos=rng.random() < 0.3, logprobs=rng.random() < 0.3,
         )  # fmt: skip
         requests.append(Request(str(idx), prompt, params))
     return requests
@@ -189,7 +189,9 @@ def test_steps_of_who_looks_on_the_host_wait(launched: list[int]) -> None:
 def test_tokens_and_counts_of_a_batch_are_those_of_steps_that_wait(
     name: str, rule: Any, rate: float | None, late: bool, launched: list[int]
 ) -> None:
-    """Counts, too: what is served once more than needed is not counted. No stop tokens, behind which accepted ones count."""
+    """Counts, too: what is served once more than needed is not counted. No stop tokens, behind which accepted
+    ones count.
+    """
     source = make_source()
     requests = [replace(each, params=replace(each.params, ignore_eos=True)) for each in make_requests(5, 6)]
     config = EngineConfig(
@@ -254,7 +256,9 @@ def test_a_cancelled_request_leaves_the_others_their_tokens(late: bool, launched
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 def test_sequences_up_to_the_last_position_are_served(name: str, launched: list[int]) -> None:
-    """A request with all its tokens may be served once more, behind the last position of the cache and of the rotary tables."""
+    """A request with all its tokens may be served once more, behind the last position of the cache and of the
+    rotary tables.
+    """
     source = make_source(max_position_embeddings=48)
     requests = [
         Request(str(idx), (idx + 1,) * (48 - length), SamplingParams(length, seed=idx, ignore_eos=True))
@@ -314,7 +318,8 @@ def test_a_full_cache_limits_proposals_ends_runs_and_loses_nothing(
         per_block = 16 * (roomy.kv_bytes_per_token + roomy._speculation._proposer.kv_bytes_per_token)
         engine = Ahead(source, device=CPU, config=replace(config, kv_cache_bytes=num_blocks * per_block))
         finished = (make_late(engine) if late else engine).generate(requests)
-        # Recomputed keys are equal within rounding only: a token differs where two were as likely, which does not happen here.
+        # Recomputed keys are equal within rounding only: a token differs where two were as likely, which does
+        # not happen here.
         assert [(each.tokens, each.reason) for each in finished] == [
             (each.tokens, each.reason) for each in plain
         ]

@@ -1,4 +1,6 @@
-"""An EAGLE-3 head in the engine: it changes no bit, and proposes what its module says without cache, rings, chunks and batches."""
+"""An EAGLE-3 head in the engine: it changes no bit, and proposes what its module says without cache, rings,
+chunks and batches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +43,9 @@ def make_head(arch: Arch, **options: Any) -> Eagle3Head:
 
 
 class Oracle:
-    """The head's likeliest tokens, each from the whole sequence anew: the target's decoder layer by layer, then the head's module."""
+    """The head's likeliest tokens, each from the whole sequence anew: the target's decoder layer by layer,
+    then the head's module.
+    """
 
     def __init__(self, source: WeightSource, head: Eagle3Head) -> None:
         self._target = build_decoder(source, dtype=torch.float32, device=CPU)

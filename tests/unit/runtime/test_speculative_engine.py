@@ -1,4 +1,6 @@
-"""Speculative decoding gives what plain decoding gives, bit for bit: whoever proposes, whatever the weights, the cache and the company."""
+"""Speculative decoding gives what plain decoding gives, bit for bit: whoever proposes, whatever the weights,
+the cache and the company.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +72,9 @@ class Noisy:
 
 
 def make_requests(num_requests: int = 20, *, max_tokens: int = 5) -> list[Request]:
-    """Prompts of 1 to 140 tokens, some of which repeat themselves; every other one is drawn. Requests end at different times."""
+    """Prompts of 1 to 140 tokens, some of which repeat themselves; every other one is drawn. Requests end at
+    different times.
+    """
     generator = torch.Generator().manual_seed(1)
     requests = []
     for idx in range(num_requests):
@@ -300,14 +304,17 @@ def test_a_full_cache_limits_proposals_and_preemption_loses_nothing(name: str) -
     engine = Engine(source, device=CPU, config=config)
     finished = engine.generate(requests)
     assert engine.num_preemptions > 0
-    # Recomputed keys are equal within rounding only: a token differs where two were as likely, which does not happen here.
+    # Recomputed keys are equal within rounding only: a token differs where two were as likely, which does not
+    # happen here.
     assert [each.tokens for each in finished] == [each.tokens for each in roomy]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [2048, 21], ids=["whole", "chunked"])
 def test_a_draft_that_is_the_model_itself_is_always_right(temperature: float, chunk: int) -> None:
-    """So its cache holds the keys and values of every position, after prompts and after full acceptance; it draws with the same noise."""
+    """So its cache holds the keys and values of every position, after prompts and after full acceptance; it
+    draws with the same noise.
+    """
     source = make_source()
     requests = [
         Request(each.id, each.prompt, SamplingParams(21, temperature=temperature, seed=idx, ignore_eos=True))
@@ -323,7 +330,9 @@ def test_a_draft_that_is_the_model_itself_is_always_right(temperature: float, ch
 
 
 def test_rejected_proposals_leave_no_trace_in_the_drafts_cache() -> None:
-    """A draft that is the model keeps being right after its proposals were replaced by wrong ones, which the model rejected."""
+    """A draft that is the model keeps being right after its proposals were replaced by wrong ones, which the
+    model rejected.
+    """
     source = make_source()
     requests = [
         Request(each.id, each.prompt, replace(each.params, temperature=0.0))

@@ -1,4 +1,6 @@
-"""The benchmarks of distillation: what they count as useful work is what is computed, and their rows say what was measured."""
+"""The benchmarks of distillation: what they count as useful work is what is computed, and their rows say what
+was measured.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The benchmark of drafts on the bundled model: what is trained is served, and a greedy row has the tokens of plain decoding."""
+"""The benchmark of drafts on the bundled model: what is trained is served, and a greedy row has the tokens of
+plain decoding.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The benchmark of pruning scores: every method it names is a recipe, and its table is about means and spreads over seeds."""
+"""The benchmark of pruning scores: every method it names is a recipe, and its table is about means and
+spreads over seeds.
+"""
 
 from typing import Any
 

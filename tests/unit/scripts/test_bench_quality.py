@@ -1,4 +1,4 @@
-"""The quality benchmark: rows of other tools are scored like ours, and the table compares what is comparable."""
+"""The quality benchmark: rows of other tools are scored like ours; the table compares what is comparable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The speed benchmarks on the CPU, at a tiny shape: every op is checked and timed, wrong results are seen, files state their conditions."""
+"""The speed benchmarks on the CPU, at a tiny shape: every op is checked and timed, wrong results are seen,
+files state their conditions.
+"""
 
 import dataclasses
 import json
@@ -40,12 +42,15 @@ from pathlib import Path
 from safetensors import safe_open
 question = json.load(open(sys.argv[2]))
 shutil.copy(sys.argv[2], "{seen}")
-assert (Path(question["model"]) / "tokenizer.json").exists() and (Path(question["model"]) / "config.json").exists()
+assert (Path(question["model"]) / "tokenizer.json").exists() and \
+(Path(question["model"]) / "config.json").exists()
 with safe_open(question["tokens"], "pt") as tokens:
     assert tokens.get_tensor("tokens").shape == (2, 16)
 starts = [3, 0, 0]  # the first call of a process
-runs = [{{"seconds": start + 2 * layers, "peak_device_bytes": None}} for start, layers in zip(starts, question["layers"])]
-answer = {{"runs": runs, "package": "llmcompressor", "method": "gptq", "versions": {{"llmcompressor": "9.9"}}}}
+runs = [{{"seconds": start + 2 * layers, "peak_device_bytes": None}} \
+for start, layers in zip(starts, question["layers"])]
+answer = {{"runs": runs, "package": "llmcompressor", "method": "gptq", \
+"versions": {{"llmcompressor": "9.9"}}}}
 json.dump(answer, open(sys.argv[3], "w"))
 """
 

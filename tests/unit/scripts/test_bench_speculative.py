@@ -1,4 +1,6 @@
-"""The benchmark of speculation on the bundled model: its file holds every condition, and its tokens are those of plain decoding."""
+"""The benchmark of speculation on the bundled model: its file holds every condition, and its tokens are those
+of plain decoding.
+"""
 
 import json
 from pathlib import Path

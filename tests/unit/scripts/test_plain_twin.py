@@ -1,4 +1,6 @@
-"""The plain arithmetic that programs are held to: this runtime's is the definition of its kernels, and that of others differs from it."""
+"""The plain arithmetic that programs are held to: this runtime's is the definition of its kernels, and that
+of others differs from it.
+"""
 
 import pytest
 import torch

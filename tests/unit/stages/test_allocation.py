@@ -1,4 +1,4 @@
-"""The knapsack behind mixed precision, against every allocation there is and against a general solver of its relaxation."""
+"""The knapsack behind mixed precision, against every allocation and a general solver of its relaxation."""
 
 import itertools
 import random

@@ -1,4 +1,6 @@
-"""What a linear takes: the table that ships is the measurement that it names, and beyond it bytes of the kernel that would serve."""
+"""What a linear takes: the table that ships is the measurement that it names, and beyond it bytes of the
+kernel that would serve.
+"""
 
 import json
 import sys

@@ -1,5 +1,6 @@
-"""The peak memory that `compress plan` states is within 25 % of what a stage takes, measured in a process of its
-own. The model is large enough for its matrices to outweigh what Python and the libraries allocate."""
+"""The peak memory that `compress plan` states is within 25 % of what a stage takes, measured in a process of
+its own. The model is large enough for its matrices to outweigh what Python and the libraries allocate.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""A preset is shorthand: it says the same as the keys it stands for, explicit keys win, and nothing that is kept remembers it."""
+"""A preset is shorthand: it says the same as the keys it stands for, explicit keys win, and nothing that is
+kept remembers it.
+"""
 
 from typing import Any
 

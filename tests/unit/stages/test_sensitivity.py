@@ -1,4 +1,6 @@
-"""Gradients found layer by layer are those of the whole graph, and the sensitivities made of them foretell what rounding really costs."""
+"""Gradients found layer by layer are those of the whole graph, and the sensitivities made of them foretell
+what rounding really costs.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,7 +67,10 @@ def test_gradients_layer_by_layer_are_those_of_the_whole_graph(
     visit_gradients(source, tokens_NS, found, ctx, compute_dtype=torch.float32, draws_NS=draws_NS)
     assert found.order == list(reversed(range(source.arch.num_layers)))
     decoder = build_decoder(source, dtype=torch.float32, device=torch.device("cpu"))
-    linears = {(idx, name): decoder.layers[idx].linear(name) for idx, name in found.gradients}  # type: ignore[operator]
+    linears = {
+        (idx, name): decoder.layers[idx].linear(name)  # type: ignore[operator]
+        for idx, name in found.gradients
+    }
     for sample, tokens_S in enumerate(tokens_NS.to(torch.int64)):
         outputs: dict[tuple[int, str], Tensor] = {}
         hooks = [
@@ -103,7 +108,9 @@ def _logits(decoder: Decoder, x_BSD: Tensor) -> Tensor:
 
 
 def test_labels_follow_the_predictions(tmp_path: Path) -> None:
-    """The mean over labels of a gradient of log p is zero: what is left is noise of the draws, which falls with their number."""
+    """The mean over labels of a gradient of log p is zero: what is left is noise of the draws, which falls
+    with their number.
+    """
     source = tiny_source(tiny_arch(LLAMA))
     tokens_NS = tiny_tokens(source.arch, 1, SEQ_LEN).expand(200, -1)
     found = Recorder()

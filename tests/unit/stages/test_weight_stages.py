@@ -1,5 +1,6 @@
-"""The stages calibrate, quantize and export, run by hand into a workspace: what each reads, writes, refuses, and how a stopped one
-resumes."""
+"""The stages calibrate, quantize and export, run by hand into a workspace: what each reads, writes, refuses,
+and how a stopped one resumes.
+"""
 
 import shutil
 import signal

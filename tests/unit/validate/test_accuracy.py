@@ -17,7 +17,9 @@ VOCAB, WINDOWS, WINDOW = 211, 7, 150  # more positions than are scored at once, 
 def table_model(
     seed: int, *, noise: float = 0.0, scale: float = 3.0, dtype: torch.dtype = torch.float32
 ) -> Logits:
-    """Next-token logits that depend on the token and on its position, so that a shifted or dropped position is noticed."""
+    """Next-token logits that depend on the token and on its position, so that a shifted or dropped position
+    is noticed.
+    """
     generator = torch.Generator().manual_seed(0)
     own = torch.Generator().manual_seed(seed)
     table_VV = torch.randn(VOCAB, VOCAB, generator=generator) * scale
@@ -59,7 +61,8 @@ def test_agrees_with_double_precision_numpy(tokens_NS: Tensor) -> None:
     nll_p = -np.take_along_axis(log_p, target, -1)[..., 0]
     nll_q = -np.take_along_axis(log_q, target, -1)[..., 0]
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
-    # Each log-probability is rounded at its own size (about 20 here); means of many average the rounding, they do not add to it.
+    # Each log-probability is rounded at its own size (about 20 here); means of many average the rounding,
+    # they do not add to it.
     tolerance = 8 * float(np.finfo(np.float32).eps) * float(np.abs(log_p).max())
     assert accuracy.num_tokens == kl.size == WINDOWS * (WINDOW - 1)
     assert accuracy.ppl_source.value == pytest.approx(np.exp(nll_p.mean()), rel=tolerance)

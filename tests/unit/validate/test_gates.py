@@ -1,4 +1,6 @@
-"""Gates compare the unfavourable end of an interval, know their direction and their device, and refuse what they do not know."""
+"""Gates compare the unfavourable end of an interval, know their direction and their device, and refuse what
+they do not know.
+"""
 
 import dataclasses
 from typing import Any

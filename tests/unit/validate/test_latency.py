@@ -1,4 +1,4 @@
-"""Latency on an engine whose clock is known exactly, and the roofline on a model whose arithmetic is known exactly."""
+"""Latency on an engine whose clock, and the roofline on a model whose arithmetic, are known exactly."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -109,7 +109,9 @@ def compare(
     min_repeats: int | None = None,
     units_s: tuple[float, float] = (0.002, 0.001),
 ) -> tuple[LatencyRow, LatencyRow]:
-    """Measure two engines on one wall clock that others slow down: `slowdown` by how many batches came before, after two warm-ups."""
+    """Measure two engines on one wall clock that others slow down: `slowdown` by how many batches came
+    before, after two warm-ups.
+    """
     clock = Clock()
     engines = {
         name: cast("Engine", ClockworkEngine(lambda turn: slowdown(turn - 2), unit_s, name=name, clock=clock))
@@ -251,7 +253,9 @@ def test_a_drift_is_seen_and_its_direction() -> None:
 
 
 def test_what_slows_both_models_leaves_their_ratio() -> None:
-    """The machine becomes slower by 3 % with every batch; measured one after the other, the ratio would be off by a sixth."""
+    """The machine becomes slower by 3 % with every batch; measured one after the other, the ratio would be
+    off by a sixth.
+    """
     source, candidate = compare(lambda turn: 1.0 + 0.03 * turn)
     assert source.tpot_ms_p50.value / candidate.tpot_ms_p50.value == pytest.approx(2.0, rel=0.03)
 

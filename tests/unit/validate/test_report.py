@@ -1,4 +1,4 @@
-"""The report is plain data, renders to one self-contained deterministic page, and shows only what was measured."""
+"""The report is plain data, becomes one self-contained deterministic page, shows only what was measured."""
 
 import json
 import re
@@ -195,7 +195,11 @@ def test_an_unstable_latency_is_named_in_warning_headline_table_and_picture() ->
 
 @pytest.mark.usefixtures("no_drawing")
 def test_a_gate_without_evidence_says_so_on_the_page() -> None:
-    (gate, *_) = [each for each in report_parts()["gates"].results if each.passed]  # type: ignore[attr-defined]
+    (gate, *_) = [
+        each
+        for each in report_parts()["gates"].results  # type: ignore[attr-defined]
+        if each.passed
+    ]
     unproven = replace(
         gate, value=None, bound=None, passed=False, note="no evidence: 3 was measured, but ..."
     )

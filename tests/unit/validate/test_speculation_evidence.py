@@ -1,4 +1,6 @@
-"""What is measured of speculation: against the engine's own counts, against laws of acceptance, and advice that follows from the times."""
+"""What is measured of speculation: against the engine's own counts, against laws of acceptance, and advice
+that follows from the times.
+"""
 
 from dataclasses import replace
 

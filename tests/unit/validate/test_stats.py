@@ -46,7 +46,9 @@ def test_quantiles_agree_with_numpy() -> None:
 
 
 def test_quantile_interval_covers_the_truth_when_windows_are_dependent() -> None:
-    """Values share a window effect as large as their own spread: 95 % intervals must still cover about 95 % of the time."""
+    """Values share a window effect as large as their own spread: 95 % intervals must still cover about 95 %
+    of the time.
+    """
     rng = np.random.default_rng(3)
     truth = scipy.stats.norm.ppf(0.9, scale=math.sqrt(2))
     hits = 0
@@ -73,7 +75,7 @@ def test_windows_that_agree_by_chance_do_not_give_an_interval_of_no_width() -> N
 
 
 def test_detectable_effect_is_found_as_often_as_promised() -> None:
-    """Simulated power of the paired t test at exactly the effect that is called detectable for the true spread."""
+    """Simulated power of the paired t test at exactly the effect called detectable for the true spread."""
     rng = np.random.default_rng(5)
     unit = rng.normal(size=20)
     unit = (unit - unit.mean()) / unit.std(ddof=1)
