@@ -1,5 +1,5 @@
-"""Cases that repeat at other sizes what their neighbours show: `make test` leaves them out, `make test-all` runs
-them."""
+"""Cases that repeat at other sizes what their neighbours show: `make test` leaves them out, and
+`make test-slow` runs them."""
 
 from typing import Any
 
