@@ -7,7 +7,6 @@ It is the bundled model with the keys of one head times 2^20 and the queries tha
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from compress.export import open_weights
 from compress.models.checkpoint import write_checkpoint
 from compress.models.weights import build_decoder
 from compress.pipeline import resolve_source
+from scripts.kv_outliers import Outliers
 
 Command = Callable[..., tuple[int, str, str]]
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 GATE = 0.04
 """Between what FP8 weights, keys and values cost this model together, 0.011, and what the collapse does, 0.2
 and more.
@@ -29,10 +28,7 @@ and more.
 
 
 @pytest.fixture
-def collapsing(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    from scripts.kv_outliers import Outliers
-
+def collapsing(work: Path) -> Path:
     source = resolve_source("builtin://reference")
     base = open_weights(source.path)
     path = work / "model"
@@ -47,7 +43,6 @@ def collapsing(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in source.text_files():
         if file.name != "config.json":
             shutil.copyfile(file, path / file.name)
-    del sys.modules["kv_outliers"]
     return path
 
 

@@ -20,7 +20,7 @@ from compress.runtime.speculative.draft_model import DraftModel
 from compress.runtime.speculative.speculation import Speculative
 
 CPU = torch.device("cpu")
-NUM_PROMPTS = 24
+NUM_PROMPTS = 12
 PROMPT = 24
 LENGTH = 120
 

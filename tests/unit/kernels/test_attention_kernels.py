@@ -105,16 +105,16 @@ if INTERPRETED:
         assert float((actual.double() - expected).norm() / expected.norm()) < tolerance
 
     CASES = [
-        slow(64, 16, 4, None, torch.float32),
-        slow(80, 64, 4, None, torch.float32),
-        slow(128, 32, 7, None, torch.float16),
-        (64, 64, 2, 50, torch.float16),
-        (96, 128, 1, 200, torch.float16),
+        *((each, 64, 64, 2, 50, torch.float16) for each in FORMATS),
+        *((each, 96, 128, 1, 200, torch.float16) for each in FORMATS),
+        slow("static", 64, 16, 4, None, torch.float32),
+        slow("token_head", 80, 64, 4, None, torch.float32),
+        slow("dense", 128, 32, 7, None, torch.float16),
     ]
-    each_case = pytest.mark.parametrize(("head_dim", "block_size", "group", "window", "dtype"), CASES)
-    each_format = pytest.mark.parametrize("kv_format", FORMATS)
+    each_case = pytest.mark.parametrize(
+        ("kv_format", "head_dim", "block_size", "group", "window", "dtype"), CASES
+    )
 
-    @each_format
     @each_case
     def test_decode_is_attention_over_the_pages(
         kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype
@@ -178,7 +178,6 @@ if INTERPRETED:
         assert torch.equal(out[:3], torch.zeros(3, 2, 64))
         torch.testing.assert_close(out[3], kv.v[:, 0, 0].expand(2, -1))
 
-    @each_format
     @each_case
     def test_prefill_is_attention_over_the_pages(
         kv_format: str, head_dim: int, block_size: int, group: int, window: int | None, dtype: torch.dtype

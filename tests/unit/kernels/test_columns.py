@@ -58,9 +58,15 @@ def test_rounding_a_block(name: str, size: int, num_outputs: int) -> None:
 
 @inside
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("size", "num_outputs"), [(16, 3), slow(40, 70)])
-@pytest.mark.parametrize("scale_dtype", [None, torch.float32, torch.float16, torch.bfloat16])
-def test_descending_a_block(name: str, size: int, num_outputs: int, scale_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("scale_dtype", "size", "num_outputs"),
+    [
+        *((each, 16, 3) for each in (None, torch.float32, torch.float16, torch.bfloat16)),
+        slow(None, 40, 70),
+        slow(torch.bfloat16, 40, 70),
+    ],
+)
+def test_descending_a_block(name: str, scale_dtype: torch.dtype | None, size: int, num_outputs: int) -> None:
     """With scales that stay, and with scales refitted and stored; some of them are too small for float16."""
     scheme = scheme_named(name)
     x = randn(3 * size, size, seed=4)

@@ -15,7 +15,6 @@ from scripts.bench_distill import flops_of
 from tests.support.scripts import run_script
 from tests.support.tiny_decoder import LLAMA, tiny_arch, tiny_decoder
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
 CONFIG = {**LLAMA, "mlp_bias": False}
 
 
