@@ -376,7 +376,11 @@ def _plus_lower_(sum_DD: Tensor, lower: list[Tensor]) -> Tensor:
     begin = 0
     for rows in lower:
         end = rows.shape[1]
-        sum_DD[begin:end, :end] += rows
-        sum_DD[:begin, begin:end] += rows[:, :begin].t()
+        left = rows[:, :begin]
+        diagonal = rows[:, begin:]
+        sum_DD[begin:end, :begin] += left
+        sum_DD[:begin, begin:end] += left.t()
+        # Not every library's x^T x is symmetric bit for bit (MKL's AVX2 code): the lower triangle decides.
+        sum_DD[begin:end, begin:end] += diagonal.tril() + diagonal.tril(-1).t()
         begin = end
     return sum_DD

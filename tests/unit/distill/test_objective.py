@@ -92,7 +92,7 @@ def test_kept_logits_are_nearly_the_teacher_and_are_filled_where_they_are_missin
     (logits.directory / "00001.safetensors").unlink()
     again = kept(tmp_path)
     assert again.missing() == [1]
-    again.fill(teacher, OneRank(), calls.append, device=CPU, at_once=7)
+    again.fill(teacher, OneRank(), calls.append, device=CPU, at_once=4)
     assert all(torch.equal(one, other) for one, other in zip(again.rows(chosen), rows, strict=True))
 
 
