@@ -106,7 +106,7 @@ def _served(name: str, phase: Phase, problems: Sequence[Problem]) -> Served:
         for kernel in candidates(problem.op):
             reason = kernel.refusal(problem)
             if reason is None:
-                faster = {other.name for other in candidates(problem.op) if other.rank > kernel.rank}
+                faster = {other.name for other in candidates(problem.op) if other.priority > kernel.priority}
                 return Served(
                     name,
                     phase,
@@ -125,7 +125,7 @@ def unused(rows: Sequence[Served]) -> list[dict[str, str]]:
         problems = [row.problem for row in rows if row.problem.op == op]
         serving = {row.kernel for row in rows if row.problem.op == op}
         for kernel in candidates(op):
-            if kernel.rank > 0 and kernel.name not in serving:
+            if kernel.priority > 0 and kernel.name not in serving:
                 reasons = dict.fromkeys(kernel.refusal(problem) for problem in problems)
                 reason = "; ".join(each for each in reasons if each is not None)
                 idle.append(

@@ -1,7 +1,7 @@
 """The choice of a kernel: every candidate either supports a problem or gives the reason why it does not.
 
 An op is a package of this one; a kernel is one file in it that adds itself to `KERNELS[op]`. `select` takes
-the candidate of the highest rank that refuses nothing. Nothing falls back silently: refusals are kept and
+the candidate of the highest priority that refuses nothing. Nothing falls back silently: refusals are kept and
 shown (`refusals`, `Engine.kernel_report`).
 
 The signature of `fn`, by op (T rows, O out, I in, D hidden, F ffn, H heads, K kv heads, C head dimension, R
@@ -57,13 +57,13 @@ class Kernel:
     `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of
     tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
-    the one of the highest `rank` serves. A linear that `prepares` also takes `RawRows`.
+    the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`.
     """
 
     op: Op
     name: str
     min_sm: int
-    rank: int
+    priority: int
     supports: Callable[[Problem], str | None]
     fn: Callable[..., Any]
     repack: Repack | None = None
@@ -92,9 +92,9 @@ def anything(problem: Problem) -> str | None:
 
 
 def candidates(op: Op) -> list[Kernel]:
-    """Return the kernels of an op, highest rank first."""
+    """Return the kernels of an op, highest priority first."""
     return sorted(
-        (kernel for _, kernel in KERNELS[op].items()), key=lambda kernel: (-kernel.rank, kernel.name)
+        (kernel for _, kernel in KERNELS[op].items()), key=lambda kernel: (-kernel.priority, kernel.name)
     )
 
 

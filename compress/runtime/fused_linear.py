@@ -35,7 +35,7 @@ class BoundKernel:
     def report(self, *, layer: int | None, linear: str) -> dict[str, Any]:
         """Return one row of `Engine.kernel_report`."""
         problem = self.problem
-        faster = [each for each in candidates(problem.op) if each.rank > self.kernel.rank]
+        faster = [each for each in candidates(problem.op) if each.priority > self.kernel.priority]
         return {
             "layer": layer,
             "linear": linear,

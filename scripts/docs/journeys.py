@@ -63,11 +63,6 @@ WEIGHT = Journey(
             "quant/codec.py spells them.",
         ),
         Stop(
-            "compress/artifact/workspace.py",
-            "Workspace",
-            "Takes the digest of every tensor, and gives the finished directory its name by one rename.",
-        ),
-        Stop(
             "compress/stages/export.py",
             "export",
             "Reads that store, and has a format write it.",
@@ -80,8 +75,13 @@ WEIGHT = Journey(
         Stop(
             "compress/runtime/loader.py",
             "load_model",
-            "Reads the artifact, fuses the linears of a group, and repacks each once for the layout of its "
-            "kernel.",
+            "Takes the weights of the artifact layer by layer, fuses the linears of a group, and has each "
+            "repacked once.",
+        ),
+        Stop(
+            "compress/kernels/linear/w4a16.py",
+            "repack",
+            "Brings four-bit codes and scales into the layout that its kernel reads.",
         ),
         Stop(
             "compress/runtime/fused_linear.py",
@@ -93,7 +93,7 @@ WEIGHT = Journey(
 )
 BATCH = Journey(
     "batch",
-    "A calibration batch, from text to statistics",
+    "A calibration batch, from text to a compressed layer",
     (
         Stop(
             "compress/stages/calibrate.py",
@@ -112,14 +112,15 @@ BATCH = Journey(
             "Holds the samples as token ids [N, S].",
         ),
         Stop(
-            "compress/calibrate/sequential.py",
-            "run_sequential",
-            "Embeds the samples, then takes them through the model, one layer at a time.",
+            "compress/stages/quantize/layers.py",
+            "quantize_layers",
+            "The next stage: reads the token set and starts the runner.",
         ),
         Stop(
-            "compress/calibrate/layer_run.py",
-            "LayerRun",
-            "Holds what the runner passes along: samples, shards, ranks, memory guard and dtype.",
+            "compress/calibrate/sequential.py",
+            "run_sequential",
+            "Embeds the samples, then takes them through the model, one layer at a time (layer_run.py "
+            "holds them).",
         ),
         Stop(
             "compress/calibrate/at_once.py",
@@ -167,11 +168,6 @@ REQUEST = Journey(
     "A request, from text to text",
     (
         Stop(
-            "compress/api.py",
-            "load",
-            "Opens the model and builds the engine.",
-        ),
-        Stop(
             "compress/llm.py",
             "LLM",
             "Encodes the prompt, adds a request, steps the engine, decodes its tokens.",
@@ -203,10 +199,14 @@ REQUEST = Journey(
             "(kernels/attention_prefill/), o, gated FFN.",
         ),
         Stop(
+            "compress/runtime/fused_linear.py",
+            "FusedLinear",
+            "Multiplies with the weights of a linear group, by the kernel that kernels/select.py chose.",
+        ),
+        Stop(
             "compress/runtime/sampler.py",
             "sample",
-            "Chooses the first token, by seed and position; sample_rows does it on the device for each "
-            "later one.",
+            "Chooses the first token, by seed and position; decode steps call sample_rows of the same file.",
         ),
         Stop(
             "compress/runtime/decode_run.py",
@@ -216,7 +216,7 @@ REQUEST = Journey(
         Stop(
             "compress/runtime/decode.py",
             "PlainDecoding",
-            "Keeps the rows of a decode step on the device and replays the step as a CUDA graph.",
+            "Keeps the rows of a decode step on the device and launches the step as a CUDA graph.",
         ),
         Stop(
             "compress/kernels/attention_decode/hopper.py",

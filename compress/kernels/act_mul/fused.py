@@ -98,4 +98,4 @@ def act_mul(
     return rows
 
 
-register(Kernel("act_mul", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=act_mul))
+register(Kernel("act_mul", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=act_mul))

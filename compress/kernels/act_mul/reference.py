@@ -40,4 +40,4 @@ def act_mul(gate_up_TF: Tensor, activation_name: str) -> Tensor:
     return (activated[0] if len(activated) == 1 else torch.cat(activated))[:, :size] * up
 
 
-register(Kernel("act_mul", "reference", min_sm=0, rank=0, supports=anything, fn=act_mul_rows))
+register(Kernel("act_mul", "reference", min_sm=0, priority=0, supports=anything, fn=act_mul_rows))

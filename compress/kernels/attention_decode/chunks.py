@@ -150,5 +150,12 @@ def _merge(o: Tensor, m: Tensor, total: Tensor) -> Tensor:
 
 
 register(
-    Kernel("attention_decode", "reference.chunks", min_sm=0, rank=0, supports=anything, fn=attention_decode)
+    Kernel(
+        "attention_decode",
+        "reference.chunks",
+        min_sm=0,
+        priority=0,
+        supports=anything,
+        fn=attention_decode,
+    )
 )

@@ -229,4 +229,13 @@ def supports(problem: Problem) -> str | None:
     return integers_refused(problem.scheme)
 
 
-register(Kernel("attention_decode", "cuda.lanes", min_sm=SM, rank=20, supports=supports, fn=attention_decode))
+register(
+    Kernel(
+        "attention_decode",
+        "cuda.lanes",
+        min_sm=SM,
+        priority=20,
+        supports=supports,
+        fn=attention_decode,
+    )
+)

@@ -383,5 +383,5 @@ def supports(problem: Problem) -> str | None:
 
 
 register(
-    Kernel("attention_decode", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_decode)
+    Kernel("attention_decode", "triton.paged", min_sm=80, priority=10, supports=supports, fn=attention_decode)
 )

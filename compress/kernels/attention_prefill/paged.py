@@ -395,5 +395,12 @@ def supports(problem: Problem) -> str | None:
 
 
 register(
-    Kernel("attention_prefill", "triton.paged", min_sm=80, rank=10, supports=supports, fn=attention_prefill)
+    Kernel(
+        "attention_prefill",
+        "triton.paged",
+        min_sm=80,
+        priority=10,
+        supports=supports,
+        fn=attention_prefill,
+    )
 )

@@ -55,5 +55,12 @@ def _attend(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, sca
 
 
 register(
-    Kernel("attention_prefill", "reference.sdpa", min_sm=0, rank=0, supports=anything, fn=attention_prefill)
+    Kernel(
+        "attention_prefill",
+        "reference.sdpa",
+        min_sm=0,
+        priority=0,
+        supports=anything,
+        fn=attention_prefill,
+    )
 )

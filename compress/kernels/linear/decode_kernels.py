@@ -68,7 +68,7 @@ def decode_kernels(
     repack: Repack,
     refusal: Callable[[Problem], str | None],
     min_sm: int = MIN_SM,
-    rank: int = 20,
+    priority: int = 20,
 ) -> Iterator[Kernel]:
     """Yield the kernels of a format, one for each activation; `refusal` adds what only this format
     refuses."""
@@ -95,7 +95,7 @@ def decode_kernels(
             "linear",
             f"{name}{suffix}",
             min_sm=min_sm,
-            rank=rank,
+            priority=priority,
             supports=supports,
             fn=bound,
             repack=repack,

@@ -51,7 +51,13 @@ SCHEMES = ("FP8_DYNAMIC", "FP8_STATIC")
 for _kernel in (
     *decode_kernels("stream.fp8", schemes=SCHEMES, fn=linear, repack=repack, refusal=refuse_partial_tile),
     *decode_kernels(
-        "hopper.fp8", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
+        "hopper.fp8",
+        schemes=SCHEMES,
+        fn=hopper_linear,
+        repack=repack,
+        refusal=refusal,
+        min_sm=90,
+        priority=30,
     ),
 ):
     register(_kernel)

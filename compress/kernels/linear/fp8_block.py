@@ -83,4 +83,4 @@ for _device, _rows in ((None, DECODE_ROWS), *PREFILL_ROWS.items()):
     _supports = partial(_refusal, few_rows=_device is None, device=_device)
     _name = f"reference.fp8_block.tile{_rows}"
     _fn = partial(linear, rows=_rows)
-    register(Kernel("linear", _name, min_sm=0, rank=0, supports=_supports, fn=_fn, repack=repack))
+    register(Kernel("linear", _name, min_sm=0, priority=0, supports=_supports, fn=_fn, repack=repack))

@@ -114,4 +114,4 @@ def refusal(problem: Problem) -> str | None:
     )
 
 
-register(Kernel("linear", "reference.int8", min_sm=0, rank=1, supports=refusal, fn=linear, repack=repack))
+register(Kernel("linear", "reference.int8", min_sm=0, priority=1, supports=refusal, fn=linear, repack=repack))

@@ -48,8 +48,8 @@ class Program:
 
 
 class Planned(Protocol):
-    """What a plan decides about the compiled kernel: rows of a block in eights, and the macros that only this
-    program has."""
+    """The part of a plan that the compiled kernel depends on: `8 * token_tiles` rows a block, and the macros
+    that only this program has."""
 
     @property
     def token_tiles(self) -> int: ...

@@ -50,4 +50,4 @@ def refusal(problem: Problem) -> str | None:
     return library_refusal(problem)
 
 
-register(Kernel("linear", "fp8.cublas", min_sm=90, rank=10, supports=refusal, fn=linear, repack=repack))
+register(Kernel("linear", "fp8.cublas", min_sm=90, priority=10, supports=refusal, fn=linear, repack=repack))

@@ -179,4 +179,14 @@ def refusal(problem: Problem) -> str | None:
     return library_refusal(problem) or triton_refusal(problem)
 
 
-register(Kernel("linear", "w4a16.dequantize", min_sm=80, rank=10, supports=refusal, fn=linear, repack=repack))
+register(
+    Kernel(
+        "linear",
+        "w4a16.dequantize",
+        min_sm=80,
+        priority=10,
+        supports=refusal,
+        fn=linear,
+        repack=repack,
+    )
+)

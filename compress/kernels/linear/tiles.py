@@ -114,7 +114,13 @@ def _register(prefix: str, rows: int, supports: Callable[[Problem], str | None])
     fn = partial(linear_in_tiles, rows=rows)
     register(
         Kernel(
-            "linear", f"{prefix}.tile{rows}", min_sm=0, rank=0, supports=supports, fn=fn, repack=dequantized
+            "linear",
+            f"{prefix}.tile{rows}",
+            min_sm=0,
+            priority=0,
+            supports=supports,
+            fn=fn,
+            repack=dequantized,
         )
     )
 

@@ -148,7 +148,13 @@ SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM")
 for _kernel in (
     *decode_kernels("stream.w4a16", schemes=SCHEMES, fn=linear, repack=repack, refusal=anything),
     *decode_kernels(
-        "hopper.w4a16", schemes=SCHEMES, fn=hopper_linear, repack=repack, refusal=refusal, min_sm=90, rank=30
+        "hopper.w4a16",
+        schemes=SCHEMES,
+        fn=hopper_linear,
+        repack=repack,
+        refusal=refusal,
+        min_sm=90,
+        priority=30,
     ),
 ):
     register(_kernel)

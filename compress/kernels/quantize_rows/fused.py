@@ -169,4 +169,4 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(Kernel("quantize_rows", "triton.row", min_sm=80, rank=10, supports=_refusal, fn=quantize_rows))
+register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=_refusal, fn=quantize_rows))

@@ -3,4 +3,4 @@
 from compress.kernels.operands.rows import quantize
 from compress.kernels.select import Kernel, anything, register
 
-register(Kernel("quantize_rows", "reference", min_sm=0, rank=0, supports=anything, fn=quantize))
+register(Kernel("quantize_rows", "reference", min_sm=0, priority=0, supports=anything, fn=quantize))

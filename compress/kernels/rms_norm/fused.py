@@ -71,4 +71,4 @@ def rms_norm(
     return out.view(x.shape) if isinstance(out, Tensor) else out
 
 
-register(Kernel("rms_norm", "triton.row", min_sm=80, rank=10, supports=row_refusal, fn=rms_norm))
+register(Kernel("rms_norm", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=rms_norm))

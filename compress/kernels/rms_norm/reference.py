@@ -31,4 +31,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-register(Kernel("rms_norm", "reference", min_sm=0, rank=0, supports=anything, fn=rms_norm_rows))
+register(Kernel("rms_norm", "reference", min_sm=0, priority=0, supports=anything, fn=rms_norm_rows))

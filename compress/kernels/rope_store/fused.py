@@ -282,4 +282,4 @@ def supports(problem: Problem) -> str | None:
     return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
 
 
-register(Kernel("rope_store", "triton.fused", min_sm=80, rank=10, supports=supports, fn=rope_store))
+register(Kernel("rope_store", "triton.fused", min_sm=80, priority=10, supports=supports, fn=rope_store))

@@ -41,4 +41,4 @@ def rope_store(
     return q_THC
 
 
-register(Kernel("rope_store", "reference", min_sm=0, rank=0, supports=anything, fn=rope_store))
+register(Kernel("rope_store", "reference", min_sm=0, priority=0, supports=anything, fn=rope_store))

@@ -33,7 +33,9 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> Any:
         plugins._loaded = True
         for kernel in (
             kernel_named(
-                "reference", rank=0, supports=lambda problem: "no activation" if problem.activation else None
+                "reference",
+                priority=0,
+                supports=lambda problem: "no activation" if problem.activation else None,
             ),
             *kernels,
         ):
@@ -43,8 +45,8 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replaced
 
 
-def kernel_named(name: str, *, rank: int = 10, min_sm: int = 0, supports: Any = anything) -> Kernel:
-    return Kernel("linear", name, min_sm=min_sm, rank=rank, supports=supports, fn=lambda: None)
+def kernel_named(name: str, *, priority: int = 10, min_sm: int = 0, supports: Any = anything) -> Kernel:
+    return Kernel("linear", name, min_sm=min_sm, priority=priority, supports=supports, fn=lambda: None)
 
 
 def test_every_op_scheme_and_linear_is_answered_by_the_kernel_that_would_be_selected() -> None:
@@ -89,7 +91,7 @@ def test_a_gated_kernel_serves_the_gate_of_decode(linears: Any) -> None:
 
 
 def test_what_stays_unused_says_why(linears: Any) -> None:
-    linears(kernel_named("hopper", min_sm=90), kernel_named("fast", rank=20), kernel_named("slow"))
+    linears(kernel_named("hopper", min_sm=90), kernel_named("fast", priority=20), kernel_named("slow"))
     rows = coverage(ARCH, CPU)
     reasons = {row["kernel"]: row["reason"] for row in unused(rows) if row["op"] == "linear"}
     assert reasons == {

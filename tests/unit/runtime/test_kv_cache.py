@@ -162,5 +162,5 @@ def test_fast_kernels_leave_integer_pages_to_the_reference() -> None:
             assert all(
                 kv_format in str(each.refusal(asked))
                 for each in candidates(op)  # type: ignore[arg-type]
-                if each.rank > 0
+                if each.priority > 0
             )
