@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 from compress.cli.app import main
 from tests.support.tiny_model import write_tiny_model
@@ -15,6 +16,15 @@ from tests.support.tiny_run import RECIPE
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the pictures of reports empty: drawing takes a third of a run of the tiny model, and
+    tests/unit/validate draws every picture."""
+    monkeypatch.setattr(
+        FigureCanvasSVG, "print_svg", lambda self, stream, **facts: stream.write("<svg ></svg>")
+    )
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ process of its own."""
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether this is that process."""
 
 
-def assert_passes_interpreted(path: str, *, slow: bool = False) -> None:
-    """Run those tests of a file that are marked slow, or those that are not."""
+def assert_passes_interpreted(*paths: Path, slow: bool) -> None:
+    """Run those tests of some files that are marked slow, or those that are not."""
     marked = "slow" if slow else "not slow"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, path]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *map(str, paths)]
     child = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

@@ -13,22 +13,10 @@ import torch
 from tests.support.slow import slow
 from tests.support.triton_interpreter import (
     INTERPRETED,
-    assert_passes_interpreted,
     use_row_independent_products,
 )
 
 pytest.importorskip("triton")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
-def test_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
-def test_more_shapes_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__, slow=True)
 
 
 @pytest.mark.slow

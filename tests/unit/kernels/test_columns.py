@@ -8,24 +8,13 @@ import torch
 from compress.kernels.columns import DescentBlock, fused, reference
 from compress.quant.scheme import scheme_named
 from tests.support.slow import slow
-from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
+from tests.support.triton_interpreter import INTERPRETED
 
 pytest.importorskip("triton")
 
 SCHEMES = ("W4A16_G128", "W4A16_G128_ASYM", "W8A16", "FP8_DYNAMIC")
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
-def test_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
-def test_more_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__, slow=True)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

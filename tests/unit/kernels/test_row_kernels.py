@@ -7,14 +7,9 @@ The interpreter truncates where bfloat16 rounds: float16 and float32 stand in.
 import pytest
 import torch
 
-from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpreted
+from tests.support.triton_interpreter import INTERPRETED
 
 pytest.importorskip("triton")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the child process")
-def test_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles")
