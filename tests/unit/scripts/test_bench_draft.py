@@ -38,10 +38,13 @@ def test_every_draft_has_a_row_beside_lookup_and_the_draft_as_it_began(
         "--num-samples",
         "2",
     ]
-    drafts = [
-        "--draft",
-        'kl={"loss": {"kind": "forward_kl"}, "optimizer": "adamw", "eval_samples": 1, "init": {"keep_layers": 6}}',
-    ]
+    settings = {
+        "loss": {"kind": "forward_kl"},
+        "optimizer": "adamw",
+        "eval_samples": 1,
+        "init": {"keep_layers": 6},
+    }
+    drafts = ["--draft", f"kl={json.dumps(settings)}"]
     files = ["--work", tmp_path / "work", "--commit", "abc", "--out", tmp_path / "out.json"]
     run_script(monkeypatch, capsys, "bench_draft", *sizes, *training, *drafts, *files)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
