@@ -21,10 +21,11 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.rules import float16_scales, in_layers, packed_rules, whole_words
-from compress.models.arch import Arch
-from compress.quant.codec import ForeignCodec
+from compress.models.arch import MAX_SIZE, Arch
+from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
+from compress.untrusted.fields import Fields
 
 BITS = 4
 COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -50,7 +51,11 @@ class AwqCodec:
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         scale_GO = leaves["scales"]
-        num_groups, out_features = scale_GO.shape
+        num_groups, out_features = check_matrix(leaves, "scales")
+        num_words = -(-out_features // len(COLUMNS))
+        check_leaf(leaves, "scales", None, (num_groups, out_features))
+        check_leaf(leaves, "qweight", torch.int32, (check_matrix(leaves, "qweight")[0], num_words))
+        check_leaf(leaves, "qzeros", torch.int32, (num_groups, num_words))
         codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
         if num_groups != scheme.num_groups(codes_IO.shape[0]):
             raise UnsupportedFormat(
@@ -70,28 +75,29 @@ class AwqCodec:
         version = str(quantization_config.get("version") or "gemm").lower()
         backend = quantization_config.get("backend") or "autoawq"
         if (
-            bits != BITS
+            type(bits) is not int
+            or bits != BITS
             or version != "gemm"
             or backend != "autoawq"
-            or not isinstance(group_size, int)
-            or (group_size < 1 and group_size != -1)
+            or type(group_size) is not int
+            or not (1 <= group_size <= MAX_SIZE or group_size == -1)
         ):
             raise UnsupportedFormat(
                 f"the checkpoint is AWQ of {bits} bits in groups of {group_size}, version {version} of "
                 f"{backend}; 4 bits in AutoAWQ's "
                 "version gemm are read."
             )
-        if quantization_config.get("lm_head"):
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
+        if stated.flag("lm_head", default=False):
             raise UnsupportedFormat(
                 "the checkpoint has an AWQ head (lm_head); linears of the layers are read."
             )
-        symmetric = bool(quantization_config.get("sym")) or not quantization_config.get("zero_point", True)
+        symmetric = stated.flag("sym", default=False) or not stated.flag("zero_point", default=True)
         scheme = weight_only_scheme(
             BITS, symmetric=symmetric, group_size=None if group_size == -1 else group_size
         )
-        dense = (
-            quantization_config.get("modules_to_not_convert") or ()
-        )  # parts of names, as AutoAWQ and vLLM take them
+        # parts of names, as AutoAWQ and vLLM take them
+        dense = stated.texts("modules_to_not_convert", default=())
         return {linear: scheme for linear in in_layers(linears) if not any(part in linear for part in dense)}
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:

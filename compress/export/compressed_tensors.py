@@ -26,8 +26,7 @@ there are no groups. `dequantize` asks transformers to decompress at load, where
 otherwise. Checked against compressed-tensors 0.20, transformers 5.23 and vLLM 0.32.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,36 +35,34 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule, StaticKV
+from compress.export.config_groups import (
+    ALL_LINEARS,
+    MIXED_FORMAT,
+    PACK_FORMAT,
+    format_of,
+    group_of,
+    read_groups,
+)
 from compress.export.rules import layout_rules, shapes
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import LINEAR_GROUPS, Arch
-from compress.quant.codec import ForeignCodec
+from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import (
-    SCHEMES,
     ModelScheme,
     QuantizedWeight,
     Scheme,
-    known_scheme,
-    weight_only_scheme,
 )
+from compress.untrusted.fields import Fields
 
 FORMAT_VERSION = "0.20.0"
-PACK_FORMAT = "pack-quantized"
-FLOAT_FORMAT = "float-quantized"
-INT_FORMAT = "int-quantized"
-MIXED_FORMAT = "mixed-precision"
-NAIVE_FORMAT = "naive-quantized"
-"""Another name of the two forms that keep codes as they are."""
 DENSE_FORMAT = "dense"
 """Format of dense weights with a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
 """Defaults of the format's own library where a scheme leaves fields out."""
-ALL_LINEARS = "Linear"
-"""The target that means every linear of the model which nothing else names."""
 
 
 class CompressedTensorsCodec:
@@ -74,7 +71,7 @@ class CompressedTensorsCodec:
     aliases: Mapping[str, str] = MappingProxyType({})
 
     def leaves(self, scheme: Scheme) -> frozenset[str]:
-        if _format(scheme) != PACK_FORMAT:
+        if format_of(scheme) != PACK_FORMAT:
             return frozenset(
                 {"weight", "weight_scale"} | ({"input_scale"} if scheme.activation == "tensor" else set())
             )
@@ -86,7 +83,7 @@ class CompressedTensorsCodec:
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         bits = weight.scheme.num_bits
         leaves = {"weight_scale": weight.scale_OG}
-        if _format(weight.scheme) != PACK_FORMAT:
+        if format_of(weight.scheme) != PACK_FORMAT:
             leaves["weight"] = weight.codes_OI
         else:
             leaves["weight_packed"] = pack(weight.codes_OI, bits)
@@ -98,44 +95,46 @@ class CompressedTensorsCodec:
         return leaves
 
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
-        if _format(scheme) != PACK_FORMAT:
+        if format_of(scheme) != PACK_FORMAT:
             return decode_unpacked(
                 leaves["weight"], leaves["weight_scale"], leaves.get("input_scale"), scheme
             )
-        out_features, in_features = leaves["weight_shape"].tolist()
-        codes_OI = unpack(leaves["weight_packed"], scheme.num_bits, in_features)
+        stated = leaves["weight_shape"]
+        if stated.dtype not in (torch.int64, torch.int32) or stated.numel() != 2:
+            raise UnsupportedFormat("its weight_shape is not two whole numbers.")
+        out_features, in_features = stated.flatten().tolist()
+        if min(out_features, in_features) < 1:
+            raise UnsupportedFormat(f"its weight_shape is {[out_features, in_features]}.")
+        per_word = 32 // scheme.num_bits
+        num_groups = scheme.num_groups(in_features)
+        packed_OI = check_leaf(
+            leaves, "weight_packed", torch.int32, (out_features, -(-in_features // per_word))
+        )
+        check_leaf(leaves, "weight_scale", None, (out_features, num_groups))
+        codes_OI = unpack(packed_OI, scheme.num_bits, in_features)
         zero_point_OG = None
         if not scheme.symmetric:
-            packed_GO = leaves["weight_zero_point"].t().contiguous()
+            shape = -(-out_features // per_word), num_groups
+            packed_GO = check_leaf(leaves, "weight_zero_point", torch.int32, shape).t().contiguous()
             zero_point_OG = unpack(packed_GO, scheme.num_bits, out_features).t().contiguous()
         return QuantizedWeight(scheme, codes_OI, leaves["weight_scale"], zero_point_OG)
 
     def schemes(self, quantization_config: Mapping[str, Any], linears: list[str]) -> dict[str, Scheme]:
-        if quantization_config.get("sparsity_config"):
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
+        if stated.has("sparsity_config") and quantization_config["sparsity_config"]:
             raise UnsupportedFormat("the checkpoint has a sparsity_config; sparse checkpoints are not read.")
-        groups = quantization_config.get("config_groups") or {}
-        if not groups and not quantization_config.get(KV_KEY):
+        groups = stated.mapping("config_groups", default={})
+        if not groups and not stated.mapping(KV_KEY, default={}):
             raise UnsupportedFormat(
                 "the checkpoint's quantization_config has no config_groups, so nothing says how its weights "
                 "are coded."
             )
-        by_target: dict[str, Scheme] = {}
-        for group in groups.values():
-            scheme = _read_scheme(group, str(group.get("format") or quantization_config.get("format")))
-            for target in group.get("targets") or ():
-                if target in by_target:
-                    raise UnsupportedFormat(
-                        f"two of the checkpoint's config_groups target {target}; they contradict each other."
-                    )
-                by_target[target] = scheme
-        _check_targets(by_target, linears)
-        ignored = list(quantization_config.get("ignore") or ())
-        quantized = [linear for linear in linears if not any(_names(pattern, linear) for pattern in ignored)]
-        found = {linear: _scheme_of(linear, by_target) for linear in quantized}
-        return {linear: scheme for linear, scheme in found.items() if scheme is not None}
+        return read_groups(quantization_config, linears)
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
-        kv_scheme = quantization_config.get(KV_KEY)
+        kv_scheme = Fields(quantization_config, "quantization_config", UnsupportedFormat).mapping(
+            KV_KEY, default={}
+        )
         if not kv_scheme:
             return None
         if any(kv_scheme.get(key, _KV_DEFAULTS.get(key)) != value for key, value in STATIC_KV.items()):
@@ -164,7 +163,13 @@ def decode_unpacked(
             f"the checkpoint says that its weights are {scheme.type} of 8 bits and stores them as "
             f"{codes_OI.dtype}, not {form}."
         )
-    out_features, in_features = codes_OI.shape
+    out_features, in_features = check_matrix({"weight": codes_OI}, "weight")
+    if not scale.dtype.is_floating_point:
+        raise UnsupportedFormat(f"its weight scales are {scale.dtype}, which are no floats.")
+    if input_scale is not None and (input_scale.numel() != 1 or not input_scale.dtype.is_floating_point):
+        raise UnsupportedFormat(
+            f"its input scale is {input_scale.dtype} {list(input_scale.shape)}, where one float belongs."
+        )
     wanted = scheme.num_scale_rows(out_features), scheme.num_groups(in_features)
     if scheme.block_rows == 1 and scale.numel() in (1, out_features):
         scale = scale.reshape(-1, 1).expand(wanted)
@@ -175,125 +180,6 @@ def decode_unpacked(
         )
     static = None if input_scale is None else input_scale.to(torch.float32).reshape(())
     return QuantizedWeight(scheme, codes_OI, scale.contiguous(), input_scale=static)
-
-
-def _check_targets(targets: Iterable[str], linears: list[str]) -> None:
-    """Raise UnsupportedFormat where a target is neither all linears, nor a pattern, nor a linear of this
-    model."""
-    for target in targets:
-        if not (target == ALL_LINEARS or target.startswith("re:") or target in linears):
-            raise UnsupportedFormat(
-                f"the checkpoint's config_groups target '{target}'; {ALL_LINEARS}, a linear's full name and "
-                "patterns behind 're:' are read."
-            )
-
-
-def _scheme_of(linear: str, by_target: Mapping[str, Scheme]) -> Scheme | None:
-    """Return the scheme of a linear. A full name goes before a pattern, patterns in alphabetical order, the
-    class last: the order of the format's own library."""
-    for target in sorted(by_target, key=lambda each: (each.startswith("re:"), each)):
-        if target != ALL_LINEARS and _names(target, linear):
-            return by_target[target]
-    return by_target.get(ALL_LINEARS)
-
-
-def _names(pattern: str, module: str) -> bool:
-    """Return whether a pattern names a module: an exact module name, or a regular expression after `re:`, as
-    the format defines `targets` and `ignore`."""
-    return (
-        re.match(pattern.removeprefix("re:"), module) is not None
-        if pattern.startswith("re:")
-        else pattern == module
-    )
-
-
-def _read_scheme(group: Mapping[str, Any], form: str) -> Scheme:
-    if group.get("output_activations"):
-        raise UnsupportedFormat(
-            "the checkpoint quantizes the output activations of linears; input activations are read."
-        )
-    if (group.get("weights") or {}).get("type") == "float":
-        return _read_float(group, form)
-    return _read_int(group, form) if form == PACK_FORMAT else _read_int8(group, form)
-
-
-def _read_int(group: Mapping[str, Any], form: str) -> Scheme:
-    weights = group.get("weights") or {}
-    bits = weights.get("num_bits")
-    kind = weights.get("type")
-    strategy = weights.get("strategy")
-    if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
-        raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, type {kind}, {bits} bits, strategy {strategy}; "
-            f"{PACK_FORMAT} with int, 4 or 8 bits, per group or channel is read."
-        )
-    if group.get("input_activations"):
-        raise UnsupportedFormat(
-            f"the checkpoint quantizes the input activations of {PACK_FORMAT} weights; they are read in "
-            "other formats."
-        )
-    if weights.get("actorder") == "group":
-        raise UnsupportedFormat(
-            "the checkpoint uses actorder 'group' (g_idx), which compressed-tensors itself removed."
-        )
-    group_size = weights.get("group_size") if strategy == "group" else None
-    return weight_only_scheme(bits, symmetric=bool(weights.get("symmetric")), group_size=group_size)
-
-
-def _read_int8(group: Mapping[str, Any], form: str) -> Scheme:
-    weights = group.get("weights") or {}
-    facts = tuple(weights.get(key) for key in ("num_bits", "type", "symmetric"))
-    strategy = weights.get("strategy")
-    inputs = _input_facts(group)
-    read = (
-        form in (INT_FORMAT, NAIVE_FORMAT) and facts == (8, "int", True) and strategy in ("channel", "tensor")
-    )
-    if not read or inputs != (8, "int", True, "token", True):
-        raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, (bits, type, symmetric) = {facts}, strategy "
-            f"{strategy}, with input activations "
-            f"(bits, type, symmetric, strategy, dynamic) = {inputs}; {PACK_FORMAT} of 4 or 8 bits, per group "
-            "or channel, is read, and "
-            f"{INT_FORMAT} of 8 bits, symmetric, per channel or tensor, with inputs of 8 bits, dynamic per "
-            "token."
-        )
-    return known_scheme(Scheme("INT8_DYNAMIC", 8, True, None, "int", "token"))
-
-
-def _input_facts(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    inputs = group.get("input_activations") or {}
-    return tuple(inputs.get(key) for key in ("num_bits", "type", "symmetric", "strategy", "dynamic"))
-
-
-def _read_float(group: Mapping[str, Any], form: str) -> Scheme:
-    weights = group["weights"]
-    inputs = _input_facts(group)
-    bits = weights.get("num_bits")
-    strategy = weights.get("strategy")
-    symmetric = weights.get("symmetric")
-    names = {
-        (8, "float", True, "token", True): "FP8_DYNAMIC",
-        (8, "float", True, "tensor", False): "FP8_STATIC",
-        (8, "float", True, "group", True): "FP8_BLOCK",
-    }
-    block = weights.get("block_structure")
-    group_size = (group.get("input_activations") or {}).get("group_size")
-    known = form in (FLOAT_FORMAT, NAIVE_FORMAT) and bits == 8 and symmetric and inputs in names
-    if known and names[inputs] == "FP8_BLOCK":
-        known = strategy == "block" and block in ([128, 128], "128x128") and group_size == 128
-    elif known:
-        known = strategy in ("channel", "tensor")
-    if not known:
-        raise UnsupportedFormat(
-            f"the checkpoint's weights are format {form}, type float, {bits} bits, strategy {strategy}, "
-            f"block_structure {block}, with "
-            f"input activations (bits, type, symmetric, strategy, dynamic) = {inputs} in groups of "
-            f"{group_size}; {FLOAT_FORMAT} of 8 bits, "
-            "symmetric, is read: per channel or tensor with inputs of 8 bits, dynamic per token or static "
-            "per tensor, or in blocks of "
-            "128 x 128 with inputs dynamic per group of 128."
-        )
-    return SCHEMES[names[inputs]]
 
 
 class CompressedTensors:
@@ -333,7 +219,7 @@ class CompressedTensors:
                 for each in scheme.of_layers
             ]
         assert all(targets for _, targets in coded), "a scheme without linears"
-        groups = {f"group_{idx}": _group(each, targets) for idx, (each, targets) in enumerate(coded)}
+        groups = {f"group_{idx}": group_of(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
         # transformers 5.23 drops zero points unless it decompresses at load; it does that by one scheme only.
         at_load = len(scheme.all) == 1 and not scheme.layers.symmetric
@@ -374,7 +260,7 @@ class CompressedTensors:
         vllm = (
             f"needs K % 32 = 0; {', '.join(narrow)} is not"
             if narrow
-            else on_a_gpu(scheme, {_format(each) for each in scheme.all})
+            else on_a_gpu(scheme, {format_of(each) for each in scheme.all})
         )
         if ragged:
             rows = scheme.layers.block_rows
@@ -392,32 +278,6 @@ class CompressedTensors:
             Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
             on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
         ]
-
-
-def _format(scheme: Scheme) -> str:
-    if scheme.type == "float":
-        return FLOAT_FORMAT
-    return PACK_FORMAT if scheme.activation is None else INT_FORMAT
-
-
-def _group(scheme: Scheme, targets: Sequence[str]) -> dict[str, Any]:
-    common: dict[str, Any] = {"num_bits": scheme.num_bits, "type": scheme.type, "symmetric": scheme.symmetric}
-    weights = common | {"strategy": scheme.strategy, "group_size": scheme.group_size, "dynamic": False}
-    inputs = common | {
-        "strategy": scheme.activation,
-        "group_size": None,
-        "dynamic": scheme.activation != "tensor",
-    }
-    if scheme.block_rows > 1:
-        weights |= {"group_size": None, "block_structure": [scheme.block_rows, scheme.group_size]}
-        inputs |= {"group_size": scheme.group_size}
-    return {
-        "targets": list(targets),
-        "weights": weights,
-        "input_activations": inputs if scheme.activation is not None else None,
-        "output_activations": None,
-        "format": _format(scheme),
-    }
 
 
 def _fused_ragged(arch: Arch, scheme: Scheme) -> list[str]:

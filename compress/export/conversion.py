@@ -6,10 +6,6 @@ anything is written, and the result appears by one rename of a complete director
 """
 
 import os
-import secrets
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from compress.artifact.atomic import sync_directory
-from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact
+from compress.artifact.leftovers import neighbour
+from compress.artifact.manifest import MANIFEST_NAME, Artifact, open_artifact, verify_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.context import Progress, SilentProgress
 from compress.errors import UnsupportedFormat, UsageError
@@ -41,6 +38,7 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
         UsageError: no such format, or the directory exists and is not empty.
         UnsupportedFormat: the model is dense, is not supported in every part, or the format cannot express it
             exactly.
+        StorageError: the artifact does not match its manifest.
     """
     FORMATS.get(name)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -48,6 +46,8 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
     weights = open_weights(source.path)
     scheme = stated_scheme(weights)
     artifact = open_artifact(source.path) if (source.path / MANIFEST_NAME).exists() else None
+    if artifact is not None:
+        verify_artifact(artifact)
     digest = source.digest if artifact is None else artifact.digest
     kv_cache = _cache_facts(weights, artifact)
 
@@ -66,7 +66,7 @@ def convert(source: ModelSource, name: str, directory: Path, *, progress: Progre
 
     parents = {"source": digest}
     key = Workspace.key("convert", CONVERT_VERSION, {"to": name}, parents, 0)
-    with _neighbour(directory) as temporary:
+    with neighbour(directory, "converting") as temporary:
         built = Workspace(temporary).commit(key, "convert", parents, build)
         os.rename(built.path, directory)
     sync_directory(directory.parent)
@@ -126,15 +126,3 @@ class Watched:
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         self.progress.update(layer_idx + 1, self.arch.num_layers, f"layer {layer_idx}")
         return self.source.layer(layer_idx)
-
-
-@contextmanager
-def _neighbour(directory: Path) -> Iterator[Path]:
-    """Yield a directory on the same file system, which is removed at the end in any case."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp"
-    temporary.mkdir()
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,6 @@ among the rows of its scales: a number of rows that is no multiple of 128 it wou
 an error. So such a model is read here, and not written.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -27,10 +26,12 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.compressed_tensors import decode_unpacked
+from compress.export.config_groups import matches_module
 from compress.export.rules import in_layers, layout_rules, shapes
 from compress.models.arch import Arch
 from compress.quant.codec import ForeignCodec
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
+from compress.untrusted.fields import Fields
 
 BLOCKS = SCHEMES["FP8_BLOCK"]
 BLOCK_SIZE = [128, 128]
@@ -76,14 +77,14 @@ class Fp8Codec:
         scheme = _scheme(
             quantization_config.get("weight_block_size"), quantization_config.get("activation_scheme")
         )
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
         dense = [
-            *(quantization_config.get("modules_to_not_convert") or ()),
-            *(quantization_config.get("ignored_layers") or ()),
+            pattern
+            for name in ("modules_to_not_convert", "ignored_layers")
+            for pattern in stated.texts(name, default=())
         ]
         return {
-            linear: scheme
-            for linear in in_layers(linears)
-            if not any(_names(str(each), linear) for each in dense)
+            linear: scheme for linear in in_layers(linears) if not any(_names(each, linear) for each in dense)
         }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:
@@ -97,7 +98,7 @@ def _scale_leaf(scheme: Scheme) -> str:
 def _scheme(block_size: Any, activation: Any) -> Scheme:
     if block_size is None and activation in ("dynamic", "static"):
         return SCHEMES[f"FP8_{str(activation).upper()}"]
-    if block_size is not None and list(block_size) == BLOCK_SIZE and activation == "dynamic":
+    if block_size == BLOCK_SIZE and activation == "dynamic":
         return BLOCKS
     raise UnsupportedFormat(
         f"the checkpoint is FP8 with weight_block_size {block_size} and activation_scheme {activation}; "
@@ -110,7 +111,7 @@ def _names(pattern: str, module: str) -> bool:
     """Return whether an entry of the list of dense modules names this one, as transformers and, after `re:`,
     other programs read it."""
     pattern = pattern.removeprefix("re:")
-    return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module) is not None or module.endswith(pattern)
+    return module.endswith(pattern) or matches_module(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
 
 
 class Fp8:

@@ -24,11 +24,13 @@ from torch import Tensor
 
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
+from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules
-from compress.models.arch import Arch
-from compress.quant.codec import ForeignCodec
+from compress.models.arch import MAX_SIZE, Arch
+from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
+from compress.untrusted.fields import Fields
 
 BITS = (4, 8)
 SKIP = "-:"
@@ -67,8 +69,11 @@ class GptqCodec:
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         scale_GO = leaves["scales"]
         g_idx = leaves["g_idx"]
+        if g_idx.dim() != 1 or g_idx.dtype.is_floating_point or not len(g_idx):
+            raise UnsupportedFormat("its g_idx is not one whole number for each input.")
         in_features = g_idx.shape[0]
-        out_features = scale_GO.shape[1]
+        out_features = check_matrix(leaves, "scales")[1]
+        per_word = 32 // scheme.num_bits
         if not torch.equal(g_idx.to(torch.int32), _in_order(in_features, scheme)):
             raise UnsupportedFormat(
                 "its g_idx is not i // group_size: the weight is in activation order (desc_act), whose "
@@ -81,6 +86,9 @@ class GptqCodec:
                 f"it has {scale_GO.shape[0]} groups of scales where {scheme.name} has "
                 f"{scheme.num_groups(in_features)}."
             )
+        check_leaf(leaves, "scales", None, scale_GO.shape)
+        check_leaf(leaves, "qweight", torch.int32, (-(-in_features // per_word), out_features))
+        check_leaf(leaves, "qzeros", torch.int32, (len(scale_GO), -(-out_features // per_word)))
         codes_OI = unpack(leaves["qweight"].t().contiguous(), scheme.num_bits, in_features).contiguous()
         stored_GO = unpack(leaves["qzeros"], scheme.num_bits, out_features)
         zero_OG = _zero_points(stored_GO, scheme)
@@ -100,7 +108,12 @@ class GptqCodec:
                 f"{quantization_config.get('pack_dtype') or 'int32'}; "
                 "checkpoint_format gptq (version 1: zeros stored minus one, int32 words) is read."
             )
-        if bits not in BITS or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
+        if (
+            type(bits) is not int
+            or bits not in BITS
+            or type(group_size) is not int
+            or not (1 <= group_size <= MAX_SIZE or group_size == -1)
+        ):
             raise UnsupportedFormat(
                 f"the checkpoint is GPTQ of {bits} bits in groups of {group_size}; 4 and 8 bits are read."
             )
@@ -109,17 +122,18 @@ class GptqCodec:
                 "the checkpoint's modules_in_block_to_quantize names the quantized linears, which is not "
                 "read."
             )
-        skipped = _skipped(quantization_config.get("dynamic") or {})
+        stated = Fields(quantization_config, "quantization_config", UnsupportedFormat)
+        skipped = _skipped(stated.mapping("dynamic", default={}))
         scheme = weight_only_scheme(
             bits,
-            symmetric=bool(quantization_config.get("sym", True)),
+            symmetric=stated.flag("sym", default=True),
             group_size=None if group_size == -1 else group_size,
         )
-        quantized = linears if quantization_config.get("lm_head") else in_layers(linears)
+        quantized = linears if stated.flag("lm_head", default=False) else in_layers(linears)
         return {
             linear: scheme
             for linear in quantized
-            if not any(re.match(pattern, linear) for pattern in skipped)
+            if not any(matches_module(pattern, linear) for pattern in skipped)
         }
 
     def kv_format(self, quantization_config: Mapping[str, Any]) -> str | None:

@@ -22,13 +22,14 @@ from torch import Tensor
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, check_rules, codecs
-from compress.models.arch import Arch, Rope
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch, Rope
+from compress.models.checkpoint import CONFIG_NAME, read_config
 from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabulary_tensors
 from compress.models.family import family_of
 from compress.models.weights import dense
 from compress.quant.scheme import ModelScheme, QuantizedWeight
+from compress.untrusted.fields import Fields
 
-CONFIG_NAME = "config.json"
 TENSORS_NAME = "model.safetensors"
 NAMES = {
     "fc": "fc",
@@ -54,7 +55,7 @@ _ROPE_FIELDS = {
 
 def is_eagle3(path: Path) -> bool:
     """Return whether a directory holds a head in this layout."""
-    return (path / CONFIG_NAME).is_file() and _read(path).get("speculators_model_type") == "eagle3"
+    return (path / CONFIG_NAME).exists() and read_config(path).get("speculators_model_type") == "eagle3"
 
 
 def write_speculators(
@@ -90,9 +91,10 @@ def open_eagle3(path: Path) -> Eagle3Head:
     Raises:
         UnsupportedFormat: the head computes something else than ours, or tensors are missing.
     """
-    config = _read(path)
+    config = read_config(path)
     facts = _facts(config, path)
-    said = config["transformer_layer_config"].get("quantization_config")
+    layer = Fields(config, f"{path / CONFIG_NAME}", UnsupportedFormat).fields("transformer_layer_config")
+    said = layer.mapping("quantization_config", default={})
     tensors: dict[str, Tensor | QuantizedWeight] = dict(load_tensors(path))
     if said:
         _decode_(tensors, said, path)
@@ -114,9 +116,11 @@ def _decode_(tensors: dict[str, Tensor | QuantizedWeight], said: Mapping[str, An
         names = {leaf: f"{disk}.{leaf}" for leaf in codec.leaves(scheme)}
         if absent := sorted(name for name in names.values() if name not in tensors):
             raise UnsupportedFormat(f"{path} lacks {absent[0]}, which its quantization_config promises.")
-        tensors[f"{disk}.weight"] = codec.decode(
-            {leaf: dense(tensors.pop(name)) for leaf, name in names.items()}, scheme
-        )
+        leaves = {leaf: dense(tensors.pop(name)) for leaf, name in names.items()}
+        try:
+            tensors[f"{disk}.weight"] = codec.decode(leaves, scheme)
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"{path}: {disk} is not read: {error}") from None
 
 
 def scheme_of(head: Eagle3Head) -> ModelScheme | None:
@@ -190,7 +194,8 @@ def _facts(config: Mapping[str, Any], path: Path) -> Eagle3Facts:
             f"{path}: config.json of this EAGLE-3 head does not say {', '.join(missing)}, and programs "
             "differ on it."
         )
-    layer = config["transformer_layer_config"]
+    stated = Fields(config, f"{path / CONFIG_NAME}", UnsupportedFormat)
+    layer = stated.mapping("transformer_layer_config")
     other = [name for name in _OTHER_FUNCTIONS if config.get(name)] + [
         name for name in ("attention_bias", "mlp_bias") if layer.get(name)
     ]
@@ -204,9 +209,15 @@ def _facts(config: Mapping[str, Any], path: Path) -> Eagle3Facts:
     arch: Arch = family_of(layer).read_config(
         {key: value for key, value in layer.items() if key != "quantization_config"}
     )
-    arch = arch.replace(config={}, dtype=config.get("dtype") or arch.dtype, tied_head=False)
-    ids = tuple(config["eagle_aux_hidden_state_layer_ids"])
-    return Eagle3Facts(arch, ids, config["draft_vocab_size"], bool(config["norm_before_residual"]))
+    dtype = stated.text("dtype", default=arch.dtype)
+    if dtype not in DTYPES:
+        raise stated.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    return Eagle3Facts(
+        arch.replace(config={}, dtype=dtype, tied_head=False),
+        tuple(stated.integers("eagle_aux_hidden_state_layer_ids", 0, MAX_LAYERS)),
+        stated.integer("draft_vocab_size", 1, MAX_SIZE),
+        stated.flag("norm_before_residual"),
+    )
 
 
 def _rope_parameters(rope: Rope) -> dict[str, Any]:
@@ -217,8 +228,3 @@ def _rope_parameters(rope: Rope) -> dict[str, Any]:
         if rope.kind in ("llama3", "yarn")
         else {}
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
-    return found

@@ -2,11 +2,9 @@
 NCCL on GPUs).
 
 Work and failures travel through the launcher's key-value store, where waiting costs nothing: a rank may wait
-for hours while rank 0 exports or validates. Values travel through the process group, as JSON that has a place
-for each tensor and then the bytes of the tensors, each received into its final memory. Only scalars, strings,
-lists, tuples, dicts and tensors are sent; who sends an object sends its parts, and who receives them builds
-the object. Every wait checks the store now and then, so a failing rank stops all others with its own message,
-and a wait ends after `timeout_s`.
+for hours while rank 0 exports or validates. Values travel through the process group in the form of
+`values.py`, each tensor received into its final memory. Every wait checks the store now and then, so a
+failing rank stops all others with its own message, and a wait ends after `timeout_s`.
 
 What it does not do: elastic membership. A job is continued with another number of ranks by starting it again;
 its resume points are the same.
@@ -31,7 +29,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from compress.context import NUM_SHARDS
-from compress.errors import CompressError, EnvironmentUnfit, RankStopped, UsageError
+from compress.errors import CompressError, EnvironmentUnfit, RankStopped, Terminated, UsageError
+from compress.ranks.values import as_bytes, decode, encode
 
 T = TypeVar("T")
 TIMEOUT_S = 3600.0
@@ -254,7 +253,7 @@ class TorchRanks:
         tensors: list[Tensor] = []
         encoded = json.dumps(encode(value, tensors)).encode()
         send(torch.tensor([len(encoded)], dtype=torch.int64, device=self._device))
-        for part in (torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *map(_bytes, tensors)):
+        for part in (torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *map(as_bytes, tensors)):
             if part.numel():
                 send(part.to(self._device))
 
@@ -265,7 +264,7 @@ class TorchRanks:
         receive(encoded)
         tensors: list[Tensor] = []
         value = decode(json.loads(encoded.cpu().numpy().tobytes()), tensors, self._device)
-        for target in map(_bytes, tensors):
+        for target in map(as_bytes, tensors):
             if target.numel():
                 received = target
                 if target.device != self._device:
@@ -274,52 +273,6 @@ class TorchRanks:
                 if received is not target:
                     target.copy_(received)
         return value
-
-
-def encode(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` as JSON; its tensors are appended to `tensors`, in order.
-
-    Raises:
-        TypeError: an object other than a scalar, string, list, tuple, dict or tensor.
-    """
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list():
-            return [encode(each, tensors) for each in value]
-        case tuple():
-            return {"tuple": [encode(each, tensors) for each in value]}
-        case dict():
-            return {"dict": [[encode(key, tensors), encode(each, tensors)] for key, each in value.items()]}
-        case Tensor():
-            tensors.append(value.detach().contiguous())
-            return {
-                "tensor": str(value.dtype).removeprefix("torch."),
-                "shape": list(value.shape),
-                "on_host": value.device.type == "cpu",
-            }
-    raise TypeError(f"a {type(value).__name__} cannot be sent to another rank: send its parts.")
-
-
-def decode(encoded: Any, tensors: list[Tensor], device: torch.device) -> Any:
-    """Return the value that `encode` was given; its tensors are uninitialised and appended to `tensors`, in
-    order."""
-    match encoded:
-        case list():
-            return [decode(each, tensors, device) for each in encoded]
-        case {"tuple": items}:
-            return tuple(decode(each, tensors, device) for each in items)
-        case {"dict": items}:
-            return {decode(key, tensors, device): decode(each, tensors, device) for key, each in items}
-        case {"tensor": dtype, "shape": shape, "on_host": on_host}:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
-            tensors.append(tensor)
-            return tensor
-    return encoded
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -357,7 +310,7 @@ class _Exchange:
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, CompressError):
+    if isinstance(error, CompressError | Terminated):
         return error.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 

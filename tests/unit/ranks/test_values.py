@@ -12,7 +12,7 @@ from compress.calibrate.stats import MergeTree, Node, SecondMoment
 from compress.context import OneRank
 from compress.data.tokens import TokenSet
 from compress.quant.scheme import SCHEMES, QuantizedWeight
-from compress.ranks import decode, encode
+from compress.ranks.values import decode, encode
 from compress.stages.distill.text import TrainingText
 
 
