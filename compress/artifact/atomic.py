@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from compress.artifact.disk import FULL
+
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, temporary_directory: Path | None = None) -> Iterator[BinaryIO]:
     """Open a stream whose content appears at `path` when the block ends; after an error `path` is unchanged.
 
     A kill leaves a `.tmp` file next to `path`, or in `temporary_directory`, which must be on the same file
-    system.
+    system. The error of a full disk names `path`, which a write by itself does not.
     """
     temporary = (temporary_directory or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
@@ -25,7 +27,9 @@ def atomic_file(path: Path, *, temporary_directory: Path | None = None) -> Itera
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            error.filename = os.fspath(path)
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

@@ -7,7 +7,6 @@ dtype and shape, ranges neither overlap nor leave a hole, and the file is exactl
 demands.
 """
 
-import json
 import math
 import os
 import struct
@@ -16,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import StorageError, UnsupportedFormat
+from compress.untrusted.fields import shown
+from compress.untrusted.files import open_plain
+from compress.untrusted.parse import Malformed, parse_json
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_DIMS = 32
+MAX_DIM = 1 << 48
+"""Above the elements of any file; Python and torch count in 64 bits without overflow below it."""
 BITS_OF_DTYPE = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -46,7 +51,7 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
         UnsupportedFormat: the header is not that of a safetensors file.
     """
     try:
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             file_bytes = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
@@ -55,7 +60,7 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
                     f"copy it again."
                 )
             header_bytes = struct.unpack("<Q", prefix)[0]
-            if header_bytes > _MAX_HEADER_BYTES:
+            if header_bytes > MAX_HEADER_BYTES:
                 raise UnsupportedFormat(
                     f"{path} is not a safetensors file: its first 8 bytes announce a header of "
                     f"{header_bytes} bytes."
@@ -78,8 +83,8 @@ def read_header(path: Path) -> tuple[TensorHeader, ...]:
 
 def _parse(path: Path, raw: bytes, data_begin: int) -> list[TensorHeader]:
     try:
-        entries = json.loads(raw, object_pairs_hook=_unique)
-    except ValueError as error:  # covers JSON, UTF-8 and repeated names
+        entries = parse_json(raw)
+    except Malformed as error:
         raise UnsupportedFormat(
             f"{path} is not a safetensors file: its header is not valid JSON ({error})."
         ) from error
@@ -92,13 +97,6 @@ def _parse(path: Path, raw: bytes, data_begin: int) -> list[TensorHeader]:
     ]
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return value
-
-
 def _tensor(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
     where = f"{path} has a malformed safetensors header: tensor '{name}'"
     fields = entry if isinstance(entry, dict) else {}
@@ -109,6 +107,8 @@ def _tensor(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
         raise UnsupportedFormat(f"{where} lacks a valid dtype, shape or data_offsets.")
     if dtype not in BITS_OF_DTYPE:
         raise UnsupportedFormat(f"{path} holds tensor '{name}' in dtype '{dtype}', which is not known here.")
+    if any(size >= MAX_DIM for size in (*shape, *offsets)) or len(shape) > _MAX_DIMS:
+        raise UnsupportedFormat(f"{where} has shape {shown(list(shape))}, which no file can hold.")
     if math.prod(shape) * BITS_OF_DTYPE[dtype] != 8 * (offsets[1] - offsets[0]):
         raise UnsupportedFormat(
             f"{where} of dtype {dtype} and shape {list(shape)} does not fill its byte range {list(offsets)}."

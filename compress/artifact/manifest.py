@@ -7,22 +7,29 @@ depends on the date, the host, the device or a version of this program.
 
 import hashlib
 import json
+import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from compress.artifact.header import read_header
+from compress.artifact.header import BITS_OF_DTYPE, MAX_DIM, read_header
+from compress.artifact.seal import check_seal
 from compress.digest import canonical_json, digest_bytes, digest_file
 from compress.errors import StorageError, UsageError
+from compress.untrusted.fields import Fields
+from compress.untrusted.files import open_plain, read_bytes
+from compress.untrusted.parse import Malformed, parse_json
+from compress.untrusted.text import one_line
 
 MANIFEST_NAME = "compress.json"
 SCHEMA_VERSION = 1
+MAX_MANIFEST_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_NUM_HASHERS = 4
-"""SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk; hashlib releases the GIL."""
+_FACTS_BY_NAME = frozenset({"mixed", "kv_cache", "draft", "pruning", "distillation", "speculation"})
 
 
 @dataclass(frozen=True)
@@ -85,12 +92,12 @@ class Manifest:
             UsageError: the manifest was written in a newer schema.
         """
         try:
-            value = json.loads(data)
-        except ValueError as error:
+            value = parse_json(data)
+        except Malformed as error:
             raise StorageError(
                 f"{where} is damaged: not valid JSON ({error}); fetch or build the artifact again."
-            ) from error
-        if not isinstance(value, dict) or not isinstance(value.get("schema_version"), int):
+            ) from None
+        if not isinstance(value, dict) or type(value.get("schema_version")) is not int:
             raise StorageError(f"{where} is not an artifact manifest: it has no schema_version.")
         if value["schema_version"] > SCHEMA_VERSION:
             raise UsageError(
@@ -101,24 +108,16 @@ class Manifest:
             raise StorageError(
                 f"{where} is not an artifact manifest: missing or unknown fields {', '.join(odd)}."
             )
-        try:
-            tensors = tuple(
-                TensorRecord(**{**record, "shape": tuple(record["shape"])}) for record in value["tensors"]
-            )
-            files = tuple(FileRecord(**record) for record in value["files"])
-            manifest = cls(**{**value, "layers": tuple(value["layers"]), "tensors": tensors, "files": files})
-        except (KeyError, TypeError) as error:
-            raise StorageError(f"{where} is not an artifact manifest: {error}.") from error
-        for record in files:
-            if not (
-                isinstance(record.path, str)
-                and isinstance(record.size_bytes, int)
-                and _DIGEST.fullmatch(str(record.digest))
-            ):
-                raise StorageError(
-                    f"{where} is not an artifact manifest: the file record {record} is malformed."
-                )
-            check_relative(record.path, where)
+        stated = Fields(value, where, StorageError)
+        check_described(stated)
+        manifest = cls(
+            **{
+                **value,
+                "layers": tuple(stated.items("layers")),
+                "tensors": tuple(_tensor_record(each, where) for each in stated.items("tensors")),
+                "files": tuple(_file_record(each, where) for each in stated.items("files")),
+            }
+        )
         if manifest.to_bytes() != data:  # so the digest of the file is the digest of the manifest
             raise StorageError(
                 f"{where} was edited: it is not byte for byte what this program writes; fetch or build the "
@@ -152,18 +151,96 @@ class Artifact:
         return self.path / name
 
 
+def check_described(manifest: Fields) -> None:
+    """Check by type what a manifest states of the model, how it was made and what was measured, as far as
+    readers of any artifact index into it; `Arch.from_json` and `ModelScheme.from_json` check all of theirs.
+
+    Raises:
+        StorageError: a value has another type.
+    """
+    manifest.text("role")
+    for name in ("arch", "scheme"):
+        if manifest.has(name):
+            manifest.mapping(name)
+    layers = Fields(dict(enumerate(manifest.items("layers"))), f"layers of {manifest.where}", StorageError)
+    for idx in layers:
+        layer = layers.fields(idx)
+        if layer.has("rope"):
+            layer.fields("rope").text("kind")
+            layer.fields("rope").number("theta", 0, 1e300)
+    scheme = manifest.fields("scheme", default={})
+    scheme.text("name", default="")
+    scheme.mapping("head", default={})
+    for item in scheme.items("exceptions") if "exceptions" in set(scheme) else ():
+        exception = Fields(item, f"an exception in the scheme of {manifest.where}", StorageError)
+        exception.texts("linears")
+        exception.fields("scheme", default={"name": ""}).text("name")
+    facts = manifest.fields("facts")
+    for name in _FACTS_BY_NAME & set(facts):
+        facts.mapping(name)
+    facts.fields("kv_cache", default={}).text("format", default="")
+    facts.fields("draft", default={}).text("kind", default="")
+    facts.text("format", default="")
+    facts.texts("warnings", default=())
+    for gate in facts.items("gates", default=()):
+        Fields(gate, f"a gate in the facts of {manifest.where}", StorageError)
+    provenance = manifest.fields("provenance")
+    for name in {"stage", "key"} & set(provenance):
+        provenance.text(name)
+    if "parents" in set(provenance):
+        parents = provenance.fields("parents")
+        for name in parents:
+            parents.text(name)
+
+
+def _tensor_record(value: Any, where: str) -> TensorRecord:
+    record = _record(TensorRecord, value, f"a tensor record of {where}")
+    shape = record.integers("shape", 0, MAX_DIM)
+    if record.text("dtype") not in BITS_OF_DTYPE:
+        raise record.wrong("dtype", record.text("dtype"), "a dtype of safetensors files")
+    return TensorRecord(
+        record.text("name"),
+        record.text("dtype"),
+        tuple(shape),
+        record.text("file"),
+        _digest(record),
+    )
+
+
+def _file_record(value: Any, where: str) -> FileRecord:
+    record = _record(FileRecord, value, f"a file record of {where}")
+    path = record.text("path")
+    check_relative(path, where)
+    return FileRecord(path, record.integer("size_bytes", 0, 1 << 60), _digest(record))
+
+
+def _record(kind: type[FileRecord | TensorRecord], value: Any, where: str) -> Fields:
+    """Return the fields of a record that has those of its kind and no other."""
+    record = Fields(value, where, StorageError)
+    if odd := sorted(set(record) ^ {each.name for each in fields(kind)}):
+        raise StorageError(f"{where} has missing or unknown fields: {', '.join(odd)}.")
+    return record
+
+
+def _digest(record: Fields) -> str:
+    digest = record.text("digest")
+    if not _DIGEST.fullmatch(digest):
+        raise record.wrong("digest", digest, "sha256: and 64 hexadecimal digits")
+    return digest
+
+
 def check_relative(path: str, where: str) -> None:
     """Refuse a file name that would leave the directory it is put into, or take the manifest's place.
 
     Raises:
-        StorageError: for an absolute or empty path, a `..` part, a backslash or control character, or
-            `compress.json` itself.
+        StorageError: for an absolute or empty path, a `..` part, a backslash, a character that cannot be
+            printed, or `compress.json` itself.
     """
     parts = path.split("/")
-    if any(part in ("", ".", "..") for part in parts) or any(char < " " or char in "\\\x7f" for char in path):
+    if any(part in ("", ".", "..") for part in parts) or "\\" in path or one_line(path) != path:
         raise StorageError(
-            f"{where} names a file '{path}' that is not a plain path inside the artifact; it is refused as "
-            f"unsafe."
+            f"{where} names a file '{one_line(path)}' that is not a plain path inside the artifact; it is "
+            f"refused as unsafe."
         )
     if path == MANIFEST_NAME:
         raise StorageError(
@@ -179,7 +256,7 @@ def describe_files(path: Path) -> tuple[tuple[FileRecord, ...], tuple[TensorReco
         StorageError: a file is unreadable, a link or not a plain file.
         UnsupportedFormat: a `*.safetensors` file is malformed.
     """
-    with ThreadPoolExecutor(max_workers=_NUM_HASHERS) as pool:
+    with ThreadPoolExecutor(max_workers=_num_hashers()) as pool:
         described = list(pool.map(lambda name: _describe(path, name), file_names(path)))
     tensors = [record for _, records in described for record in records]
     return tuple(record for record, _ in described), tuple(
@@ -205,6 +282,12 @@ def file_names(path: Path) -> list[str]:
     return sorted(names)
 
 
+def _num_hashers() -> int:
+    """Return how many files are hashed at once: SHA-256 runs near 1.5 GB/s on one core, below one NVMe disk,
+    and hashlib releases the GIL."""
+    return min(os.cpu_count() or 1, 16)
+
+
 def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
     path = root / name
     headers = read_header(path) if name.endswith(".safetensors") else ()
@@ -212,7 +295,7 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
     tensors = []
     size_bytes = 0
     try:
-        with path.open("rb") as stream:
+        with open_plain(path, follow_links=False) as stream:
             if headers:
                 prefix = stream.read(headers[0].begin)
                 whole.update(prefix)
@@ -246,11 +329,11 @@ def open_artifact(path: Path) -> Artifact:
 
     Raises:
         UsageError: there is no `compress.json`, or it is of a newer schema.
-        StorageError: `compress.json` is damaged.
+        StorageError: `compress.json` is damaged, or not the one that a workspace stored there.
     """
     manifest_path = path / MANIFEST_NAME
     try:
-        data = manifest_path.read_bytes()
+        data = read_bytes(manifest_path, max_bytes=MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(
             f"{path} is not an artifact: it has no {MANIFEST_NAME}. An artifact is written by `compress "
@@ -258,16 +341,20 @@ def open_artifact(path: Path) -> Artifact:
         ) from error
     except OSError as error:
         raise StorageError(f"{manifest_path} cannot be read: {error.strerror}.") from error
-    return Artifact(path, Manifest.from_bytes(data, where=str(manifest_path)))
+    artifact = Artifact(path, Manifest.from_bytes(data, where=str(manifest_path)))
+    check_seal(path, artifact.digest)
+    return artifact
 
 
-def verify_artifact(artifact: Artifact) -> None:
-    """Read every file again and compare it with the manifest.
+def verify_artifact(artifact: Artifact, *, digest_of: Callable[[Path], str] = digest_file) -> None:
+    """Compare every file with the manifest; `digest_of` returns the digest of a file, by default by reading
+    all of it.
 
     Raises:
         StorageError: naming the first file that is missing, changed or not in the manifest.
     """
-    if (artifact.path / MANIFEST_NAME).read_bytes() != artifact.manifest.to_bytes():
+    stored = read_bytes(artifact.path / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
+    if stored != artifact.manifest.to_bytes():
         raise StorageError(
             f"{artifact.path / MANIFEST_NAME} is not byte for byte what this program wrote; fetch or build "
             f"the artifact again."
@@ -284,8 +371,8 @@ def verify_artifact(artifact: Artifact) -> None:
             f"{artifact.path} holds the file '{extra[0]}' that its manifest does not name; remove it or "
             f"build the artifact again."
         )
-    with ThreadPoolExecutor(max_workers=_NUM_HASHERS) as pool:
-        digests = pool.map(lambda name: digest_file(artifact.path / name), expected)
+    with ThreadPoolExecutor(max_workers=_num_hashers()) as pool:
+        digests = pool.map(lambda name: digest_of(artifact.path / name), expected)
         for (name, record), digest in zip(expected.items(), digests, strict=True):
             if digest != record.digest:
                 raise StorageError(

@@ -7,21 +7,25 @@ the bytes of one tensor into memory of its own and leaves the file alone: a mapp
 that was ever looked at, and a disk error would end the process with a signal, where a read raises an error.
 """
 
-import io
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from compress.artifact.atomic import atomic_file, sync_directory, write_atomic
+from compress.artifact.disk import explained
 from compress.artifact.header import TensorHeader, read_header
 from compress.errors import StorageError, UnsupportedFormat, UsageError, did_you_mean
+from compress.untrusted.fields import Fields
+from compress.untrusted.files import check_within, open_plain
+from compress.untrusted.parse import Malformed, read_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_ELSEWHERE = "Free space there, or give another place such as another --workspace."
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # In the order of the reference implementation, whose files start with the last of these.
@@ -47,11 +51,15 @@ DTYPES: dict[str, torch.dtype] = {
 _RANK = {dtype: (rank, name) for rank, (name, dtype) in enumerate(DTYPES.items())}
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file in one step; the same tensors always give the same bytes.
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write one safetensors file in one step; the same tensors always give the same bytes. `metadata` are the
+    texts of its header, by default that the tensors are torch's.
 
     Raises:
         UnsupportedFormat: for a dtype that has no place in a safetensors file here.
+        StorageError: the disk is full, read-only or not permitted; the file is named.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _RANK:
@@ -59,7 +67,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"tensor '{name}' has dtype {tensor.dtype}, which is not written to safetensors files here."
             )
     ordered = sorted(tensors.items(), key=lambda item: (-_RANK[item[1].dtype][0], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     position = 0
     for name, tensor in ordered:
         end = position + tensor.numel() * tensor.element_size()
@@ -71,7 +79,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         position = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with atomic_file(path) as stream:
+    with explained(path, hint=_ELSEWHERE), atomic_file(path) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, tensor in ordered:
             stream.write(_raw(tensor))
@@ -112,6 +120,8 @@ class TensorFiles:
         self._file_of: dict[str, Path] = {}
         wanted = _indexed(path) if (path / INDEX_NAME).exists() else dict.fromkeys(_files(path), None)
         for file, names in wanted.items():
+            if file != path:
+                check_within(path, file)
             headers = {header.name: header for header in read_header(file)}
             if names is not None and (absent := sorted(set(names) - headers.keys())):
                 raise StorageError(
@@ -158,7 +168,7 @@ class TensorFiles:
         file = self._file_of[name]
         raw = torch.empty(header.end - header.begin, dtype=torch.uint8)
         try:
-            with file.open("rb", buffering=0) as stream:
+            with open_plain(file) as stream:
                 stream.seek(header.begin)
                 _read_into(stream, memoryview(raw.numpy().data))
         except OSError as error:
@@ -166,10 +176,10 @@ class TensorFiles:
         return raw.view(dtype).reshape(header.shape).to(device)
 
 
-def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
+def _read_into(stream: BinaryIO, place: memoryview) -> None:
     """Fill a place from the stream; raise OSError when the file ends before it is full."""
     while place:
-        count = stream.readinto(place)
+        count = stream.readinto(place)  # type: ignore[attr-defined]  # every binary stream of a file has it
         if not count:
             raise OSError("it has become shorter since its header was read")
         place = place[count:]
@@ -177,7 +187,7 @@ def _read_into(stream: io.RawIOBase, place: memoryview) -> None:
 
 def _files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint without an index."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         if path.suffix in _PICKLE_SUFFIXES:
             raise _pickle_error(path, path.parent)
         return [path]
@@ -210,11 +220,13 @@ def _indexed(path: Path) -> dict[Path, list[str] | None]:
     """
     index = path / INDEX_NAME
     try:
-        places = json.loads(index.read_bytes())["weight_map"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnsupportedFormat(
-            f"{index} is not an index of safetensors shards: it has no readable weight_map."
-        ) from error
+        check_within(path, index)
+        stated = Fields(read_json(index), str(index), UnsupportedFormat)
+        places = stated.mapping("weight_map").items()
+    except Malformed as error:
+        raise UnsupportedFormat(f"{index} is not an index of safetensors shards: {error}.") from None
+    except OSError as error:
+        raise StorageError(f"{index} cannot be read: {error.strerror or error}.") from error
     shards: dict[Path, list[str] | None] = {}
     for name, file in places:
         if not isinstance(file, str) or "/" in file or "\\" in file or not file.endswith(".safetensors"):

@@ -1,6 +1,8 @@
 """A content-addressed cache of stage results that a kill at any instant leaves whole.
 
     root/store/<key>/                 finished artifacts, immutable
+    root/seals/<key>@<digest>         an empty file for each of them, named by the digest of its manifest
+    root/damaged/<key>/               a result that no longer matched its seal, set aside
     root/tmp/<host>-<pid>-<random>/   one build in progress
     root/scratch/<key>/               resume points of unfinished stages
     root/kept/                        intermediate results that several stages reuse, named by their content
@@ -8,14 +10,17 @@
 
 A result gets its place by one rename of a directory whose files and `compress.json` are already on the disk;
 there is no other way into `store/`. The key of a result is a digest over everything that decides its bytes,
-so a hit is always right and a changed recipe needs no invalidation.
+so a hit is always right and a changed recipe needs no invalidation. A key may end in `.<machine>`, for a
+result whose last bits depend on the kind of machine; provenance has the key without it.
+
+No byte is built upon before it was compared with the manifest, and the manifest with its seal: a disk may
+change what nobody wrote. Each file is read for that once in the life of a `Workspace` and of the file.
 """
 
 import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,11 +31,22 @@ from filelock import FileLock, Timeout
 
 from compress.artifact.atomic import sync_directory, sync_tree
 from compress.artifact.atomic import write_atomic as write_atomic
-from compress.artifact.manifest import MANIFEST_NAME, Artifact, Manifest, describe_files, open_artifact
-from compress.digest import canonical_json, digest_json
-from compress.errors import CompressError, LockHeld
+from compress.artifact.disk import explained
+from compress.artifact.leftovers import is_running, owned_name
+from compress.artifact.manifest import (
+    MANIFEST_NAME,
+    Artifact,
+    Manifest,
+    describe_files,
+    open_artifact,
+    verify_artifact,
+)
+from compress.artifact.seal import SEALS, STORE, seal_of
+from compress.digest import canonical_json, digest_file, digest_json
+from compress.errors import CompressError, LockHeld, StorageError
 
-_KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
+_ELSEWHERE = "Free space there, or give another --workspace."
+_KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*(\.[0-9A-Za-z_-]+)?")
 
 
 class ArtifactWriter:
@@ -69,9 +85,12 @@ class Workspace:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._store = root / "store"
+        self._store = root / STORE
+        self._seals = root / SEALS
+        self._damaged = root / "damaged"
         self._tmp = root / "tmp"
         self._scratch = root / "scratch"
+        self._known: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     @staticmethod
     def key(
@@ -99,18 +118,61 @@ class Workspace:
         return digest_json(parts).removeprefix("sha256:")
 
     def get(self, key: str) -> Artifact | None:
-        """Return the finished result of that key, or None; one with a damaged manifest, a missing or a cut
-        file counts as missing.
+        """Return the finished result of that key after comparing every byte with its manifest and the
+        manifest with its seal; None where there is none, or a damaged one.
         """
-        path = self._place(self._store, key)
         try:
-            artifact = open_artifact(path)
-            whole = all(
-                (path / record.path).stat().st_size == record.size_bytes for record in artifact.manifest.files
-            )
+            return self._checked(key)
         except (CompressError, OSError):  # any damage means: build it again
             return None
-        return artifact if whole and artifact.manifest.provenance.get("key") == key else None
+
+    def damage(self, key: str) -> str | None:
+        """Return one sentence on what is wrong with the finished result of that key; None where it is whole
+        or missing.
+        """
+        try:
+            self._checked(key)
+        except CompressError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename or self._place(self._store, key)} cannot be read: {error.strerror}."
+        return None
+
+    def set_aside(self, key: str) -> Path:
+        """Move the finished result of that key to `damaged/`, in place of an earlier one, and return where it
+        is now.
+        """
+        aside = self._place(self._damaged, key)
+        self._damaged.mkdir(parents=True, exist_ok=True)
+        self._remove(aside)
+        os.rename(self._place(self._store, key), aside)
+        return aside
+
+    def _checked(self, key: str) -> Artifact | None:
+        """Return the finished result of that key, None where there is none.
+
+        Raises:
+            StorageError, UsageError, OSError: it is damaged.
+        """
+        path = self._place(self._store, key)
+        if not os.path.lexists(path):
+            return None
+        artifact = open_artifact(path)
+        verify_artifact(artifact, digest_of=self._digest_of)
+        if artifact.manifest.provenance.get("key") != key.partition(".")[0]:
+            raise StorageError(f"{path} is the result of another key.")
+        return artifact
+
+    def _digest_of(self, path: Path) -> str:
+        """Return the digest of a file; one that has not changed since it was last asked for is not read
+        again."""
+        entry = path.stat()
+        state = (entry.st_size, entry.st_mtime_ns, entry.st_ctime_ns, entry.st_ino)
+        known = self._known.get(path)
+        if known is None or known[0] != state:
+            known = (state, digest_file(path))
+            self._known[path] = known
+        return known[1]
 
     def commit(
         self, key: str, stage: str, inputs: Mapping[str, str], build: Callable[[ArtifactWriter], None]
@@ -123,17 +185,18 @@ class Workspace:
         """
         if (present := self.get(key)) is not None:
             return present
-        self._tmp.mkdir(parents=True, exist_ok=True)
-        self._store.mkdir(parents=True, exist_ok=True)
-        building = self._tmp / f"{_host()}-{os.getpid()}-{secrets.token_hex(6)}"
-        building.mkdir()
+        building = self._tmp / owned_name()
         try:
-            writer = ArtifactWriter(building)
-            build(writer)
-            if writer.description is None:
-                raise ValueError(f"stage '{stage}' did not call describe()")
-            _seal(building, writer.description, {"stage": stage, "key": key, "parents": dict(inputs)})
-            self._publish(building, key)
+            with explained(building, hint=_ELSEWHERE):
+                self._tmp.mkdir(parents=True, exist_ok=True)
+                self._store.mkdir(parents=True, exist_ok=True)
+                building.mkdir()
+                writer = ArtifactWriter(building)
+                build(writer)
+                if writer.description is None:
+                    raise ValueError(f"stage '{stage}' did not call describe()")
+                provenance = {"stage": stage, "key": key.partition(".")[0], "parents": dict(inputs)}
+                self._publish(building, key, _seal(building, writer.description, provenance))
         finally:
             shutil.rmtree(building, ignore_errors=True)  # gone already when it was published
         artifact = open_artifact(self._place(self._store, key))
@@ -142,11 +205,9 @@ class Workspace:
 
     def discard(self, key: str) -> None:
         """Forget a finished result and its resume points, so that the next `commit` builds it again."""
-        place = self._place(self._store, key)
-        if place.exists():
-            self._tmp.mkdir(parents=True, exist_ok=True)
-            os.rename(place, discarded := self._tmp / f"{_host()}-{os.getpid()}-{secrets.token_hex(6)}")
-            shutil.rmtree(discarded, ignore_errors=True)
+        self._remove(self._place(self._store, key))
+        for seal in self._seals.glob(f"{key}@*"):
+            seal.unlink(missing_ok=True)
         self.drop_scratch(key)
 
     def scratch(self, key: str) -> Path:
@@ -154,7 +215,8 @@ class Workspace:
         removed when the result is committed.
         """
         path = self._place(self._scratch, key)
-        path.mkdir(parents=True, exist_ok=True)
+        with explained(path, hint=_ELSEWHERE):
+            path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
@@ -177,11 +239,12 @@ class Workspace:
             LockHeld: another process holds it; the message names it. The kernel frees the lock of a process
                 that died, however it died.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
         holder = self.root / "lock.holder"
         lock = FileLock(self.root / "lock", timeout=0)
         try:
-            lock.acquire()
+            with explained(self.root, hint=_ELSEWHERE):
+                self.root.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
         except Timeout as error:
             try:
                 who = holder.read_text().strip()
@@ -199,11 +262,20 @@ class Workspace:
             holder.unlink(missing_ok=True)
             lock.release()
 
-    def _publish(self, building: Path, key: str) -> None:
-        place = self._place(self._store, key)
-        if self.get(key) is None and place.exists():  # damaged: move it out of the way, never write into it
-            os.rename(place, discarded := building.with_name(building.name + "-damaged"))
+    def _remove(self, path: Path) -> None:
+        """Take a directory away by one rename, then delete it."""
+        if os.path.lexists(path):
+            self._tmp.mkdir(parents=True, exist_ok=True)
+            os.rename(path, discarded := self._tmp / owned_name())
             shutil.rmtree(discarded, ignore_errors=True)
+
+    def _publish(self, building: Path, key: str, digest: str) -> None:
+        place = self._place(self._store, key)
+        self._seals.mkdir(parents=True, exist_ok=True)
+        seal_of(place, digest).touch()
+        sync_directory(self._seals)
+        if self.get(key) is None and os.path.lexists(place):  # damaged: never write into it
+            self.set_aside(key)
         try:
             os.rename(building, place)
         except OSError:
@@ -216,8 +288,7 @@ class Workspace:
         the lock.
         """
         for path in self._tmp.glob("*"):
-            alive = re.match(rf"{re.escape(_host())}-(\d+)-", path.name)
-            if alive is None or not _is_running(int(alive[1])):
+            if not is_running(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod
@@ -227,8 +298,8 @@ class Workspace:
         return parent / key
 
 
-def _seal(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> None:
-    """Bring every file to the disk, then the manifest that vouches for them."""
+def _seal(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> str:
+    """Bring every file to the disk, then the manifest that vouches for them; return its digest."""
     files, tensors = describe_files(path)
     sync_tree(path)
     manifest = Manifest(
@@ -238,17 +309,4 @@ def _seal(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -
         files=files,
     )
     write_atomic(path / MANIFEST_NAME, manifest.to_bytes())
-
-
-def _host() -> str:
-    return re.sub(r"[^0-9A-Za-z.]", ".", socket.gethostname())
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it runs, under another user
-        return True
-    return True
+    return manifest.digest

@@ -5,12 +5,12 @@ typer, `cli.output` and light modules at its top, and the rest (torch, pydantic,
 that `compress --help` stays under 0.4 s.
 """
 
-import logging
+import functools
 import os
+import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,7 +29,10 @@ from compress.cli import (
     validate,
     verify,
 )
-from compress.errors import CompressError, StorageError
+from compress.cli.failure import failure_of, stopped_by
+from compress.cli.output import begin, finish, has_result, show_traceback, write_data
+from compress.cli.signals import Termination
+from compress.errors import StorageError, Terminated
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "init": init.init,
@@ -47,48 +50,75 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "schema": schema.schema,
 }
 _INTERRUPTED = 130
-_INPUT_OUTPUT = StorageError.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code of the process; errors become one paragraph on stderr."""
-    _let_waiting_threads_sleep()
-    given = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in given  # taken out here, so that it works before and after the command
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("compress").setLevel(
-        logging.DEBUG if debug else logging.WARNING
-    )  # other libraries' debug logs drown ours
+    """Run one command and return the exit code of the process; errors become one paragraph on stderr and,
+    with `--json`, one document on stdout.
+    """
+    with Termination() as termination:
+        _let_waiting_threads_sleep()
+        given = list(sys.argv[1:] if argv is None else argv)
+        debug = "--debug" in given  # taken out here, so that it works before and after the command
+        words = [word for word in given if word != "--debug"]
+        as_json = "--json" in words
+        failure = None
+        try:
+            begin(debug=debug)
+            termination.check()
+            command = typer.main.get_command(build_app())
+            as_json = asks_for_json(words, command)
+            code = _called(command, words)
+            if code == _INTERRUPTED and not has_result():  # Ctrl-C while the words were read
+                raise KeyboardInterrupt
+        except (Exception, KeyboardInterrupt, Terminated) as error:  # noqa: BLE001 - a defect becomes a message
+            failure = failure_of(error)
+            code = failure.exit_code
+            if debug:
+                show_traceback(error)
+        termination.ignore()
+        return finish(code, failure, as_json=as_json and _leads())
+
+
+def _called(command: Any, words: list[str]) -> int:
+    """Run the command and return its exit code; errors pass through."""
     try:
-        typer.main.get_command(build_app())(
-            args=[word for word in given if word != "--debug"], prog_name="compress"
-        )
-    except SystemExit as stop:  # how typer ends a command, usage errors (2) and Ctrl-C (130) included
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except CompressError as error:
-        return _fail(error, str(error), error.exit_code, debug=debug)
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(error, f"{where}{error.strerror or error}", _INPUT_OUTPUT, debug=debug)
-    except Exception as error:  # noqa: BLE001 - the one place where a defect becomes a message
-        lines = str(error).strip().splitlines()
-        summary = f"internal error: {type(error).__name__}{': ' + lines[0] if lines else ''}"
-        return _fail(
-            error, summary if debug else f"{summary} (run again with --debug to see where)", 1, debug=debug
-        )
-    return 0
+        code = command(args=words, prog_name="compress", standalone_mode=False)
+    except SystemExit as stop:  # of shell completion
+        code = stop.code
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def asks_for_json(words: Sequence[str], command: Any) -> bool:
+    """Return whether `--json` is among the words as an option: not as the value of one, nor after `--`.
+
+    The words need not be right otherwise, because a usage error is a JSON document too.
+    """
+    params = command.params
+    named = False
+    left = iter(words)
+    for word in left:
+        if word in ("--json", "--"):
+            return word == "--json"
+        if not word.startswith("-") and not named:
+            named = True
+            params = command.commands[word].params if word in command.commands else ()
+        elif any(word in param.opts and not getattr(param, "is_flag", True) for param in params):
+            next(left, None)
+    return False
+
+
+def _leads() -> bool:
+    """Return whether this process prints: of several ranks that torchrun started, rank 0 does."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Let a thread of torch that waits for the others sleep after some 0.2 ms, before torch is imported.
+    """Let a thread of torch that waits for the others soon sleep, before torch is imported.
 
-    GNU's OpenMP spins for 20 ms by default. On two processors that other programs use too, that made a run of
-    the quickstart two to four times as long; on quiet ones a short wait costs a decode step 4 %. Whoever sets
-    a variable of OpenMP decides for themselves.
+    GNU's OpenMP spins a hundred times as long by default: faster on quiet processors, much slower on those
+    that other programs use too (docs/measuring.md has the numbers). Whoever sets a variable of OpenMP decides
+    for themselves.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -105,8 +135,23 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     for name, command in COMMANDS.items():
-        app.command(name)(command)
+        app.command(name)(_with_own_errors(command))
     return app
+
+
+def _with_own_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with errors that the parser, which has handlers of its own, lets pass."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            raise stopped_by(signal.SIGINT) from None
+        except BrokenPipeError as error:
+            raise StorageError(f"a pipe was closed by its other end: {error.strerror}.") from error
+
+    return call
 
 
 def _options(
@@ -128,12 +173,5 @@ def _options(
 
 def _version(requested: bool) -> None:
     if requested:
-        print(f"compress {compress.__version__}")
+        write_data(f"compress {compress.__version__}")
         raise typer.Exit
-
-
-def _fail(error: BaseException, message: str, exit_code: int, *, debug: bool) -> int:
-    if debug:
-        traceback.print_exception(error, file=sys.stderr)
-    print(f"compress: {message}", file=sys.stderr)
-    return exit_code

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from compress.cli.output import JsonFlag, emit, size_text, table
+from compress.errors import EnvironmentUnfit
 from compress.plugins import installed_version
 
 Status = Literal["ok", "note", "unfit"]
-_UNFIT = 4
 _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
     "avx2": "256-bit vectors",
     "avx512f": "512-bit vectors",
@@ -60,13 +60,16 @@ def doctor(
     verdict = f"not fit: {', '.join(finding.name for finding in unfit)}" if unfit else "fit for work"
     served = kernels_here() if all(finding.name != "torch" for finding in unfit) else None
     text = "\n".join([table(rows), "", *advice, "", *([kernel_text(served), ""] if served else []), verdict])
-    emit(
-        {"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served},
-        text,
-        as_json=as_json,
-    )
+    document = {"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served}
+    failure = None
     if unfit:
-        raise typer.Exit(_UNFIT)
+        missing = ", ".join(finding.name for finding in unfit)
+        hint = " ".join(finding.advice for finding in unfit if finding.advice)
+        failure = EnvironmentUnfit(f"this machine is not fit: {missing}.", hint=hint or None)
+        document = {**document, "status": "unfit"}
+    emit(document, text, as_json=as_json, failure=failure)
+    if failure is not None:
+        raise typer.Exit(failure.exit_code)
 
 
 def examine(workspace: Path) -> Iterator[Finding]:
@@ -76,6 +79,7 @@ def examine(workspace: Path) -> Iterator[Finding]:
     yield from accelerator()
     yield triton(installed_version)
     yield cpu(_read_text(Path("/proc/cpuinfo")))
+    yield arithmetic()
     yield from vision_and_audio(installed_version)
     yield from replaced_packages(installed_version)
     yield disk(workspace)
@@ -308,6 +312,18 @@ def cpu(cpuinfo: str) -> Finding:
         f"{cores} cores, {', '.join(present) or 'no vector features seen'}",
         advice,
     )
+
+
+def arithmetic() -> Finding:
+    """Return the finding about the kind of machine on which a recipe gives the same digests as here."""
+    try:
+        from compress.machine import arithmetic_class
+        from compress.pipeline import pick_device
+
+        kind = arithmetic_class(pick_device(None))
+    except ImportError:  # torch is missing, which has a finding of its own
+        kind = "unknown without torch"
+    return Finding("arithmetic", "ok", f"{kind}: digests are the same on machines of this kind")
 
 
 def vision_and_audio(version_of: Callable[[str], str | None]) -> Iterator[Finding]:

@@ -1,15 +1,19 @@
 """Output of commands: data goes to stdout, as text or as one JSON document `{"schema": 1, ...}`; notes and
 progress go to stderr.
 
-Progress is a bar where there is a terminal, and otherwise a log line now and then, so that a scheduled job's
-log stays readable.
+Nothing else in the package prints, and all that is printed goes through `untrusted.text`, because names,
+facts and texts of models come from somebody else. Progress is a bar where there is a terminal, and otherwise
+a log line now and then, so that a scheduled job's log stays readable.
 """
 
+import contextlib
 import json
+import logging
 import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +21,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from compress.errors import StorageError
+from compress.cli.failure import Failure, failure_of
+from compress.errors import CompressError, StorageError
+from compress.untrusted.text import one_line, printable, printable_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -33,43 +39,130 @@ JsonFlag = Annotated[
 ]
 
 
-def emit(document: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Print a command's result: the document, or its form for people."""
-    write_data(
-        json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False)
-        if as_json
-        else text
-    )
+class _Result:
+    """The document of the command that runs, held until its exit code is known: exactly one is printed."""
+
+    document: Mapping[str, Any] | None = None
+
+
+_RESULT = _Result()
+
+
+def begin(*, debug: bool) -> None:
+    """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable."""
+    _RESULT.document = None
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.captureWarnings(True)
+    logging.getLogger("compress").setLevel(
+        logging.DEBUG if debug else logging.WARNING
+    )  # other libraries' debug logs drown ours
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records for a terminal: control characters in messages and tracebacks are shown as
+    escapes.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def emit(
+    document: Mapping[str, Any], text: str, *, as_json: bool, failure: CompressError | None = None
+) -> None:
+    """Give a command's result: its form for people is printed at once, the document when the command ends.
+    A result with a `failure`, such as a gate that failed, has the failure under `error`.
+    """
+    if as_json:
+        error = {} if failure is None else {"error": failure_of(failure).as_json()}
+        held = {**document, **error}
+        _as_text(held)  # what is not JSON is a defect here and not at the end
+        _RESULT.document = held
+    else:
+        write_data(text)
+    if failure is not None:
+        note(f"compress: {failure}")
+
+
+def has_result() -> bool:
+    """Return whether the command that runs has given a document."""
+    return _RESULT.document is not None
+
+
+def finish(exit_code: int, failure: Failure | None, *, as_json: bool) -> int:
+    """Print the message of a failure to stderr and, with `--json`, the one document to stdout. Return the
+    exit code: the given one, or 5 where stdout cannot be written.
+    """
+    held = _RESULT.document
+    _RESULT.document = None
+    if failure is not None and failure.message:
+        note(f"compress: {failure}")
+    if failure is not None:
+        held = {"status": "error", "error": failure.as_json()} if as_json else None
+    if held is None:
+        return exit_code
+    status = held.get("status", "error" if exit_code else "done")
+    error = {"error": held["error"]} if "error" in held else {}
+    rest = {name: value for name, value in held.items() if name != "error"}
+    whole = _as_text({"status": status, **rest, "exit_code": exit_code, **error})
+    try:
+        _write(printable_json(whole) + "\n")
+    except typer.Exit as stop:
+        return stop.exit_code
+    except StorageError as error:
+        note(f"compress: {error}")
+        return error.exit_code
+    return exit_code
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print where an error came from, for `--debug`."""
+    note("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
+def _as_text(document: Mapping[str, Any]) -> str:
+    return json.dumps({"schema": SCHEMA, **document}, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def write_data(text: str) -> None:
     """Print data to stdout. When its reader has gone, the command ends there, quietly, with exit code 5: not
     all data arrived.
+
+    Raises:
+        StorageError: stdout cannot be written.
     """
     write_piece(text + "\n")
 
 
 def write_piece(text: str) -> None:
-    """Print a part of the data to stdout at once, with nothing added; a reader that has gone ends the command
-    as in `write_data`.
-    """
+    """Print a part of the data to stdout at once, with nothing added; errors are those of `write_data`."""
+    _write(printable(text))
+
+
+def _write(text: str) -> None:
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the interpreter's own flush at exit must not complain
-        raise typer.Exit(StorageError.exit_code) from None
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # the interpreter flushes again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(StorageError.exit_code) from None
+        raise StorageError(f"stdout cannot be written: {error.strerror}.", where="stdout") from None
 
 
 def note(message: str) -> None:
-    """Print a line for the person who watches; never data."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a line for the person who watches; never data. A stderr that is gone stops nothing."""
+    with contextlib.suppress(OSError):
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Return rows as columns padded to their widest cell; those in `right` are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """Return rows as columns padded to their widest cell; those in `right` are aligned to the right.
+    A cell is one line of printable text, whatever it holds.
+    """
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     if not cells:
         return ""
     aligned_right = set(right)
@@ -142,10 +235,10 @@ def progress(
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description:<9}"),
+        TextColumn("{task.description:<9}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -162,10 +255,11 @@ class _Bar:
     peak_bytes: Callable[[], int]
 
     def update(self, done: int, total: int, note: str) -> None:
-        self.bars.update(self.task, completed=done, total=total, note=note, peak=size_text(self.peak_bytes()))
+        peak = size_text(self.peak_bytes())
+        self.bars.update(self.task, completed=done, total=total, note=one_line(note), peak=peak)
 
     def log(self, text: str) -> None:
-        self.bars.console.print(text, markup=False)
+        self.bars.console.print(printable(text), markup=False, emoji=False, highlight=False)
 
 
 class _LogLines:
@@ -194,4 +288,4 @@ class _LogLines:
         )
 
     def log(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
+        print(printable(text), file=self.out, flush=True)

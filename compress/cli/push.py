@@ -1,6 +1,5 @@
 """`compress push`: an artifact, with its evidence if given, into a registry."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,8 @@ import typer
 
 from compress.cli.output import JsonFlag, count_text, emit, size_text
 from compress.errors import GateFailed, UsageError
+from compress.untrusted.fields import Fields
+from compress.untrusted.parse import Malformed, read_json
 
 
 def push(
@@ -66,20 +67,18 @@ def _check_evidence(file: Path, digest: str) -> None:
         UsageError: the report is of another artifact, or is not JSON.
         GateFailed: a gate failed.
     """
-    if not file.is_file():
+    if not file.exists():
         return
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        report = Fields(read_json(file), str(file), UsageError)
+    except Malformed as error:
         raise UsageError(f"{file} is not JSON: {error}.") from None
-    about = report.get("artifact", {}).get("digest", digest)
+    about = report.fields("artifact", default={}).text("digest", default=digest)
     if about != digest:
         raise UsageError(
             f"{file} is about the artifact {about}, and this one is {digest}; validate this one first."
         )
-    verdict = report.get("verdict", {})
-    if verdict.get("passed") is False:
-        raise GateFailed(
-            f"not pushed: {' '.join(verdict.get('reasons', []))} The artifact is kept; {file} says by how "
-            f"much."
-        )
+    verdict = report.fields("verdict", default={})
+    if not verdict.flag("passed", default=True):
+        reasons = " ".join(verdict.texts("reasons", default=()))
+        raise GateFailed(f"not pushed: {reasons} The artifact is kept; {file} says by how much.")

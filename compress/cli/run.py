@@ -20,12 +20,12 @@ from compress.cli.output import (
     size_text,
     table,
 )
-from compress.errors import EnvironmentUnfit, RankStopped, UsageError
+from compress.errors import EnvironmentUnfit, GateFailed, RankStopped, UsageError
 
 if TYPE_CHECKING:
     from compress.context import Progress, Ranks
     from compress.pipeline import Result, RunDir, StepResult
-    from compress.ranks import Launch
+    from compress.ranks.group import Launch
 
 RecipeArgument = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Cache of stage results.")]
@@ -146,11 +146,12 @@ def _execute(
                 chosen,
                 stop_signal=stopped,
                 step_done=_note_step,
+                warn=lambda sentence: note(f"warning: {sentence}"),
                 ranks=ranks,
                 **options,
             )
             result = execute(job, TerminalWatch(chosen))
-        emit(result.as_json(), _summary(result), as_json=as_json)
+        emit(result.as_json(), _summary(result), as_json=as_json, failure=_failed_gates(result))
         return unchanged_exit_code if result.status == "unchanged" else result.exit_code
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -158,12 +159,19 @@ def _execute(
     return _as_rank(device, lead)
 
 
+def _failed_gates(result: "Result") -> GateFailed | None:
+    if result.status != "gate_failed":
+        return None
+    failed = ", ".join(gate["name"] for gate in result.gates if gate["passed"] is False)
+    return GateFailed(f"a gate failed ({failed}); the artifact is kept and not pushed.", where=result.report)
+
+
 def _as_rank(device: str | None, lead: "Callable[[str, Ranks], int]") -> int:
     """Join the other ranks, and lead or follow. An error of one rank ends all; rank 0 reports it, with the
     exit code of the failing rank.
     """
     from compress.pipeline import follow
-    from compress.ranks import Launch, joined
+    from compress.ranks.group import Launch, joined
 
     launch = Launch.from_environ(os.environ)
     if launch is None:

@@ -1,5 +1,6 @@
 """`compress validate`: prove an artifact that exists already, outside of a recipe."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,9 @@ def validate(
         str, typer.Option("--data", help="Evaluation text: a data card or builtin://python-eval.")
     ] = "builtin://python-eval",
     num_samples: Annotated[
-        int, typer.Option("--num-samples", min=2, help="Windows of evaluation text.")
+        int, typer.Option("--num-samples", min=2, max=1 << 20, help="Windows of evaluation text.")
     ] = 32,
-    seq_len: Annotated[int, typer.Option("--seq-len", min=8, help="Tokens a window.")] = 512,
+    seq_len: Annotated[int, typer.Option("--seq-len", min=8, max=1 << 20, help="Tokens a window.")] = 512,
     kv_format: Annotated[
         str | None,
         typer.Option(
@@ -54,10 +55,13 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare an artifact with its source: accuracy with uncertainty, latency, gates, report."""
-    from compress.artifact.manifest import MANIFEST_NAME, open_artifact
+    from compress.artifact.atomic import sync_tree
+    from compress.artifact.leftovers import neighbour
+    from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
     from compress.artifact.workspace import ArtifactWriter
     from compress.context import Context
     from compress.pipeline import pick_device, resolve_source
+    from compress.registry.evidence import seal_evidence
     from compress.stages import Input, Inputs, Port
     from compress.stages.validate import REPORT_HTML
     from compress.stages.validate import validate as prove
@@ -85,14 +89,18 @@ def validate(
             f"{artifact} has no {MANIFEST_NAME}: it is not an artifact of compress. `compress pull` and "
             f"`compress run` make some."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    writer = ArtifactWriter(out)
+    verify_artifact(candidate)
     inputs = Inputs(
         source,
         {Port.SOURCE: Input(source.path, source.digest), Port.CHECKPOINT: Input(artifact, candidate.digest)},
     )
-    with progress("validate") as report:
-        prove(spec, inputs, writer, Context(chosen, 0, out, report, offline=offline))
+    with neighbour(out, "validating") as building:
+        writer = ArtifactWriter(building)
+        with progress("validate") as report:
+            prove(spec, inputs, writer, Context(chosen, 0, building, report, offline=offline))
+        seal_evidence(building)
+        sync_tree(building)
+        os.rename(building, out)
     assert writer.description is not None
     facts = writer.description["facts"]
     rows = [
@@ -104,16 +112,18 @@ def validate(
         )
         for each in facts["gates"]
     ]
-    emit(
-        {"verdict": facts["verdict"], "gates": facts["gates"], "report": str(out / REPORT_HTML)},
-        table([*rows, ("report", out / REPORT_HTML, "", "")]),
-        as_json=as_json,
-    )
+    page = out / REPORT_HTML
+    document = {"verdict": facts["verdict"], "gates": facts["gates"], "report": str(page)}
+    failure = None
+    if facts["verdict"]["passed"] is False:
+        reasons = " ".join(facts["verdict"]["reasons"])
+        failure = GateFailed(f"a gate failed: {reasons}", where=page)
+        document = {**document, "status": "gate_failed"}
     for warning in facts.get("warnings", []):
         note(f"warning: {warning}")
-    if facts["verdict"]["passed"] is False:
-        note("a gate failed")
-        raise typer.Exit(GateFailed.exit_code)
+    emit(document, table([*rows, ("report", page, "", "")]), as_json=as_json, failure=failure)
+    if failure is not None:
+        raise typer.Exit(failure.exit_code)
 
 
 def _gates(options: list[str]) -> dict[str, float | dict[str, float]]:

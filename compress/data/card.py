@@ -14,20 +14,14 @@ which become `Role: content` paragraphs. Nothing downloaded is ever executed: da
 `trust_remote_code` are not supported.
 """
 
-import bz2
 import dataclasses
 import glob
-import gzip
-import io
-import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, field_validator
 
@@ -42,9 +36,10 @@ from compress.data.corpus import (
     is_of,
     python_documents,
 )
+from compress.data.text_files import json_rows, text_lines
 from compress.digest import digest_file, digest_json
-from compress.errors import RecipeError, StorageError, UsageError, did_you_mean
-from compress.recipe import Spec, parse_spec, read_yaml
+from compress.errors import StorageError, UsageError, did_you_mean
+from compress.recipe import MAX_TOKENS, Spec, parse_spec, read_source, read_yaml
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = r"^sha256:[0-9a-f]{64}$"
@@ -63,7 +58,10 @@ class CardSpec(Spec):
     )
     separator: str = Field("\n\n", description="between documents when they are concatenated")
     limit: int | None = Field(
-        None, ge=1, description="only the first so many documents; for a Hub dataset this bounds the download"
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="only the first so many documents; for a Hub dataset this bounds the download",
     )
     digest: str | None = Field(
         None, pattern=_DIGEST, description="expected digest of the whole text that the card names"
@@ -163,16 +161,7 @@ def load_card(ref: str) -> Card:
     if ref.startswith("builtin://"):
         return _builtin(ref)
     path = Path(ref)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{ref}:1:1: not UTF-8 text (byte {error.start}). Save the data card as UTF-8."
-        ) from error
-    except OSError as error:
-        raise RecipeError(
-            f"{ref}: cannot read the data card: {error.strerror}. `builtin://python` needs no file."
-        ) from error
+    text = read_source(path, file=ref, what="data card", hint="`builtin://python` needs no file.")
     raw, where = read_yaml(text, file=ref)
     if not isinstance(raw, dict):
         raise where.error((), "a data card is a mapping with the keys kind, title, license and source.")
@@ -337,54 +326,17 @@ def _files(spec: LocalCard, card: Card) -> list[Path]:
 
 
 def _jsonl_documents(path: Path, spec: LocalCard) -> Iterator[Document]:
-    for row_idx, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        at = f"{path}:{row_idx}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{at}: not a JSON row: {error}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{at}: a row of a jsonl file is an object with the field '{spec.text_field}'.")
+    for row_idx, row in json_rows(path):
         if all(row.get(key) == value for key, value in spec.where.items()):
             doc_id = row.get(spec.id_field)
             yield Document(
                 f"{path.name}:{row_idx}" if doc_id is None else str(doc_id),
-                _row_text(row, spec.text_field, at),
+                _row_text(row, spec.text_field, f"{path}:{row_idx}"),
             )
 
 
 def _txt_document(path: Path) -> Iterator[Document]:
-    yield Document(path.name, "".join(_lines(path)))
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with _unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8", newline="\n") as text:
-            yield from text
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text: {error.reason}. Data files are UTF-8.") from error
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise StorageError(
-            f"{path}: cannot be read to the end: {error}. The file may be cut off or not what its suffix "
-            "says."
-        ) from error
-
-
-def _unpacked(path: Path) -> BinaryIO:
-    match path.suffix:
-        case ".xz":
-            return cast(BinaryIO, lzma.open(path))
-        case ".gz":
-            return cast(BinaryIO, gzip.open(path))
-        case ".bz2":
-            return cast(BinaryIO, bz2.open(path))
-        case ".zst":
-            import pyarrow  # comes with `datasets`; the standard library of Python 3.11 cannot read zstd
-
-            return cast(BinaryIO, pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
-    return path.open("rb")
+    yield Document(path.name, "".join(text_lines(path)))
 
 
 def _row_text(row: Mapping[str, Any], field: str, at: str) -> str:

@@ -27,10 +27,12 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from compress.data.template_limits import LimitedEnvironment, limited_steps
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
+from compress.untrusted.files import read_text
+from compress.untrusted.parse import Malformed, read_json
 
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`; templates may read further keys, such as `tool_calls`."""
@@ -40,6 +42,7 @@ DEFAULT_TEMPLATE = "default"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 _CONFIG_FILE = "tokenizer_config.json"
+_MAX_BYTES = 64 << 20
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -83,17 +86,19 @@ class ChatTemplate:
         if tools is not None:
             names["tools"] = list(tools)
         try:
-            return self._program.render(
-                messages=[dict(each) for each in messages],
-                add_generation_prompt=add_generation_prompt,
-                **names,
-            )
+            program = self._program
+            with limited_steps():
+                return program.render(
+                    messages=[dict(each) for each in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    **names,
+                )
         except _TEMPLATE_ERRORS as error:
             raise UsageError(f"the model's chat template refuses these messages: {error}") from error
 
     @cached_property
     def _program(self) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -163,12 +168,21 @@ def _templates(model_dir: Path, stated: Any) -> dict[str, str]:
     if isinstance(stated, str):
         templates[DEFAULT_TEMPLATE] = stated
     elif isinstance(stated, list):
-        templates |= {str(each["name"]): str(each["template"]) for each in stated}
+        for each in stated:
+            fields = each if isinstance(each, dict) else {}
+            name = fields.get("name")
+            template = fields.get("template")
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise UnsupportedFormat(
+                    f"'{model_dir / _CONFIG_FILE}' has a chat_template that is not a text or a list of "
+                    "{name, template}."
+                )
+            templates[name] = template
     folder = model_dir / TEMPLATE_FOLDER
     files = {path.stem: path for path in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
     if (model_dir / TEMPLATE_FILE).is_file():
         files[DEFAULT_TEMPLATE] = model_dir / TEMPLATE_FILE
-    return templates | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return templates | {name: read_text(path, max_bytes=_MAX_BYTES) for name, path in files.items()}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -185,8 +199,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = read_json(file, max_bytes=_MAX_BYTES)
+    except Malformed as error:
         raise UnsupportedFormat(f"'{file}' is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}
 

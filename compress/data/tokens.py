@@ -1,5 +1,4 @@
-"""Token sets: the fixed windows of tokens that a model is calibrated or evaluated on, and the check that both
-share no text.
+"""Token sets: the fixed windows of tokens that a model is calibrated or evaluated on.
 
 Evaluation (`seed=None`) is convention A: all documents joined by the separator, tokenized as one text, cut
 into non-overlapping windows in corpus order, without the tail. `num_samples` takes the first windows.
@@ -29,16 +28,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from compress.artifact.tensors import save_tensors
 from compress.data.corpus import Document, Packing, TextHasher
-from compress.digest import canonical_json, digest_bytes, digest_file
-from compress.errors import StorageError, UnsupportedFormat, UsageError
+from compress.digest import canonical_json, digest_bytes
+from compress.errors import StorageError, Terminated, UnsupportedFormat, UsageError
+from compress.untrusted.fields import Fields
+from compress.untrusted.files import check_within, open_plain, read_bytes
+from compress.untrusted.parse import Malformed, parse_json
 
 if TYPE_CHECKING:  # a token set can be read where `tokenizers` is not installed
     from tokenizers import Tokenizer
@@ -51,6 +51,7 @@ _KEPT_EXCERPTS_PER_SAMPLE: Mapping[Packing, int] = {
 _BATCH = 32
 _CUT_MARGIN = 64  # tokens before a cut through the text whose ids might change if the text went on
 _FACTS_KEY = "token_set"
+MAX_TOKENIZER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,20 +70,6 @@ class TokenSet:
         return digest_bytes(shape + self.tokens_NS.contiguous().numpy().astype("<i4").tobytes())
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Numbers of word n-grams of the evaluation text, and of those that the calibration text also has;
-    `example` is the first shared one."""
-
-    num_shared: int
-    num_ngrams: int
-    example: str | None
-
-    @property
-    def shared_frac(self) -> float:
-        return self.num_shared / self.num_ngrams if self.num_ngrams else 0.0
-
-
 def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
     """Return the tokenizer of a model directory, with truncation and padding switched off, and the digest of
     its file.
@@ -93,19 +80,26 @@ def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
     from tokenizers import Tokenizer
 
     path = model_dir / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise UnsupportedFormat(
             f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
             "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or "
             "vocab.json."
         )
+    check_within(model_dir, path)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing more specific
-        raise UnsupportedFormat(f"'{path}' is not a tokenizer that `tokenizers` can read: {error}") from error
+        data = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+    except OSError as error:
+        raise StorageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | Terminated):
+            raise
+        raise UnsupportedFormat(f"'{path}' is not a tokenizer that `tokenizers` can read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer, digest_file(path)
+    return tokenizer, digest_bytes(data)
 
 
 def tokenize(
@@ -175,11 +169,7 @@ def save_token_set(token_set: TokenSet, path: Path) -> None:
         "num_scored_bytes": token_set.num_scored_bytes,
         "source": token_set.source,
     }
-    save_file(
-        {"tokens": token_set.tokens_NS.contiguous()},
-        path,
-        metadata={_FACTS_KEY: canonical_json(facts).decode()},
-    )
+    save_tensors(path, {"tokens": token_set.tokens_NS}, metadata={_FACTS_KEY: canonical_json(facts).decode()})
 
 
 def load_token_set(path: Path) -> TokenSet:
@@ -190,16 +180,31 @@ def load_token_set(path: Path) -> TokenSet:
         UnsupportedFormat: it is a safetensors file of another kind.
     """
     try:
+        open_plain(path).close()  # `safe_open` would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {}).get(_FACTS_KEY, "null"))
-            tokens_NS = file.get_tensor("tokens") if facts is not None else None
+            stored = (file.metadata() or {}).get(_FACTS_KEY)
+            tokens_NS = None if stored is None else file.get_tensor("tokens")
     except (OSError, SafetensorError) as error:
         raise StorageError(f"the token set '{path}' cannot be read: {error}") from error
-    if tokens_NS is None:
+    if stored is None or tokens_NS is None:
         raise UnsupportedFormat(
             f"'{path}' is a safetensors file, but no token set: its header has no '{_FACTS_KEY}'."
         )
-    return TokenSet(tokens_NS, facts["num_bytes"], facts["num_scored_bytes"], facts["source"])
+    try:
+        facts = Fields(parse_json(stored), f"the header of the token set '{path}'", StorageError)
+    except Malformed as error:
+        raise StorageError(f"the token set '{path}' is damaged: {error}; build it again.") from None
+    if tokens_NS.dtype != torch.int32 or tokens_NS.dim() != 2:
+        raise StorageError(
+            f"the token set '{path}' is damaged: its tokens are {tokens_NS.dtype} {list(tokens_NS.shape)}, "
+            "where a matrix of int32 belongs; build it again."
+        )
+    return TokenSet(
+        tokens_NS,
+        facts.integer("num_bytes", 0, 1 << 60),
+        facts.integer("num_scored_bytes", 0, 1 << 60),
+        dict(facts.mapping("source")),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -368,59 +373,3 @@ def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
         "the number of bytes of a token is unknown for this tokenizer's decoder "
         f"({', '.join(sorted(kinds)) or 'none'}); byte-level and SentencePiece tokenizers are supported."
     )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# ------ overlap
-
-
-def overlap(calibration: Iterable[Document], evaluation: Iterable[Document], *, ngram: int = 13) -> Overlap:
-    """Count the word n-grams of the evaluation text (lower case, without punctuation, within a document) and
-    those of them that occur in the calibration text.
-
-    n-grams are compared by 64-bit hashes: for 10^7 against 10^5 the chance of one false match is below 10^-6.
-    13 words is the length that GPT-3's contamination study settled on (arXiv 2005.14165, appendix C).
-    """
-    vocabulary: dict[str, int] = {}
-    docs = [
-        [vocabulary.setdefault(word, len(vocabulary) + 1) for word in _words(document)]
-        for document in evaluation
-    ]
-    starts = [(doc_idx, start) for doc_idx, doc in enumerate(docs) for start in range(len(doc) - ngram + 1)]
-    if not starts:
-        return Overlap(0, 0, None)
-    known, position_of = np.unique(
-        np.concatenate([_ngram_hashes(doc, ngram) for doc in docs]), return_inverse=True
-    )
-    seen = np.zeros(len(known), dtype=np.bool_)
-    for document in calibration:
-        hashes = _ngram_hashes(
-            [vocabulary.get(word, 0) for word in _words(document)], ngram
-        )  # 0: a word that evaluation never has
-        place = np.searchsorted(known, hashes).clip(max=len(known) - 1)
-        seen[place[known[place] == hashes]] = True
-    shared = np.flatnonzero(seen[position_of])
-    if not len(shared):
-        return Overlap(0, len(starts), None)
-    doc_idx, start = starts[shared[0]]
-    names = list(vocabulary)
-    return Overlap(
-        len(shared), len(starts), " ".join(names[idx - 1] for idx in docs[doc_idx][start : start + ngram])
-    )
-
-
-def _words(document: Document) -> list[str]:
-    return re.findall(r"\w+", document.text.lower())
-
-
-def _ngram_hashes(word_ids: Sequence[int], ngram: int) -> NDArray[np.uint64]:
-    """Return one hash for each start: a polynomial in mixed word ids modulo 2^64 (the mixing is the finaliser
-    of splitmix64)."""
-    num = max(len(word_ids) - ngram + 1, 0)
-    mixed = np.asarray(word_ids, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashes = np.zeros(num, dtype=np.uint64)
-    for offset in range(ngram):
-        hashes = hashes * np.uint64(0xD1342543DE82EF95) + mixed[offset : offset + num]
-    return hashes

@@ -20,11 +20,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from compress.artifact.atomic import write_atomic
 from compress.artifact.tensors import save_tensors
 from compress.context import Ranks
-from compress.digest import digest_json
+from compress.digest import digest_file, digest_json
 from compress.distill.losses import TopK
-from compress.distill.objective import Teacher
+from compress.distill.objective import EVALUATED_TOKENS, Teacher
 
 WINDOWS_OF_A_SHARD = 64
 _LAYOUT = 1
@@ -56,7 +57,8 @@ class KeptLogits:
         return -(-self._tokens_NS.shape[0] // WINDOWS_OF_A_SHARD)
 
     def missing(self) -> list[int]:
-        return [idx for idx in range(self.num_shards) if not self._file(idx).exists()]
+        """Return the numbers of the shards that are not on disk, or damaged there."""
+        return [idx for idx in range(self.num_shards) if not self._is_whole(idx)]
 
     def fill(
         self,
@@ -65,11 +67,14 @@ class KeptLogits:
         done: Callable[[int], None],
         *,
         device: torch.device,
-        at_once: int,
     ) -> None:
-        """Compute the missing shards with the teacher, `at_once` windows at a time; `done` is called with
-        the number of shards on disk."""
+        """Compute the missing shards with the teacher; `done` is called with the number of shards on disk.
+
+        The windows that are computed at once are a constant of the device: on some CPUs a row's last bits
+        depend on them.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
+        at_once = max(1, EVALUATED_TOKENS[device.type] // self._tokens_NS.shape[1])
         missing = ranks.from_lead(self.missing)  # one list for all: other ranks write while this one looks
         for count, idx in enumerate(missing[ranks.rank :: ranks.size]):
             done(self.num_shards - len(missing) + count * ranks.size)
@@ -85,6 +90,7 @@ class KeptLogits:
                 self._file(idx),
                 {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail},
             )
+            write_atomic(self._digest_file(idx), digest_file(self._file(idx)).encode())
         ranks.barrier()  # all shards are written before any is read
 
     def rows(self, windows_B: list[int]) -> TopK:
@@ -101,5 +107,14 @@ class KeptLogits:
             self._open[shard] = safe_open(self._file(shard), framework="pt")
         return tuple(self._open[shard].get_slice(name)[row] for name in ("ids", "log_p", "log_tail"))
 
+    def _is_whole(self, shard: int) -> bool:
+        try:
+            return self._digest_file(shard).read_bytes() == digest_file(self._file(shard)).encode()
+        except OSError:
+            return False
+
     def _file(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.safetensors"
+
+    def _digest_file(self, shard: int) -> Path:
+        return self.directory / f"{shard:05d}.digest"

@@ -11,10 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.errors import UnsupportedArch
+from compress.errors import StorageError, UnsupportedArch
+from compress.untrusted.fields import Fields
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+MAX_SIZE = 1 << 24
+"""Largest width, number of heads, and vocabulary that is read: 100 times those of the largest models, and
+small enough that no product of two overflows."""
+MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 31
+THETAS = (1.01, 1e15)
+FACTORS = (1.0, 1e6)
+"""Ranges of a rope's base and of the factor that its positions are stretched by."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +210,48 @@ class Arch:
     @staticmethod
     def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
         """Read what `to_json` wrote; other keys of a layer's mapping (its scheme) are not the
-        architecture's."""
-        names = [field.name for field in dataclasses.fields(LayerShape)]
-        shapes = ({name: layer[name] for name in names} for layer in layers)
-        return Arch(
-            **facts, layers=tuple(LayerShape(**{**shape, "rope": Rope(**shape["rope"])}) for shape in shapes)
-        )
+        architecture's.
+
+        Raises:
+            StorageError: a value is missing, unknown, of another type or out of range.
+        """
+        known = {field.name for field in dataclasses.fields(Arch)} - {"layers"}
+        if odd := sorted(facts.keys() ^ known):
+            raise StorageError(f"the arch of a manifest has missing or unknown fields: {', '.join(odd)}.")
+        model = Fields(facts, "the arch of a manifest", StorageError)
+        for name in ("family", "activation", "dtype"):
+            model.text(name)
+        for name in ("vocab_size", "hidden_size"):
+            model.integer(name, 1, MAX_SIZE)
+        model.integer("max_position", 1, MAX_POSITIONS)
+        model.number("norm_eps", 0, 1)
+        for name in ("tied_head", "qkv_bias", "o_bias", "ffn_bias", "qk_norm"):
+            model.flag(name)
+        model.mapping("config")
+        return Arch(**facts, layers=tuple(_layer_of(layer, idx) for idx, layer in enumerate(layers)))
+
+
+def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
+    """Return the shape of a layer that a manifest states."""
+    layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
+    rope = layer.fields("rope")
+    if odd := sorted(set(rope) - {field.name for field in dataclasses.fields(Rope)}):
+        raise StorageError(f"{rope.where} has unknown fields: {', '.join(odd)}.")
+    if rope.text("kind") not in ROPE_KINDS:
+        raise rope.wrong("kind", rope.text("kind"), f"one of {', '.join(ROPE_KINDS)}")
+    rope.number("theta", *THETAS)
+    stated = set(rope)
+    for name in stated - {"kind", "theta", "truncate", "original_max_position"}:
+        rope.number(name, 0, FACTORS[1])
+    if "original_max_position" in stated:
+        rope.integer("original_max_position", 0, MAX_POSITIONS)
+    if "truncate" in stated:
+        rope.flag("truncate")
+    return LayerShape(
+        num_heads=layer.integer("num_heads", 1, MAX_SIZE),
+        num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
+        head_dim=layer.integer("head_dim", 1, MAX_SIZE),
+        intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
+        rope=Rope(**layer.mapping("rope")),
+        window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
+    )

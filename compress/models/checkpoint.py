@@ -18,15 +18,19 @@ import torch
 from torch import Tensor
 
 from compress.artifact.tensors import ShardWriter, TensorFiles
-from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
+from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.weights import WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.untrusted.fields import Fields
+from compress.untrusted.files import check_within
+from compress.untrusted.parse import Malformed, read_json
 
 CONFIG_NAME = "config.json"
+MAX_CONFIG_BYTES = 16 << 20
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -34,11 +38,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: it is missing or not JSON.
+        StorageError: it is no plain file within the directory, or cannot be read.
     """
     file = path / CONFIG_NAME
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        check_within(path, file)
+        config = read_json(file, max_bytes=MAX_CONFIG_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         pickles = sorted(each.name for each in path.glob("*.bin"))
         beside = (
             f" Its {pickles[0]} is a pickle, which is never opened here; a model is {CONFIG_NAME} and "
@@ -47,8 +53,10 @@ def read_config(path: Path) -> dict[str, Any]:
             else ""
         )
         raise UsageError(f"{path} is not a model directory: it has no {CONFIG_NAME}.{beside}") from None
-    except ValueError as error:
+    except Malformed as error:
         raise UsageError(f"{file} is not valid JSON: {error}.") from None
+    except OSError as error:
+        raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from None
     if not isinstance(config, dict):
         raise UsageError(f"{file} is not a JSON object.")
     return config
@@ -71,6 +79,7 @@ class Checkpoint:
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
         self._files = TensorFiles(path)
+        self._check_num_layers()
         self._codec, self._schemes, stated = _quantization(config, codecs or {}, self._linears_on_disk())
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
@@ -109,12 +118,23 @@ class Checkpoint:
             leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
             assert self._codec is not None
             try:
-                return _scaled_in(self._arch.dtype, self._codec.decode(leaves, scheme))
+                weight = self._codec.decode(leaves, scheme)
+                if weight.shape != (wanted := self._shape_of(name)):
+                    raise UnsupportedFormat(f"it is {list(weight.shape)}, its config says {list(wanted)}.")
+                return _scaled_in(self._arch.dtype, weight)
             except UnsupportedFormat as error:
                 raise UnsupportedFormat(f"{self.path}: {disk} is not read: {error}") from None
         if name.endswith(tuple(KV_SCALES.values())):
             return read_kv_scale(self._files.get(f"{disk}.{leaf}"), f"{disk}.{leaf}")
         return self._files.get(f"{disk}.{leaf}")
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter, by its canonical name."""
+        outer, layers = self._names
+        if name in outer:
+            return outer[name]
+        _, idx, inner = name.split(".", 2)
+        return layers[int(idx)][inner]
 
     def _leaves(self, disk: str) -> dict[str, str]:
         """Leaf of a quantized linear -> the tensor that holds it."""
@@ -135,6 +155,22 @@ class Checkpoint:
     def _linears_on_disk(self) -> list[str]:
         return [disk for _, disk in self._canonical_linears()]
 
+    def _check_num_layers(self) -> None:
+        """Check that each layer of the config has a tensor, before anything is made for each of them."""
+        prefix = self.family.layer_prefix
+        stored = {
+            name.removeprefix(prefix).partition(".")[0]
+            for name in self._files.names()
+            if name.startswith(prefix)
+        }
+        absent = next((idx for idx in range(self._arch.num_layers) if str(idx) not in stored), None)
+        if absent is not None:
+            raise UnsupportedArch(
+                f"{self.path} lacks every tensor of layer {absent}, and its config.json has "
+                f"num_hidden_layers = {self._arch.num_layers}; copy the checkpoint again, or set the number "
+                "of layers that it has."
+            )
+
     def _check_names(self) -> None:
         expected = self._expected()
         for name, shape in expected.items():
@@ -147,6 +183,11 @@ class Checkpoint:
                 raise UnsupportedArch(
                     f"{self.path}: tensor '{name}' is {list(self._files.shape(name))}, its config says "
                     f"{list(shape)}."
+                )
+            if shape is not None and not self._files.dtype(name).is_floating_point:
+                raise UnsupportedFormat(
+                    f"{self.path}: tensor '{name}' is {self._files.header(name).dtype}, and its config names "
+                    "no quantization by which whole numbers would be weights."
                 )
         ignored = re.compile(self.family.ignored_tensors)
         tied = self.family.to_disk("head") + ".weight" if self._arch.tied_head else ""
@@ -250,7 +291,8 @@ def _quantization(
 ) -> tuple[ForeignCodec | None, dict[str, Scheme], str | None]:
     """Return the codec of a config, the schemes of its linears, and the format of the KV cache if the config
     names one."""
-    quantization = config.get("quantization_config")
+    stated = Fields(config, "config.json", UnsupportedFormat)
+    quantization = stated.mapping("quantization_config", default={})
     if not quantization:
         return None, {}, None
     method = str(quantization.get("quant_method"))

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from compress.artifact.manifest import Artifact
 from compress.artifact.tensors import save_tensors
-from compress.errors import UnsupportedFormat, UsageError
-from compress.models.arch import Arch
+from compress.errors import StorageError, UnsupportedFormat, UsageError
+from compress.models.arch import MAX_LAYERS, MAX_SIZE, Arch
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
 from compress.models.decoder import Attention, Ffn, Linear, RMSNorm, Tap, no_tap
@@ -39,6 +39,7 @@ from compress.models.initialise import INIT_STD
 from compress.models.random_source import random_weight
 from compress.models.weights import Weights, WeightSource, dense, fill_
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, Schemes
+from compress.untrusted.fields import Fields
 
 EAGLE3_NAME = "eagle3.safetensors"
 _VOCABULARY = ("d2t", "t2d")
@@ -77,10 +78,17 @@ class Eagle3Facts:
 
     @staticmethod
     def from_json(stated: Mapping[str, Any]) -> "Eagle3Facts":
-        """Inverse of `to_json`; other keys are somebody else's."""
-        arch = Arch.from_json(stated["arch"], stated["layers"])
+        """Inverse of `to_json`; other keys are somebody else's.
+
+        Raises:
+            StorageError: a value is missing, of another type or out of range.
+        """
+        facts = Fields(stated, "the draft's head in a manifest", StorageError)
         return Eagle3Facts(
-            arch, tuple(stated["layer_ids"]), stated["draft_vocab_size"], stated["norm_before_residual"]
+            Arch.from_json(facts.mapping("arch"), facts.items("layers")),
+            tuple(facts.integers("layer_ids", 0, MAX_LAYERS)),
+            facts.integer("draft_vocab_size", 1, MAX_SIZE),
+            facts.flag("norm_before_residual"),
         )
 
 
@@ -240,7 +248,8 @@ def load_eagle3(directory: Path, facts: Eagle3Facts, schemes: Schemes | None = N
 def draft_head(artifact: Artifact) -> Eagle3Head:
     """Read the head of an artifact whose draft is one: facts["draft"]["kind"] is "eagle3"."""
     scheme = artifact.manifest.scheme
-    facts = Eagle3Facts.from_json(artifact.manifest.facts["draft"]["head"])
+    stated = Fields(artifact.manifest.facts, f"the facts of {artifact.path}", StorageError)
+    facts = Eagle3Facts.from_json(stated.fields("draft").mapping("head"))
     return load_eagle3(artifact.path, facts, None if scheme is None else ModelScheme.from_json(scheme))
 
 

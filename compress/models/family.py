@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch, LayerShape
 from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
+from compress.untrusted.fields import Fields
 
 # Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward
 # pass.
@@ -118,13 +119,16 @@ LAYER_MODULES = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
-Windows = Callable[[Mapping[str, Any]], list[int | None]]
+Windows = Callable[[Fields, int], list[int | None]]
+"""(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
 
 
-def no_window(config: Mapping[str, Any]) -> list[int | None]:
-    return [None] * config["num_hidden_layers"]
+def no_window(config: Fields, num_layers: int) -> list[int | None]:
+    return [None] * num_layers
 
 
 @dataclass(frozen=True)
@@ -156,48 +160,44 @@ class Family:
             UnsupportedArch: a field is missing, unknown, or has a value that the decoder does not support;
                 the message names it.
         """
-        config = {**self.defaults, **raw}
-        self._refuse_unknown(config)
-        try:
-            num_heads = config["num_attention_heads"]
-            hidden_size = config["hidden_size"]
-            head_dim = config.get("head_dim") or hidden_size // num_heads
-            windows = self.windows(config)
-            layers = tuple(
-                LayerShape(
-                    num_heads=num_heads,
-                    num_kv_heads=config.get("num_key_value_heads") or num_heads,
-                    head_dim=head_dim,
-                    intermediate_size=config["intermediate_size"],
-                    rope=read_rope(config, _layer_type(config, idx)),
-                    window=windows[idx],
-                )
-                for idx in range(config["num_hidden_layers"])
-            )
-            return Arch(
-                family=self.model_type,
-                vocab_size=config["vocab_size"],
-                hidden_size=hidden_size,
-                max_position=config["max_position_embeddings"],
-                layers=layers,
-                norm_eps=config["rms_norm_eps"],
-                activation=config["hidden_act"],
-                tied_head=bool(config["tie_word_embeddings"]),
-                qkv_bias=_flag(self.qkv_bias, config),
-                o_bias=_flag(self.o_bias, config),
-                ffn_bias=_flag(self.ffn_bias, config),
-                qk_norm=self.qk_norm,
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-                config=dict(raw),
-            )
-        except KeyError as error:
-            raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has no field {error}."
-            ) from None
-        except (TypeError, ValueError, IndexError) as error:
-            raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has a value of the wrong kind: {error}."
-            ) from error
+        values = {**self.defaults, **raw}
+        self._refuse_unknown(values)
+        config = Fields(values, f"config.json of this {self.model_type} model", UnsupportedArch)
+        num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+        hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
+        num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)
+        widths = {
+            "num_heads": num_heads,
+            "num_kv_heads": config.integer("num_key_value_heads", 1, MAX_SIZE, default=num_heads),
+            "head_dim": _head_dim(config, hidden_size, num_heads),
+            "intermediate_size": config.integer("intermediate_size", 1, MAX_SIZE),
+        }
+        windows = self.windows(config, num_layers)
+        types = _layer_types(config, num_layers)
+        ropes = {kind: read_rope(config, kind) for kind in dict.fromkeys(types)}
+        dtype = config.text("dtype", default=config.text("torch_dtype", default="float32"))
+        if dtype not in DTYPES:
+            raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
+        eos_token_ids(config)
+        return Arch(
+            family=self.model_type,
+            vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
+            hidden_size=hidden_size,
+            max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+            layers=tuple(
+                LayerShape(**widths, rope=ropes[kind], window=window)
+                for kind, window in zip(types, windows, strict=True)
+            ),
+            norm_eps=config.number("rms_norm_eps", 0, 1),
+            activation=config.text("hidden_act"),
+            tied_head=config.flag("tie_word_embeddings", default=False),
+            qkv_bias=_flag(self.qkv_bias, config),
+            o_bias=_flag(self.o_bias, config),
+            ffn_bias=_flag(self.ffn_bias, config),
+            qk_norm=self.qk_norm,
+            dtype=dtype,
+            config=dict(raw),
+        )
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
@@ -254,6 +254,14 @@ class Family:
                 )
 
 
+def eos_token_ids(config: Fields) -> list[int]:
+    """Return the end-of-sequence ids of a config, which states none, one or a list."""
+    name = "eos_token_id"
+    if not config.has(name):
+        return []
+    return config.integers(name, 0, MAX_SIZE) if config.is_list(name) else [config.integer(name, 0, MAX_SIZE)]
+
+
 FAMILIES: PluginSet[Family] = PluginSet("architecture", "compress.models.archs")
 
 
@@ -265,38 +273,58 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES.names():
+        classes = Fields(config, "config.json", UnsupportedArch).texts("architectures", default=())
         raise UnsupportedArch(
-            f"architecture '{model_type}' ({', '.join(config.get('architectures') or ['no class named'])}) "
+            f"architecture '{model_type:.80}' ({', '.join(classes) or 'no class named'}) "
             "is not supported; "
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
 
 
-def windows_by_layer_type(config: Mapping[str, Any]) -> list[int | None]:
+def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
     """Return the sliding windows of families that state `layer_types` (or, before that field existed,
     `max_window_layers`)."""
-    num_layers = config["num_hidden_layers"]
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    types = config.get("layer_types")
-    if types is None:
-        first = config.get("max_window_layers", 0)
-        types = [
-            "sliding_attention" if window is not None and idx >= first else "full_attention"
-            for idx in range(num_layers)
-        ]
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    window = one_window(config) if config.flag("use_sliding_window", default=True) else None
+    first = config.integer("max_window_layers", 0, MAX_POSITIONS, default=0)
+    if config.has("layer_types"):
+        return [window if kind == _SLIDING else None for kind in _layer_types(config, num_layers)]
+    return [window if idx >= first else None for idx in range(num_layers)]
+
+
+def one_window(config: Fields) -> int | None:
+    """Return the sliding window that a config states, None where it states none."""
+    return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+
+
+def _layer_types(config: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer; a pruned model may list more than it has."""
+    types = config.texts("layer_types", default=())
+    if not types:
+        return [_FULL] * num_layers
+    unknown = sorted(set(types) - {_FULL, _SLIDING})
     if unknown:
-        raise UnsupportedArch(
-            f"config.json names layer_types {sorted(unknown)}; known: full_attention, sliding_attention."
-        )
-    return [window if kind == "sliding_attention" else None for kind in types]
+        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {_FULL}, {_SLIDING}.")
+    if len(types) < num_layers:
+        raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
+    return types[:num_layers]
 
 
-def _layer_type(config: Mapping[str, Any], idx: int) -> str:
-    types = config.get("layer_types")
-    return types[idx] if types else "full_attention"
+def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
+    """Return the size of a head: as stated, or the hidden size shared by the heads. It is even, because
+    rotation takes pairs."""
+    if config.has("head_dim"):
+        head_dim = config.integer("head_dim", 2, MAX_SIZE)
+        name = "head_dim"
+    elif hidden_size % num_heads:
+        raise config.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
+    else:
+        head_dim = hidden_size // num_heads
+        name = "hidden_size / num_attention_heads"
+    if head_dim % 2:
+        raise config.wrong(name, head_dim, "even")
+    return head_dim
 
 
-def _flag(rule: bool | str, config: Mapping[str, Any]) -> bool:
-    return rule if isinstance(rule, bool) else bool(config.get(rule, False))
+def _flag(rule: bool | str, config: Fields) -> bool:
+    return rule if isinstance(rule, bool) else config.flag(rule, default=False)

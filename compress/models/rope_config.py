@@ -4,10 +4,10 @@ pair of fields.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import ROPE_KINDS, Rope
+from compress.models.arch import FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS, Rope
+from compress.untrusted.fields import Fields
 
 ROPE_FIELDS = frozenset(
     [
@@ -26,51 +26,67 @@ ROPE_FIELDS = frozenset(
         "truncate",
     ]
 )
+_TURNS = (1e-6, 1e6)
 
 
-def read_rope(config: Mapping[str, Any], layer_type: str) -> Rope:
+def read_rope(config: Fields, layer_type: str) -> Rope:
     """Read the rope of one layer from `rope_parameters` (flat, or one mapping per layer type) or the older
-    `rope_theta` + `rope_scaling`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        rope = dict(rope[layer_type])
-    unknown = sorted(key for key, value in rope.items() if key not in ROPE_FIELDS and value is not None)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    `rope_theta` + `rope_scaling`.
+
+    Raises:
+        UnsupportedArch: a field is missing, unknown, of another type or out of range.
+    """
+    name = next((each for each in ("rope_parameters", "rope_scaling") if config.has(each)), None)
+    rope = Fields({}, f"the rope of {config.where}", UnsupportedArch) if name is None else config.fields(name)
+    values = {} if name is None else config.mapping(name)
+    if any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS):
+        rope = rope.fields(layer_type)
+    unknown = sorted(key for key in rope if key not in ROPE_FIELDS and rope.has(key))
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if unknown or kind not in ROPE_KINDS:
-        what = f"field(s) {', '.join(unknown)}" if unknown else f"rope_type '{kind}'"
+        what = f"field(s) {', '.join(unknown)}" if unknown else f"rope_type '{kind:.80}'"
         raise UnsupportedArch(
             f"rope_parameters has {what}, not known here; known rope types: {', '.join(ROPE_KINDS)}."
         )
-    theta = rope.get("rope_theta") or config.get("rope_theta")
-    if theta is None:
-        raise KeyError("rope_theta")
-    factor = float(rope.get("factor") or 1.0)
-    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", *THETAS)
+    factor = rope.number("factor", *FACTORS, default=1.0)
+    low = rope.number("low_freq_factor", *_TURNS, default=1.0)
+    high = rope.number("high_freq_factor", *_TURNS, default=4.0)
+    if kind == "llama3" and low >= high:
+        raise rope.wrong("high_freq_factor", high, f"larger than low_freq_factor, {low:g}")
     return Rope(
-        theta=float(theta),
+        theta=theta,
         kind=kind,
         factor=factor,
-        original_max_position=int(original or config["max_position_embeddings"])
-        if kind in ("llama3", "yarn")
-        else 0,
-        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 4.0),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        truncate=bool(rope.get("truncate", True)),
+        original_max_position=_original_max_position(rope, config) if kind in ("llama3", "yarn") else 0,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=rope.number("beta_fast", *_TURNS, default=32.0),
+        beta_slow=rope.number("beta_slow", *_TURNS, default=1.0),
+        truncate=rope.flag("truncate", default=True),
         attention_factor=_yarn_attention_factor(rope, factor) if kind == "yarn" else 1.0,
     )
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+def _original_max_position(rope: Fields, config: Fields) -> int:
+    name = "original_max_position_embeddings"
+    for stated in (rope, config):
+        if stated.has(name):
+            return stated.integer(name, 1, MAX_POSITIONS)
+    return config.integer("max_position_embeddings", 1, MAX_POSITIONS)
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Return the softmax temperature of YaRN folded into cos and sin: 0.1 ln(factor) + 1, or what the config
     states."""
 
     def temperature(scale: float, mscale: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return temperature(factor, rope["mscale"]) / temperature(factor, rope["mscale_all_dim"])
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor", *_TURNS)
+    mscale = rope.number("mscale", 0, FACTORS[1], default=0.0)
+    mscale_all_dim = rope.number("mscale_all_dim", 0, FACTORS[1], default=0.0)
+    if mscale and mscale_all_dim:
+        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
     return temperature(factor)

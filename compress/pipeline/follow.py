@@ -16,7 +16,7 @@ from compress.registry.model_source import ModelSource
 from compress.stages import STAGES, Input, Inputs, Port
 
 if TYPE_CHECKING:
-    from compress.ranks import TorchRanks
+    from compress.ranks.group import TorchRanks
 
 
 def share(kind: str, spec: Spec, inputs: Inputs, ctx: Context) -> dict[str, Any]:

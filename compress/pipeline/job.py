@@ -39,6 +39,7 @@ class Job:
     offline: bool = False
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
+    warn: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
 
 
@@ -75,6 +76,7 @@ def execute(job: Job, watch: Watch) -> Result:
             job.offline,
             job.stop_signal,
             lambda result: _step_done(job, result),
+            lambda sentence: _warn(job, sentence),
             job.ranks,
         )
         pushed = None
@@ -96,6 +98,11 @@ def _step_done(job: Job, result: StepResult) -> None:
     job.directory.link(result.kind, result.artifact)
     job.directory.log(f"{result.kind} {how} {result.artifact.digest}")
     job.step_done(result)
+
+
+def _warn(job: Job, sentence: str) -> None:
+    job.directory.log(f"warning: {sentence}")
+    job.warn(sentence)
 
 
 def _write_evidence(directory: RunDir, result: RunResult, recipe_file: Path) -> Path | None:

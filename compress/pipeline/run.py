@@ -20,6 +20,7 @@ from compress.artifact.manifest import Artifact
 from compress.artifact.workspace import Workspace
 from compress.context import Context, OneRank, Progress, Ranks, never
 from compress.errors import GateFailed
+from compress.machine import arithmetic_class
 from compress.pipeline.follow import share
 from compress.pipeline.steps import Step, check_selection, met_by
 from compress.recipe import Push, Recipe
@@ -81,6 +82,7 @@ class RunOptions:
     offline: bool = False
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
+    warn: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
 
 
@@ -106,12 +108,14 @@ def run(
         rebuild = rebuild or step.stage.kind == options.rebuild_from
         key = _key(step, ports, recipe.seed, options.device)
         inputs = _inputs(step, ports, source)
-        if (
-            rebuild and workspace.get(key) is not None
-        ):  # resume points alone come from a rebuild that was cut: it goes on
-            workspace.discard(key)
         started_s = time.perf_counter()
+        if (damage := workspace.damage(key)) is not None:
+            aside = workspace.set_aside(key)
+            options.warn(f"{damage} It is set aside as {aside}, and '{step.stage.kind}' is built again.")
         cached = workspace.get(key)
+        if rebuild and cached is not None:  # resume points alone come from a rebuild that was cut: it goes on
+            workspace.discard(key)
+            cached = None
         with watch.stage(step.stage.kind, cached=cached is not None) as progress:
             artifact = cached or _build(step, key, inputs, workspace, recipe.seed, progress, options)
         ports[step.stage.gives] = Input(artifact.path, artifact.digest)
@@ -229,9 +233,10 @@ def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str
         "source": ports[Port.SOURCE].digest
     }
     spec = step.spec.model_dump(mode="json", serialize_as_any=True)
-    return Workspace.key(
+    key = Workspace.key(
         step.stage.kind, step.stage.version, spec, inputs, seed, step.stage.depends(step.spec, device)
     )
+    return f"{key}.{arithmetic_class(device)}"
 
 
 def _is_pushed(push: Push, result: RunResult) -> bool:

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.manifest import MANIFEST_NAME, Artifact
+from compress.artifact.manifest import Artifact, file_names
+from compress.digest import digest_bytes
+from compress.errors import StorageError
+from compress.registry.evidence import SEAL_NAME, seal_evidence
 
 LOCK_NAME = "recipe.lock.yaml"
 PROVENANCE_NAME = "provenance.json"
@@ -63,13 +66,25 @@ class RunDir:
         write_atomic(self.lock, (_LOCK_HEADER + dump_yaml(dict(document))).encode())
 
     def write_evidence(self, artifact: Artifact, provenance: Mapping[str, Any]) -> None:
-        """Copy what validation wrote and add where, when and with what it was measured."""
+        """Copy what validation wrote, add where, when and with what it was measured, and seal all of it.
+
+        Raises:
+            StorageError: a file of the artifact has changed.
+        """
         self.evidence.mkdir(parents=True, exist_ok=True)
+        written = {PROVENANCE_NAME, SEAL_NAME, *(record.path for record in artifact.manifest.files)}
+        for name in set(file_names(self.evidence)) - written:  # of an earlier recipe
+            (self.evidence / name).unlink()
         for record in artifact.manifest.files:
-            if record.path != MANIFEST_NAME:
-                write_atomic(self.evidence / record.path, artifact.file(record.path).read_bytes())
+            data = artifact.file(record.path).read_bytes()
+            if digest_bytes(data) != record.digest:
+                raise StorageError(
+                    f"{artifact.file(record.path)} has changed since it was stored; run the recipe again."
+                )
+            write_atomic(self.evidence / record.path, data)
         document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
         write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
+        seal_evidence(self.evidence)
 
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""

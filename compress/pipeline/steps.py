@@ -52,6 +52,11 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
+        if stage.gives in (Port.QUANTIZED, Port.DRAFT) and stage.gives in given:
+            raise entry.where.error(
+                ("kind",),
+                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
+            )
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
                 ("kind",),

@@ -5,12 +5,13 @@ bit for bit.
 that other programs read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from compress.errors import UnsupportedFormat
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import QuantizedWeight, Scheme
 
@@ -51,6 +52,40 @@ class ForeignCodec(Codec, Protocol):
         Raises:
             UnsupportedFormat: the config states a format that is not supported.
         """
+
+
+def check_leaf(
+    leaves: Mapping[str, Tensor], name: str, dtype: torch.dtype | None, shape: Sequence[int]
+) -> Tensor:
+    """Return one tensor of a quantized weight that has this dtype (None: any float) and shape.
+
+    Raises:
+        UnsupportedFormat: it has another.
+    """
+    tensor = leaves[name]
+    is_of = tensor.dtype.is_floating_point if dtype is None else tensor.dtype == dtype
+    if not is_of or tuple(tensor.shape) != tuple(shape):
+        raise UnsupportedFormat(
+            f"its {name} is {_dtype_name(tensor.dtype)} {list(tensor.shape)}, where "
+            f"{'a float' if dtype is None else _dtype_name(dtype)} {list(shape)} belongs."
+        )
+    return tensor
+
+
+def check_matrix(leaves: Mapping[str, Tensor], name: str) -> tuple[int, int]:
+    """Return the shape of a tensor that must be a matrix.
+
+    Raises:
+        UnsupportedFormat: it is none.
+    """
+    shape = tuple(leaves[name].shape)
+    if len(shape) != 2:
+        raise UnsupportedFormat(f"its {name} has shape {list(shape)}, where a matrix belongs.")
+    return shape[0], shape[1]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class CanonicalCodec:

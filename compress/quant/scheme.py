@@ -16,13 +16,14 @@ blocks of rows.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from compress.errors import UsageError, did_you_mean
+from compress.errors import StorageError, UsageError, did_you_mean
+from compress.untrusted.fields import Fields
 
 FP8_MAX = 448
 """Largest number of e4m3."""
@@ -138,7 +139,26 @@ class Scheme:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "Scheme":
-        return Scheme(**facts)
+        """Read what `to_json` wrote.
+
+        Raises:
+            StorageError: a value is missing, unknown, of another type or out of range.
+        """
+        scheme = Fields(facts, "a scheme of a manifest", StorageError)
+        if odd := sorted(set(scheme) - {each.name for each in fields(Scheme)}):
+            raise StorageError(f"a scheme of a manifest has unknown fields: {', '.join(odd)}.")
+        for name, choices in (("type", ("int", "float")), ("activation", ("token", "tensor", "group"))):
+            if scheme.has(name) and scheme.text(name) not in choices:
+                raise scheme.wrong(name, scheme.text(name), f"one of {', '.join(choices)}")
+        return Scheme(
+            name=scheme.text("name"),
+            num_bits=scheme.integer("num_bits", 1, 8),
+            symmetric=scheme.flag("symmetric"),
+            group_size=scheme.integer("group_size", 1, 1 << 24) if scheme.has("group_size") else None,
+            type=cast(Any, scheme.text("type", default="int")),
+            activation=cast(Any, scheme.text("activation")) if scheme.has("activation") else None,
+            block_rows=scheme.integer("block_rows", 1, 1 << 24, default=1),
+        )
 
 
 SCHEMES = {
@@ -269,18 +289,22 @@ class ModelScheme:
 
     @staticmethod
     def from_json(facts: Mapping[str, Any]) -> "ModelScheme":
+        """Read what `to_json` wrote.
+
+        Raises:
+            StorageError: a value is missing, unknown, of another type or out of range.
+        """
+        stated = Fields(facts, "the scheme of a manifest", StorageError)
         layers = Scheme.from_json(
             {key: value for key, value in facts.items() if key not in ("head", "exceptions")}
         )
-        head = Scheme.from_json(facts["head"]) if facts.get("head") else None
-        schemes = {
-            linear: each["scheme"] for each in facts.get("exceptions", ()) for linear in each["linears"]
-        }
-        return with_exceptions(
-            layers,
-            {linear: Scheme.from_json(facts) if facts else None for linear, facts in schemes.items()},
-            head=head,
-        )
+        head = Scheme.from_json(stated.mapping("head")) if stated.has("head") else None
+        schemes: dict[str, Scheme | None] = {}
+        for item in stated.items("exceptions", default=()):
+            each = Fields(item, "an exception in the scheme of a manifest", StorageError)
+            scheme = Scheme.from_json(each.mapping("scheme")) if each.has("scheme") else None
+            schemes |= dict.fromkeys(each.texts("linears"), scheme)
+        return with_exceptions(layers, schemes, head=head)
 
 
 def with_exceptions(

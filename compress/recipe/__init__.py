@@ -12,10 +12,28 @@ from compress.recipe.recipe import (
     recipe_schema,
     unknown_kind_error,
 )
-from compress.recipe.source import KeyPath, Position, SourceMap, dump_yaml, read_yaml
-from compress.recipe.spec import ByKind, Spec, checked_by, list_to_tuple, parse_spec
+from compress.recipe.source import KeyPath, Position, SourceMap, dump_yaml, read_source, read_yaml
+from compress.recipe.spec import (
+    MAX_BATCH,
+    MAX_FACTOR,
+    MAX_SAMPLES,
+    MAX_SEQ_LEN,
+    MAX_SIZE,
+    MAX_TOKENS,
+    ByKind,
+    Spec,
+    checked_by,
+    list_to_tuple,
+    parse_spec,
+)
 
 __all__ = [
+    "MAX_BATCH",
+    "MAX_FACTOR",
+    "MAX_SAMPLES",
+    "MAX_SEQ_LEN",
+    "MAX_SIZE",
+    "MAX_TOKENS",
     "ByKind",
     "KeyPath",
     "ModelRef",
@@ -32,6 +50,7 @@ __all__ = [
     "parse_model_ref",
     "parse_recipe",
     "parse_spec",
+    "read_source",
     "read_yaml",
     "recipe_schema",
     "unknown_kind_error",

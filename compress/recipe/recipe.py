@@ -2,20 +2,23 @@
 loaded and checks them.
 """
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.json_schema import models_json_schema
 
 from compress.errors import RecipeError, did_you_mean
 from compress.recipe.model_ref import parse_model_ref
-from compress.recipe.source import SourceMap, read_yaml
+from compress.recipe.source import SourceMap, read_source, read_yaml
 from compress.recipe.spec import Spec, parse_spec
 
 _MAX_SEED = 2**63 - 1
+_MAX_STAGES = 64
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,15 @@ class _RecipeHead(Spec):
     version: Literal[1]
     model: str = Field(description="builtin://reference, ./path, or hf://org/name@revision")
     seed: int = Field(0, ge=0, le=_MAX_SEED)
-    stages: tuple[_StageHead, ...] = Field(min_length=1)
+    stages: tuple[_StageHead, ...] = Field(min_length=1, max_length=_MAX_STAGES)
     push: Push | None = None
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _version(cls, version: Any) -> Any:
+        if isinstance(version, bool | float):  # `true` and 1.0 equal 1 in Python
+            raise ValueError(f"{json.dumps(version)} is not 1.")
+        return version
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -68,16 +78,7 @@ def load_recipe(path: Path) -> Recipe:
         RecipeError: the file cannot be read, is not YAML, or its frame (version, model, seed, stages, push)
             is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path}:1:1: not UTF-8 text (byte {error.start}). Save the recipe as UTF-8."
-        ) from error
-    except OSError as error:
-        raise RecipeError(
-            f"{path}: cannot read the recipe: {error.strerror}. `compress init` writes one to start from."
-        ) from error
+    text = read_source(path, file=str(path), what="recipe", hint="`compress init` writes one to start from.")
     return parse_recipe(text, file=str(path))
 
 
@@ -90,6 +91,7 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
     tree, where = read_yaml(text, file=file)
     if not isinstance(tree, dict):
         raise where.error((), "a recipe is a mapping with the keys version, model and stages.")
+    _check_stages(tree.get("stages"), where)
     head = parse_spec(_RecipeHead, tree, where)
     try:
         parse_model_ref(head.model)
@@ -105,6 +107,20 @@ def parse_recipe(text: str, *, file: str) -> Recipe:
         for index, raw in enumerate(tree["stages"])
     )
     return Recipe(head.version, head.model, head.seed, stages, head.push, file)
+
+
+def _check_stages(stages: Any, where: SourceMap) -> None:
+    """Raise RecipeError where a stage is no mapping, or has no kind; each stage on a line of its own."""
+    if not isinstance(stages, list):
+        return  # the spec of the head explains that
+    wrong = []
+    for idx, each in enumerate(stages[:_MAX_STAGES]):
+        if not isinstance(each, Mapping):
+            kind = each if isinstance(each, str) and re.fullmatch(r"[a-z]+", each) else "calibrate"
+            problem = f"must be a mapping with a kind, such as {{kind: {kind}}}, not {json.dumps(each):.60}."
+            wrong.append(str(where.error(("stages", idx), problem)))
+    if wrong:
+        raise RecipeError("\n".join(wrong))
 
 
 def unknown_kind_error(entry: StageEntry, known: Iterable[str]) -> RecipeError:

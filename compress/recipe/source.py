@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -27,8 +28,10 @@ from ruamel.yaml.events import (
     StreamEndEvent,
 )
 from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.scanner import Scanner, ScannerError
 
-from compress.errors import RecipeError
+from compress.errors import RecipeError, StorageError
+from compress.untrusted.files import read_bytes
 
 KeyPath = tuple[str | int, ...]
 
@@ -40,7 +43,13 @@ _WORDS: Mapping[str, bool | None] = {"": None, "~": None} | {
     for word, value in (("null", None), ("true", True), ("false", False))
     for form in (word, word.title(), word.upper())
 }
+MAX_BYTES = 1 << 19
+"""Longest file: the parser takes up to 3 us for each character."""
 _MAX_DEPTH = 64
+_MAX_VALUES = 5000
+"""Values and keys of a file: the parser takes up to 0.2 ms for each, and the largest recipe has fifty."""
+_NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""Characters that come in by escapes, which no path and no name can have."""
 _MAX_DIGITS = (
     400  # the longest float that repr gives has 24 characters; integers beyond 4,300 digits make int() fail
 )
@@ -87,6 +96,25 @@ class SourceMap:
         )
 
 
+def read_source(path: Path, *, file: str, what: str, hint: str) -> str:
+    """Return the text of a recipe or data card; `what` and `hint` are words of the error.
+
+    Raises:
+        RecipeError: it is no plain file, too long, not UTF-8, or cannot be read.
+    """
+    try:
+        return read_bytes(path, max_bytes=MAX_BYTES).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{file}:1:1: not UTF-8 text (byte {error.start}). Save the {what} as UTF-8."
+        ) from None
+    except StorageError as error:
+        raise RecipeError(str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RecipeError(f"{file}: cannot read the {what}: {reason}. {hint}") from error
+
+
 def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
     """Return the value of a YAML 1.2 document and the positions of its keys and items; an empty document is
     `None`.
@@ -94,6 +122,8 @@ def read_yaml(text: str, *, file: str) -> tuple[Any, SourceMap]:
     Raises:
         RecipeError: it is not YAML, or uses more of YAML than this module's head allows.
     """
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{file}:1:1: {len(text):,} characters; at most {MAX_BYTES:,} are read.")
     reader = _Reader(text, file)
     return reader.document(), SourceMap(file, reader.positions)
 
@@ -107,6 +137,17 @@ def dump_yaml(value: Any) -> str:
     return out.getvalue()
 
 
+class _Scanner(Scanner):
+    """Refuses nested brackets while it scans: before the first event the parser looks ahead at all of them,
+    in time that grows with the square of their depth."""
+
+    def fetch_flow_collection_start(self, *token: Any, **opening: Any) -> None:
+        if len(self.flow_context) > 2 * _MAX_DEPTH:  # the reader has a better message for less
+            mark = self.reader.get_mark()
+            raise ScannerError(problem=f"nested more than {_MAX_DEPTH} levels deep", problem_mark=mark)
+        super().fetch_flow_collection_start(*token, **opening)
+
+
 class _Reader:
     """Builds plain values from parser events, noting positions on the way."""
 
@@ -114,7 +155,10 @@ class _Reader:
         self.file = file
         self.text = text.removeprefix("\ufeff")
         self.positions: dict[KeyPath, Position] = {}
-        self.events: Iterator[Event] = YAML(typ="safe", pure=True).parse(self.text)
+        self._num_values = 0
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Scanner = _Scanner
+        self.events: Iterator[Event] = yaml.parse(self.text)
 
     def document(self) -> Any:
         self._next()  # start of the stream
@@ -134,6 +178,9 @@ class _Reader:
         return value
 
     def _value(self, event: Event, path: KeyPath) -> Any:
+        self._num_values += 1
+        if self._num_values > _MAX_VALUES:
+            raise self._error(event.start_mark, f"more than {_MAX_VALUES:,} values.")
         if isinstance(event, AliasEvent) or getattr(event, "anchor", None) is not None:
             raise self._error(event.start_mark, "anchors and aliases are not read here; write the value out.")
         if (tag := getattr(event, "tag", None)) is not None:
@@ -144,6 +191,7 @@ class _Reader:
         if len(path) > _MAX_DEPTH:
             raise self._error(event.start_mark, f"nested more than {_MAX_DEPTH} levels deep.")
         if isinstance(event, ScalarEvent):
+            self._check_text(event)
             return self._scalar(event) if event.style is None else event.value
         return self._mapping(path) if isinstance(event, MappingStartEvent) else self._list(path)
 
@@ -157,6 +205,7 @@ class _Reader:
                 or not event.value
             ):
                 raise self._error(event.start_mark, "a key is one plain word or text.")
+            self._check_text(event)
             key = event.value
             if key == "<<" and event.style is None:
                 raise self._error(event.start_mark, "merge keys are not read here; write the values out.")
@@ -177,6 +226,12 @@ class _Reader:
             self.positions[inner] = _position(event.start_mark)
             items.append(self._value(event, inner))
         return items
+
+    def _check_text(self, event: ScalarEvent) -> None:
+        if found := _NOT_TEXT.search(event.value):
+            raise self._error(
+                event.start_mark, f"the character {ascii(found[0])[1:-1]} is not text; remove it."
+            )
 
     def _scalar(self, event: ScalarEvent) -> str | int | float | bool | None:
         text = event.value
@@ -256,11 +311,20 @@ def _key_head(key: str, indent: int) -> str:
     """`key:`; a key whose text passes YAML's limit for the short form (1,024 characters) takes the explicit
     one.
     """
-    text = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else json.dumps(key)
+    text = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII) else _quoted(key)
     return f"{text}:" if len(text) < 1000 else f"? {text}\n{' ' * indent}:"
 
 
 def _scalar_text(value: Any) -> str:
     if isinstance(value, (Mapping, list, tuple)):
         return "{}" if isinstance(value, Mapping) else "[]"
+    if isinstance(value, str):
+        return _quoted(value)
     return json.dumps(value, allow_nan=False)
+
+
+def _quoted(text: str) -> str:
+    """Return text in double quotes, in ASCII. YAML has eight digits for what JSON writes as a pair of
+    surrogates."""
+    parts = (f"\\U{ord(char):08x}" if char > "\uffff" else json.dumps(char)[1:-1] for char in text)
+    return f'"{"".join(parts)}"'

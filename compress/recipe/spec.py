@@ -18,6 +18,15 @@ from pydantic_core import core_schema
 from compress.errors import RecipeError, UsageError, did_you_mean
 from compress.recipe.source import KeyPath, SourceMap
 
+MAX_SAMPLES = 1 << 20
+MAX_SEQ_LEN = 1 << 20
+MAX_BATCH = 1 << 16
+MAX_TOKENS = 10**12
+MAX_SIZE = 1 << 24
+MAX_FACTOR = 1e6
+"""Largest numbers that a recipe may hold, of their kinds: far above what anybody runs, and small enough that
+planning ends."""
+
 
 class Spec(BaseModel):
     """Base of everything a file can configure: immutable, and an unknown key is an error."""
@@ -81,7 +90,12 @@ def parse_spec(spec_type: type[S], raw: Mapping[str, Any], where: SourceMap) -> 
         return spec_type.model_validate_json(json.dumps(dict(raw)), strict=True)
     except ValidationError as error:
         problems: dict[KeyPath, list[str]] = {}
-        for location, detail in _flatten(error):
+        details = list(_flatten(error))
+        for location, detail in details:
+            if detail["type"] == "too_short" and any(
+                len(other) > len(location) and other[: len(location)] == location for other, _ in details
+            ):
+                continue  # pydantic counts the items that are right
             path, text = _explain(spec_type, raw, location, detail)
             problems.setdefault(path, []).append(text)
         found = sorted(problems.items(), key=lambda item: (where.at(item[0]).line, where.at(item[0]).column))

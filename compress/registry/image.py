@@ -5,7 +5,6 @@ the artifact digest), and each file is one layer with its path as title. Evidenc
 `subject` is the first (https://github.com/opencontainers/image-spec, manifest.md).
 """
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 from compress.artifact.manifest import FileRecord, check_relative
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError
+from compress.untrusted.fields import Fields
+from compress.untrusted.parse import Malformed, parse_json
 
 IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 IMAGE_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -27,6 +28,7 @@ TITLE = "org.opencontainers.image.title"
 REF_NAME = "org.opencontainers.image.ref.name"
 SUBJECT = "vnd.compress.subject"  # in index.json, so that referrers are found without opening every manifest
 MAX_MANIFEST_BYTES = 64 << 20
+_MAX_BLOB_BYTES = 1 << 60
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -56,16 +58,19 @@ class Descriptor:
         media_type = fields.get("mediaType")
         digest = fields.get("digest")
         size_bytes = fields.get("size")
+        artifact_type = fields.get("artifactType")
+        title = annotations.get(TITLE) if isinstance(annotations, dict) else annotations
         if not (
             isinstance(media_type, str)
             and isinstance(digest, str)
             and _DIGEST.fullmatch(digest)
-            and isinstance(annotations, dict)
+            and isinstance(title, str | None)
+            and isinstance(artifact_type, str | None)
         ):
             raise StorageError(f"{where} has a malformed descriptor {value!r:.200}; push the artifact again.")
-        if type(size_bytes) is not int or size_bytes < 0:
+        if type(size_bytes) is not int or not 0 <= size_bytes <= _MAX_BLOB_BYTES:
             raise StorageError(f"{where} gives no valid size for the blob {digest}; push the artifact again.")
-        return cls(media_type, digest, size_bytes, annotations.get(TITLE), fields.get("artifactType"))
+        return cls(media_type, digest, size_bytes, title, artifact_type)
 
     def __str__(self) -> str:
         return f"blob {self.digest}" + (f" ({self.title})" if self.title else "")
@@ -105,13 +110,13 @@ class ImageManifest:
             StorageError: it is malformed, or a title is missing, repeated or unsafe.
         """
         try:
-            value = json.loads(data)
-            artifact_type = value["artifactType"]
-            layers = [Descriptor.from_json(layer, where) for layer in value["layers"]]
-            config = Descriptor.from_json(value["config"], where)
-            subject = Descriptor.from_json(value["subject"], where) if "subject" in value else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{where} is not an image manifest written by compress ({error}).") from error
+            value = Fields(parse_json(data), where, StorageError)
+        except Malformed as error:
+            raise StorageError(f"{where} is not an image manifest written by compress ({error}).") from None
+        artifact_type = value.text("artifactType")
+        layers = [Descriptor.from_json(layer, where) for layer in value.items("layers")]
+        config = Descriptor.from_json(value.mapping("config"), where)
+        subject = Descriptor.from_json(value.mapping("subject"), where) if value.has("subject") else None
         titles = [layer.title for layer in layers]
         for title in titles:
             if not isinstance(title, str):

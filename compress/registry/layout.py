@@ -23,10 +23,14 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from compress.artifact.atomic import atomic_file
+from compress.artifact.disk import write_error
 from compress.digest import digest_file
 from compress.errors import LockHeld, StorageError, UnsupportedFormat, UsageError
-from compress.registry.image import IMAGE_INDEX, REF_NAME, SUBJECT, Descriptor
+from compress.registry.image import IMAGE_INDEX, MAX_MANIFEST_BYTES, REF_NAME, SUBJECT, Descriptor
 from compress.registry.protocol import REGISTRIES, Tag
+from compress.registry.ref import check_name, check_tag
+from compress.untrusted.files import open_plain
+from compress.untrusted.parse import Malformed, read_json
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_TIMEOUT_S = 60.0  # the lock is held for one read and one write of index.json, milliseconds
@@ -51,7 +55,9 @@ class Layout:
     def put(self, blob: Descriptor, source: Path | bytes) -> None:
         self._create()
         try:
-            reading: BinaryIO = BytesIO(source) if isinstance(source, bytes) else _open_plain(source)
+            reading: BinaryIO = (
+                BytesIO(source) if isinstance(source, bytes) else open_plain(source, follow_links=False)
+            )
             with reading, atomic_file(self._blob(blob.digest), temporary_directory=self._temporary()) as sink:
                 hasher = hashlib.sha256()
                 size_bytes = 0
@@ -66,12 +72,14 @@ class Layout:
                         f"Nothing was pushed."
                     )
         except OSError as error:
-            raise StorageError(f"the {blob} cannot be stored in {self.root}: {error.strerror}.") from error
+            raise write_error(error, path=self.root) or StorageError(
+                f"the {blob} cannot be stored in {self.root}: {error.strerror}.", where=self.root
+            ) from error
 
     @contextlib.contextmanager
     def get(self, blob: Descriptor) -> Iterator[BinaryIO]:
         try:
-            stream = _open_plain(self._blob(blob.digest))
+            stream = open_plain(self._blob(blob.digest), follow_links=False)
         except OSError as error:
             raise StorageError(
                 f"the {blob} cannot be read from {self.root}: {error.strerror}; push the artifact again."
@@ -80,12 +88,13 @@ class Layout:
             yield stream
 
     def find(self, digest: str) -> Descriptor | None:
-        return next(
-            (self._descriptor(entry) for entry in self._entries() if entry.get("digest") == digest), None
-        )
+        return next((self._descriptor(entry) for entry in self._entries() if _digest(entry) == digest), None)
 
     def read_tag(self, name: str, tag: str) -> Descriptor | None:
-        return next((item.manifest for item in self.tags() if (item.name, item.tag) == (name, tag)), None)
+        wanted = f"{name}:{tag}"
+        return next(
+            (self._descriptor(entry) for entry in self._entries() if _ref_name(entry) == wanted), None
+        )
 
     def write_tag(self, name: str, tags: Sequence[str], manifest: Descriptor) -> None:
         names = [f"{name}:{tag}" for tag in tags]
@@ -100,14 +109,17 @@ class Layout:
     def tags(self) -> tuple[Tag, ...]:
         found = []
         for entry in self._entries():
-            name, colon, tag = (_ref_name(entry) or "").rpartition(":")
-            if colon:  # other tools may write entries of other shapes
-                found.append(Tag(name, tag, self._descriptor(entry)))
+            name, colon, tag = _ref_name(entry).rpartition(":")
+            with contextlib.suppress(
+                UsageError, StorageError
+            ):  # other tools may write entries of other shapes
+                if colon:
+                    found.append(Tag(check_name(name), check_tag(tag), self._descriptor(entry)))
         return tuple(sorted(found, key=lambda item: (item.name, item.tag)))
 
     def attach(self, manifest: Descriptor, subject: Descriptor) -> None:
         with self._locked():
-            entries = [entry for entry in self._entries() if entry.get("digest") != manifest.digest]
+            entries = [entry for entry in self._entries() if _digest(entry) != manifest.digest]
             self._write([*entries, {**manifest.to_json(), "annotations": {SUBJECT: subject.digest}}])
 
     def attached(self, subject: Descriptor) -> tuple[Descriptor, ...]:
@@ -120,7 +132,7 @@ class Layout:
     def _blob(self, digest: str) -> Path:
         return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
-    def _descriptor(self, entry: dict[str, Any]) -> Descriptor:
+    def _descriptor(self, entry: Any) -> Descriptor:
         return Descriptor.from_json(entry, str(self.root / "index.json"))
 
     def _create(self) -> None:
@@ -148,26 +160,27 @@ class Layout:
         directory.mkdir(exist_ok=True)
         return directory
 
-    def _entries(self) -> list[dict[str, Any]]:
-        """Return the entries of `index.json`, none when nothing was pushed yet."""
-        entries: list[dict[str, Any]] = self._index()["manifests"]
+    def _entries(self) -> list[Any]:
+        """Return the entries of `index.json`, none when nothing was pushed yet. They may have any shape: what
+        is not ours is kept as it is, and is an error only where it is asked for."""
+        entries: list[Any] = self._index()["manifests"]
         return entries
 
     def _index(self) -> dict[str, Any]:
         try:
-            version = json.loads((self.root / "oci-layout").read_bytes())["imageLayoutVersion"]
+            version = _object(read_json(self.root / "oci-layout", max_bytes=1 << 20))["imageLayoutVersion"]
             path = self.root / "index.json"
             index = (
-                json.loads(path.read_bytes())
+                _object(read_json(path, max_bytes=MAX_MANIFEST_BYTES))
                 if path.exists()
                 else {"schemaVersion": 2, "mediaType": IMAGE_INDEX, "manifests": []}
             )
             entries = index["manifests"]
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise UsageError(
                 f"there is no registry at {self.root} (no oci-layout file); the first push creates one."
             ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, Malformed, KeyError) as error:
             raise StorageError(
                 f"the registry at {self.root} is damaged: its oci-layout or index.json cannot be read "
                 f"({error})."
@@ -177,23 +190,22 @@ class Layout:
                 f"the registry at {self.root} is an OCI image layout of version {version}; version 1 is "
                 f"read here."
             )
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        if not isinstance(entries, list):
             raise StorageError(
-                f"the registry at {self.root} is damaged: the manifests in its index.json are not a list of "
-                f"objects."
+                f"the registry at {self.root} is damaged: the manifests in its index.json are no list."
             )
         return dict(index)
 
-    def _write(self, entries: list[dict[str, Any]]) -> None:
+    def _write(self, entries: list[Any]) -> None:
         """Replace `index.json`. A manifest without a name is listed once, and only while no other entry lists
         it.
         """
-        listed = {entry.get("digest") for entry in entries if _annotations(entry)}
+        listed = {_digest(entry) for entry in entries if _annotations(entry)}
         unique = []
         for entry in entries:
-            if _annotations(entry) or entry.get("digest") not in listed:
+            if _annotations(entry) or not _digest(entry) or _digest(entry) not in listed:
                 unique.append(entry)
-                listed.add(entry.get("digest"))
+                listed.add(_digest(entry))
         index = {**self._index(), "manifests": unique}
         self._replace("index.json", (json.dumps(index, indent=2) + "\n").encode())
 
@@ -224,21 +236,33 @@ def open_layout(place: str) -> Layout:
     """Return the registry of `layout://place`: a path, relative to the working directory unless it starts
     with `/` or `~`.
     """
-    return Layout(Path(place).expanduser())
+    try:
+        return Layout(Path(place).expanduser())
+    except RuntimeError:  # the home of a user that does not exist
+        raise UsageError(
+            f"layout://{place} names a home directory that does not exist; write the path in full."
+        ) from None
 
 
-def _open_plain(path: Path) -> BinaryIO:
-    """Open for reading; a symbolic link is an error (ELOOP), whatever it points to."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Malformed("it is not an object")
+    return value
 
 
-def _annotations(entry: dict[str, Any]) -> dict[str, Any]:
-    annotations = entry.get("annotations")
+def _annotations(entry: Any) -> dict[str, Any]:
+    annotations = entry.get("annotations") if isinstance(entry, dict) else None
     return annotations if isinstance(annotations, dict) else {}
 
 
-def _ref_name(entry: dict[str, Any]) -> str | None:
-    return _annotations(entry).get(REF_NAME)
+def _ref_name(entry: Any) -> str:
+    name = _annotations(entry).get(REF_NAME)
+    return name if isinstance(name, str) else ""
+
+
+def _digest(entry: Any) -> str:
+    digest = entry.get("digest") if isinstance(entry, dict) else None
+    return digest if isinstance(digest, str) else ""
 
 
 def _without_name(entry: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,20 @@
 found again.
 """
 
+import shutil
 from pathlib import Path
 
-from compress.artifact.manifest import MANIFEST_NAME
+from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
 from compress.errors import CompressError
 from compress.registry.ref import Ref
-from compress.registry.transfer import pull, resolve
+from compress.registry.transfer import artifact_of, pull, resolve
 
 DEFAULT_CACHE = Path("~/.cache/compress/artifacts")
 
 
 def local_copy(ref: Ref | str, cache_dir: Path | None = None) -> Path:
-    """Return a directory with the artifact that a reference means now; pulled, and every byte checked, where
-    it is not here yet.
+    """Return a directory with the artifact that a reference means now, every byte of it checked; pulled where
+    it is not here yet or damaged.
 
     Raises:
         UsageError: the reference means nothing.
@@ -23,11 +24,23 @@ def local_copy(ref: Ref | str, cache_dir: Path | None = None) -> Path:
     pinned = resolve(ref)
     assert pinned.digest is not None, "resolve pins the digest"
     directory = (cache_dir or DEFAULT_CACHE.expanduser()) / pinned.digest.removeprefix("sha256:")
-    if (directory / MANIFEST_NAME).is_file():
-        return directory
+    if directory.exists():
+        if _is_whole(directory, pinned):
+            return directory
+        shutil.rmtree(directory)
     try:
         pull(pinned, directory)
     except CompressError:
         if not (directory / MANIFEST_NAME).is_file():  # another process may have pulled it meanwhile
             raise
     return directory
+
+
+def _is_whole(directory: Path, pinned: Ref) -> bool:
+    """Return whether a directory has the artifact of a reference, byte for byte."""
+    try:
+        artifact = open_artifact(directory)
+        verify_artifact(artifact)
+    except (CompressError, OSError):
+        return False
+    return artifact.digest == artifact_of(pinned)

@@ -6,7 +6,6 @@ files come: no pickles, no code. The digest covers every file that decides the m
 and nothing else in the directory.
 """
 
-import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 import compress
 from compress.digest import digest_file, digest_json
 from compress.errors import StorageError, UsageError, did_you_mean
+from compress.untrusted.files import check_within, open_plain
+from compress.untrusted.parse import Malformed, read_json
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 TEXT_FILES = (
@@ -44,6 +45,7 @@ SOURCE_README_NAME = "SOURCE_README.md"
 """The name of a source's README in a checkpoint, whose README is the model card."""
 MODEL_FILES = ("config.json", *WEIGHT_FILES, *TEXT_FILES)
 FETCHED_FILES = (*MODEL_FILES, *DOCUMENT_FILES, README_NAME)
+_MAX_CONFIG_BYTES = 16 << 20
 BUILTIN = {"reference": Path(compress.__file__).parent / "reference"}
 
 
@@ -73,10 +75,8 @@ class ModelSource:
         """
         for file in _matching(self.path, DOCUMENT_FILES):
             shutil.copyfile(file, directory / file.name)
-        for name in (SOURCE_README_NAME, README_NAME):
-            if (self.path / name).is_file():
-                shutil.copyfile(self.path / name, directory / SOURCE_README_NAME)
-                break
+        for file in _matching(self.path, (SOURCE_README_NAME,)) or _matching(self.path, (README_NAME,)):
+            shutil.copyfile(file, directory / SOURCE_README_NAME)
 
 
 def resolve_model(scheme: str, name: str, revision: str | None, *, offline: bool = False) -> ModelSource:
@@ -130,7 +130,12 @@ def fetch_config(name: str, revision: str | None, *, offline: bool, shipped: lis
             f"had{' offline' if offline else ''}. Shapes that "
             f"ship with the package: {', '.join(shipped)}."
         ) from error
-    config: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
+    try:
+        config = read_json(Path(file), max_bytes=_MAX_CONFIG_BYTES)
+    except Malformed as error:
+        raise UsageError(f"config.json of '{name}' is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"config.json of '{name}' is not a JSON object.")
     return config
 
 
@@ -140,8 +145,18 @@ def model_digest(path: Path) -> str:
 
 
 def _matching(path: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of a directory and of its folders that match a pattern, in order of their names."""
-    found = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+    """Return the files of a directory and of its folders that match a pattern, in order of their names.
+
+    Raises:
+        StorageError: one is no plain file, or a link that leads out of the directory.
+    """
+    found = {file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()}
+    for file in found:
+        check_within(path, file)
+        try:
+            open_plain(file).close()
+        except OSError as error:
+            raise StorageError(f"{file} cannot be read: {error.strerror or error}.") from error
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 

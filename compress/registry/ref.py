@@ -9,8 +9,11 @@ import re
 from dataclasses import dataclass, replace
 
 from compress.errors import UsageError
+from compress.untrusted.text import one_line
 
 DEFAULT_TAG = "latest"
+_MAX_NAME_BYTES = 255
+_MAX_PLACE = 2048
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")  # the grammar of OCI distribution 1.1
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -58,6 +61,13 @@ def parse_registry(url: str) -> tuple[str, str]:
             f"'{url}' is not a registry; write scheme://place, for example layout://registry for "
             "the local directory 'registry'."
         )
+    if one_line(place) != place or not place.strip():
+        raise UsageError(
+            f"'{one_line(url)}' is not a registry: its place has a character that no path should have; write "
+            "the path without it."
+        )
+    if any(len(part.encode()) > _MAX_NAME_BYTES for part in place.split("/")) or len(place) > _MAX_PLACE:
+        raise UsageError(f"'{url[:60]}...' is not a registry: its place is longer than a path can be.")
     return scheme, place
 
 

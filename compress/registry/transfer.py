@@ -9,14 +9,14 @@ end: killed or failed anywhere, there is no destination.
 import contextlib
 import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
+from compress.artifact.disk import explained
+from compress.artifact.leftovers import neighbour
 from compress.artifact.manifest import (
     MANIFEST_NAME,
     Artifact,
@@ -27,6 +27,7 @@ from compress.artifact.manifest import (
 )
 from compress.digest import digest_bytes, digest_file
 from compress.errors import StorageError, UsageError, did_you_mean
+from compress.registry.evidence import check_evidence
 from compress.registry.image import (
     ARTIFACT,
     ARTIFACT_CONFIG,
@@ -39,8 +40,10 @@ from compress.registry.image import (
 )
 from compress.registry.protocol import Registry, Tag, open_registry
 from compress.registry.ref import DEFAULT_TAG, Ref, check_name, check_tag, parse_ref
+from compress.untrusted.text import one_line
 
 _CHUNK_BYTES = 1 << 20
+_ELSEWHERE = "Free space there, or give another destination."
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def push(
     Raises:
         UsageError: a bad name or alias, or an evidence directory that is missing, empty or itself an
             artifact.
-        StorageError: a file does not match the manifest, or the registry cannot be written.
+        StorageError: a file does not match the manifest or the seal of the evidence, or the registry cannot
+            be written.
     """
     check_name(name)
     tags = tuple(dict.fromkeys(check_tag(tag) for tag in (DEFAULT_TAG, *aliases)))
@@ -117,6 +121,7 @@ def _evidence_files(path: Path) -> tuple[FileRecord, ...]:
         raise UsageError(
             f"{path} is not a directory of evidence (report.json, provenance.json, README.md and plots)."
         )
+    check_evidence(path)
     records = tuple(
         FileRecord(name, (path / name).stat().st_size, digest_file(path / name)) for name in file_names(path)
     )
@@ -158,6 +163,16 @@ def tagged_artifact(registry: Registry, name: str, tag: str) -> str | None:
     return None if found is None else _read_artifact(registry, found)[1].digest
 
 
+def artifact_of(ref: Ref) -> str:
+    """Return the digest of the artifact that a pinned reference means.
+
+    Raises:
+        UsageError, StorageError: as `pull`.
+    """
+    registry = open_registry(ref.registry)
+    return _read_artifact(registry, _find(registry, ref))[1].digest
+
+
 def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
     """Return every tag of a registry, sorted."""
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()
@@ -196,6 +211,7 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
     image = _read_evidence(registry, attached[-1], subject)
     with _appearing(destination) as building:
         _fetch(registry, image, building)
+        check_evidence(building)
     return destination
 
 
@@ -327,21 +343,24 @@ def _appearing(destination: Path) -> Iterator[Path]:
     """Yield a temporary directory next to the destination that replaces it when the block ends well and is
     removed otherwise.
     """
+    if destination.name in ("", "..") or "\0" in str(destination):
+        raise UsageError(
+            f"'{one_line(str(destination))}' is not the name of a new directory; name one to pull to, "
+            "such as ./model."
+        )
     if (
         destination.is_symlink()
         or (destination.exists() and not destination.is_dir())
         or (destination.is_dir() and any(destination.iterdir()))
     ):
         raise UsageError(f"{destination} exists and is not an empty directory; name a new one to pull to.")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    building = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.pulling")
-    building.mkdir()
     try:
-        yield building
-        sync_tree(building)
-        os.rename(building, destination)
-        sync_directory(destination.parent)
+        with explained(destination, hint=_ELSEWHERE), neighbour(destination, "pulling") as building:
+            yield building
+            sync_tree(building)
+            os.rename(building, destination)
+            sync_directory(destination.parent)
     except OSError as error:
-        raise StorageError(f"{destination} cannot be written: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)  # gone already when all went well
+        raise StorageError(
+            f"{destination} cannot be written: {error.strerror}.", where=destination
+        ) from error

@@ -7,7 +7,7 @@ from compress.context import Context
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import TOKENS_NAME, check_seq_len, data_identity, read_tokens
 from compress.data.tokens import save_token_set
-from compress.recipe import Spec
+from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, Spec
 from compress.stages import STAGES, Estimate, Inputs, PlanFacts, Port
 
 
@@ -15,8 +15,8 @@ class Calibrate(Spec):
     """The calibration text, and how much of it is read."""
 
     data: str = Field("builtin://python", description="a data card (path of a YAML file) or builtin://python")
-    num_samples: int = Field(128, ge=1, description="windows of text")
-    seq_len: int = Field(512, ge=8, description="tokens of a window")
+    num_samples: int = Field(128, ge=1, le=MAX_SAMPLES, description="windows of text")
+    seq_len: int = Field(512, ge=8, le=MAX_SEQ_LEN, description="tokens of a window")
 
 
 def calibration_of(facts: PlanFacts) -> Calibrate:

@@ -7,12 +7,14 @@ accuracy moved and how that was measured, what it was calibrated on, and the exa
 measure it again. Numbers come from the report and nowhere else.
 """
 
+import re
 from typing import Any
 
-from compress.validate.display import Json
+from compress.validate.display import Json, markdown_code, markdown_sentence, markdown_text
 from compress.validate.report import parts_in_order
 
 _ORDER = ["base_model", "base_model_relation", "license", "language", "library_name", "pipeline_tag", "tags"]
+_ORDINARY = re.compile(r"(?!.*---)[\w ./:@+-]{1,60}")
 
 
 def render_markdown_card(
@@ -29,7 +31,7 @@ def render_markdown_card(
     """
     artifact: Json = report.get("artifact", {})
     parts = parts_in_order()
-    form = f"A compressed form of `{_one_line(base_model)}`{_scheme(artifact)}."
+    form = f"A compressed form of {markdown_code(base_model)}{_scheme(artifact)}."
     front = _front_matter(
         base_model=base_model,
         # The hub has no word for a model with fewer heads.
@@ -42,11 +44,11 @@ def render_markdown_card(
     )
     sections = [
         front,
-        f"# {_one_line(report['title'])}",
+        f"# {markdown_text(report['title'])}",
         " ".join(
             [form, *filter(None, (part.sentence(report) for part in reversed(parts)))]
         ),  # the verdict last
-        *(f"> **Warning.** {warning}" for warning in report.get("warnings", [])),
+        *(f"> **Warning.** {markdown_sentence(warning)}" for warning in report.get("warnings", [])),
         *(paragraph for part in parts for paragraph in part.card(report)),
         f"## Use\n\nServe:\n\n```sh\n{serve_command}\n```\n\nMeasure again:\n\n```sh\n{eval_command}\n```",
     ]
@@ -59,16 +61,34 @@ def render_markdown_card(
 
 
 def _front_matter(**facts: Any) -> str:
-    """Return the facts as YAML between `---` lines, quoted wherever YAML 1.1 would read something else."""
+    """Return the facts as YAML between `---` lines, quoted wherever YAML 1.1 would read something else. A
+    text with line breaks or dashes in a row is escaped, so that no reader of lines takes it for an end.
+    """
     from huggingface_hub import ModelCardData
 
-    return f"---\n{ModelCardData(**facts).to_yaml(original_order=_ORDER)}\n---"
+    lines = [
+        f"{name}: {_quoted(facts[name])}"
+        if isinstance(facts[name], str) and not _ORDINARY.fullmatch(facts[name])
+        else ModelCardData(**{name: facts[name]}).to_yaml()
+        for name in _ORDER
+        if facts.get(name) is not None
+    ]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _quoted(text: str) -> str:
+    """Return a double-quoted YAML scalar of ASCII on one line, without three dashes in a row."""
+    return '"' + "".join(_escaped(char) for char in text).replace("---", "-\\x2d-") + '"'
+
+
+def _escaped(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    if " " <= char <= "~":
+        return char
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\U{ord(char):08x}"
 
 
 def _scheme(artifact: Json) -> str:
-    cache = f" with a KV cache in `{artifact['kv_cache']}`" if artifact.get("kv_cache") else ""
-    return (f" in `{artifact['scheme']}`" if artifact.get("scheme") else "") + cache
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    cache = f" with a KV cache in {markdown_code(artifact['kv_cache'])}" if artifact.get("kv_cache") else ""
+    return (f" in {markdown_code(artifact['scheme'])}" if artifact.get("scheme") else "") + cache

@@ -1,8 +1,12 @@
 """Numbers, sizes and names as the report and the model card print them."""
 
 import math
+import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
+
+from compress.untrusted.text import one_line
 
 Json = dict[str, Any]
 
@@ -104,6 +108,37 @@ def ranges(numbers: Sequence[int]) -> str:
 def interval(estimate: Json, digits: int) -> str:
     """Return the interval of an estimate as `[lower, upper]`."""
     return f"[{number(estimate['lower'], digits)}, {number(estimate['upper'], digits)}]"
+
+
+_MARKDOWN = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that Markdown may take for more than text; an underscore inside a word is text."""
+
+
+def markdown_text(text: str) -> str:
+    """Return a text that somebody else wrote as one line of Markdown that shows it and nothing more."""
+    return _MARKDOWN.sub(lambda found: "\\" + found[0], one_line(text))
+
+
+def markdown_sentence(text: str) -> str:
+    """Return a message of this program as one line of Markdown: as `markdown_text`, with its code spans."""
+    parts = re.split(r"((?<!`)`[^`]+`(?!`))", one_line(text))
+    return "".join(part if index % 2 else markdown_text(part) for index, part in enumerate(parts))
+
+
+def markdown_code(text: str) -> str:
+    """Return a text that somebody else wrote as a code span, which none of its backticks ends."""
+    shown = one_line(text)
+    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+    pad = " " if longest else ""
+    return f"{'`' * (longest + 1)}{pad}{shown}{pad}{'`' * (longest + 1)}"
+
+
+def shell_word(text: str) -> str:
+    """Return a text as one word of a POSIX shell on one line; of bash, where it has control characters."""
+    if one_line(text) == text:
+        return shlex.quote(text)
+    escaped = one_line(text.replace("\\", "\\\\").replace("'", "\\'"))
+    return f"$'{escaped}'"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

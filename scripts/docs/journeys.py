@@ -125,7 +125,7 @@ BATCH = Journey(
         Stop(
             "compress/calibrate/at_once.py",
             "compress_at_once",
-            "Has the layer observed, then applies the passes. With several ranks, ranks.py sends sums and "
+            "Has the layer observed, then applies the passes. With several ranks, ranks/ sends sums and "
             "results.",
         ),
         Stop(

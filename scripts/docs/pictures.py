@@ -33,6 +33,7 @@ PACKAGES: Mapping[str, str] = {
     "machine": "facts of the device",
     "plugins": "members found by name",
     "digest": "sha256",
+    "untrusted": "JSON, files, text",
     "errors": "what a user reads",
 }
 """The contents of each package and root module in a few words."""

@@ -20,7 +20,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the pictures of reports empty: drawing takes a third of a run of the tiny model, and
+    """Leave the pictures of reports empty: drawing is much of a run of the tiny model, and
     tests/unit/validate draws every picture."""
     monkeypatch.setattr(
         FigureCanvasSVG, "print_svg", lambda self, stream, **facts: stream.write("<svg ></svg>")

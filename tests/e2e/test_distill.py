@@ -161,13 +161,8 @@ def test_asked_to_stop_it_stores_its_state_and_goes_on(recipe: Recipe, command: 
     assert facts(command, path, "stopped")["curve"] == facts(command, path)["curve"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        slow({}),
-        {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"},
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"loss": {"top_k": 16}, "eval_samples": 1, "optimizer": "muon"}])
 def test_two_ranks_follow_the_curve_of_one(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]
 ) -> None:

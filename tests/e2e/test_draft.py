@@ -26,7 +26,6 @@ from compress.runtime.speculative.speculation import Speculative
 from tests.e2e.test_distill import KILLED, model_dir  # noqa: F401
 from tests.e2e.test_ranks import launch
 from tests.support.processes import run_alone
-from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -166,12 +165,9 @@ def test_a_draft_in_codes_is_served_and_changes_no_token(
     assert length > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
-    [
-        slow({}),
-        {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}},
-    ],
+    "changes", [{}, {"quantize": CODES, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 16}}]
 )
 def test_killed_and_resumed_the_draft_has_the_same_bits(
     recipe: Recipe, command: Command, work: Path, changes: dict[str, Any]

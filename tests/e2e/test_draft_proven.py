@@ -167,7 +167,7 @@ def test_lookup_is_measured_where_it_is_asked_for(recipe: Recipe, command: Comma
         (stages(gates={"quantize.tpot_ms_p50": {"cpu": 5}}), "of quantize alone accuracy is measured"),
         (
             stages(speculative={"prompt_tokens": 100, "output_tokens": 64}),
-            "speculative prompt and output together is 164 tokens",
+            "speculative.prompt_tokens 100 and speculative.output_tokens 64 are 164 tokens together",
         ),
         (stages(speculative={"k": 9}), "k"),
         (stages(speculative={"data": {"prompts": "mine.yaml"}}), "mine.yaml"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from compress.errors import UsageError
-from compress.ranks import Launch
+from compress.ranks.group import Launch
 from tests.support.processes import MAIN, Ended, run_each
 from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE

@@ -31,6 +31,7 @@ from compress.calibrate.stats import NOT_FINITE, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 from compress.models.pruning import Units
+from compress.recipe import MAX_SIZE
 
 
 @SCORERS.register("obs")
@@ -42,6 +43,7 @@ class Obs(Scorer):
     block_size: int = Field(
         64,
         ge=1,
+        le=MAX_SIZE,
         description="columns between two updates of the whole matrices; changes speed, not the choice",
     )
 

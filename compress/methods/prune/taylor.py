@@ -30,6 +30,7 @@ from compress.methods.prune import SCORERS, Candidates, Choice, Scorer
 from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
 from compress.models.pruning import Units
+from compress.recipe import MAX_SAMPLES
 
 
 @SCORERS.register("taylor")
@@ -38,7 +39,7 @@ class Taylor(Scorer):
 
     kind: Literal["taylor"] = "taylor"
     num_samples: int = Field(
-        32, ge=1, description="samples of the calibration set that gradients are taken on"
+        32, ge=1, le=MAX_SAMPLES, description="samples of the calibration set that gradients are taken on"
     )
 
     @property

@@ -40,7 +40,10 @@ class Awq(Smoother):
 
     kind: Literal["awq"] = "awq"
     num_ratios: int = Field(
-        10, ge=2, description="grid points of the exponent r in [0, 1], for each of the two families"
+        10,
+        ge=2,
+        le=1_000,
+        description="grid points of the exponent r in [0, 1], for each of the two families",
     )
 
     def needs(self) -> tuple[type[Stat], ...]:

@@ -68,7 +68,7 @@ class Descent(Refiner):
 
     kind: Literal["descent"] = "descent"
     sweeps: int = Field(
-        4, ge=1, description="visits to every code; the loss never rises, and falls less each time"
+        4, ge=1, le=1_000, description="visits to every code; the loss never rises, and falls less each time"
     )
     refit: bool = Field(
         True, description="in each sweep, also the best scale of a group for the codes it has"
@@ -77,6 +77,7 @@ class Descent(Refiner):
     coupled_rounds: int = Field(
         0,
         ge=0,
+        le=1_000,
         exclude_if=lambda rounds: rounds == 0,  # keeps the cache keys of recipes older than this option
         description="visits to every row after the sweeps, which take the errors of other rows into account; "
         "needs `guide`",

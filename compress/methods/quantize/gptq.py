@@ -40,6 +40,7 @@ from compress.kernels.columns import round_block
 from compress.methods.quantize import ROUNDERS, Rounded, Rounder
 from compress.quant.numerics import ScaleChoice, choose_scale
 from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.recipe import MAX_SIZE
 
 DAMPING_LADDER = (1.0, 3.0, 10.0, 30.0, 100.0)
 """Multiples of the configured damping that are tried in turn."""
@@ -55,7 +56,10 @@ class Gptq(Rounder):
         True, description="process columns by falling diag H; scales stay in place (static order)"
     )
     block_size: int = Field(
-        128, ge=1, description="columns between two updates of the whole matrix; changes speed, not codes"
+        128,
+        ge=1,
+        le=MAX_SIZE,
+        description="columns between two updates of the whole matrix; changes speed, not codes",
     )
     scale: ScaleChoice = Field(
         "hessian", description="range of a group: all of it, least squared error, or least output error"

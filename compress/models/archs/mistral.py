@@ -1,14 +1,12 @@
 """Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every
 layer when one is stated."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from compress.models.family import FAMILIES, Family
+from compress.models.family import FAMILIES, Family, one_window
+from compress.untrusted.fields import Fields
 
 
-def _one_window(config: Mapping[str, Any]) -> list[int | None]:
-    return [config.get("sliding_window")] * config["num_hidden_layers"]
+def _same_window(config: Fields, num_layers: int) -> list[int | None]:
+    return [one_window(config)] * num_layers
 
 
 FAMILIES.add(
@@ -16,7 +14,7 @@ FAMILIES.add(
     Family(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        windows=_one_window,
+        windows=_same_window,
         known_fields=frozenset({"sliding_window"}),
         defaults={
             "hidden_act": "silu",

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from compress.errors import UsageError, did_you_mean
 from compress.quant.scheme import DENSE, SCHEMES, Scheme
-from compress.recipe import Spec, checked_by, list_to_tuple
+from compress.recipe import MAX_SAMPLES, MAX_SIZE, Spec, checked_by, list_to_tuple
 from compress.stages.budget.tables import latency_table
 
 _SIZES = ("size_ratio", "size_gb")
@@ -54,15 +54,21 @@ class Budget(Spec):
     """One limit: of bytes, or of the time of one decode step in the linears of all layers."""
 
     size_ratio: float | None = Field(
-        None, gt=0, description="bytes of the layers' linears, as a share of theirs in 16 bits"
+        None, gt=0, le=MAX_SIZE, description="bytes of the layers' linears, as a share of theirs in 16 bits"
     )
     size_gb: float | None = Field(
-        None, gt=0, description="of the whole checkpoint, embedding and head included, in 10^9 bytes"
+        None,
+        gt=0,
+        le=MAX_SIZE,
+        description="of the whole checkpoint, embedding and head included, in 10^9 bytes",
     )
     latency_ratio: float | None = Field(
-        None, gt=0, description="time of the layers' linears in a step, as a share of theirs in 16 bits"
+        None,
+        gt=0,
+        le=MAX_SIZE,
+        description="time of the layers' linears in a step, as a share of theirs in 16 bits",
     )
-    latency_us: float | None = Field(None, gt=0, description="the same in microseconds")
+    latency_us: float | None = Field(None, gt=0, le=MAX_SIZE, description="the same in microseconds")
     rows: StepRows = 1
     device: TimedDevice = None
 
@@ -105,5 +111,8 @@ class Mixed(Spec):
     )
     budget: Budget = Field(description="the limit")
     num_samples: int = Field(
-        32, ge=1, description="samples of the calibration set that sensitivities are measured on"
+        32,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="samples of the calibration set that sensitivities are measured on",
     )

@@ -15,8 +15,9 @@ from compress.distill.learn import Curve
 from compress.distill.losses import Divergence, Kind
 from compress.distill.objective import Teacher
 from compress.distill.train import Batch, TrainConfig, Windows
+from compress.machine import arithmetic_class
 from compress.models.tiles import has_bfloat16_tiles
-from compress.recipe import Spec
+from compress.recipe import MAX_BATCH, MAX_FACTOR, MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, MAX_TOKENS, Spec
 
 LOG_ROWS = 200
 """Number of rows of the loss curve, about."""
@@ -31,7 +32,7 @@ class Loss(Spec):
         "student chooses, js lies between; tv is what speculative sampling rejects of the student's "
         "proposals, lk its -log(1 - tv)",
     )
-    temperature: float = Field(1.0, gt=0, description="logits of both are divided by it")
+    temperature: float = Field(1.0, ge=1e-3, le=MAX_FACTOR, description="logits of both are divided by it")
     hard_frac: float = Field(
         0.0,
         ge=0,
@@ -41,6 +42,7 @@ class Loss(Spec):
     top_k: int | None = Field(
         None,
         ge=1,
+        le=MAX_SIZE,
         description="compute the teacher's likeliest tokens once and keep them on disk; left out, the "
         "teacher runs with the student",
     )
@@ -53,8 +55,10 @@ class SampledText(Spec):
     """Text that the teacher writes: each window begins with tokens of the data, and the teacher samples
     the rest."""
 
-    prompt_tokens: int = Field(16, ge=1, description="tokens of the data that each window begins with")
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
+    prompt_tokens: int = Field(
+        16, ge=1, le=MAX_SEQ_LEN, description="tokens of the data that each window begins with"
+    )
+    temperature: float = Field(1.0, ge=0, le=MAX_FACTOR, description="0 takes the likeliest token")
 
 
 class Learning(Spec):
@@ -64,30 +68,48 @@ class Learning(Spec):
     sample: SampledText | None = Field(
         None, description="train on text that the teacher writes from beginnings of the data"
     )
-    tokens: int = Field(1_000_000, ge=1, description="tokens to train on, over all passes")
-    passes: int = Field(1, ge=1, description="how often each window of text is seen")
-    seq_len: int = Field(512, ge=8, description="documents are joined and cut into windows of so many tokens")
-    batch_size: int = Field(16, ge=1, description="windows a step")
+    tokens: int = Field(1_000_000, ge=1, le=MAX_TOKENS, description="tokens to train on, over all passes")
+    passes: int = Field(1, ge=1, le=MAX_SAMPLES, description="how often each window of text is seen")
+    seq_len: int = Field(
+        512, ge=8, le=MAX_SEQ_LEN, description="documents are joined and cut into windows of so many tokens"
+    )
+    batch_size: int = Field(16, ge=1, le=MAX_BATCH, description="windows a step")
     micro_batch_size: int | None = Field(
-        None, ge=1, description="windows computed at once; left out, as many as fill 8,192 tokens"
+        None,
+        ge=1,
+        le=MAX_BATCH,
+        description="windows computed at once; left out, as many as fill 8,192 tokens",
     )
     lr: float = Field(
-        2e-4, gt=0, description="learning rate at its peak, after the warm-up; then a cosine to zero"
+        2e-4,
+        gt=0,
+        le=1_000,
+        description="learning rate at its peak, after the warm-up; then a cosine to zero",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="`adamw`, or `muon` for the matrices and AdamW for the rest"
     )
-    weight_decay: float = Field(0.01, ge=0, description="decay of weights a step, times the learning rate")
+    weight_decay: float = Field(
+        0.01, ge=0, le=1_000, description="decay of weights a step, times the learning rate"
+    )
     warmup_frac: float = Field(
         0.05, ge=0, lt=1, description="share of the steps in which the learning rate rises to its peak"
     )
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this norm")
+    max_grad_norm: float = Field(
+        1.0, gt=0, le=MAX_FACTOR, description="gradients are scaled down to this norm"
+    )
     loss: Loss = Field(Loss(), description="what the student lowers")
     eval_samples: int = Field(
-        16, ge=1, description="windows of the data that are not trained on and measure what is learnt"
+        16,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="windows of the data that are not trained on and measure what is learnt",
     )
     eval_every: int | None = Field(
-        None, ge=1, description="steps between two measurements; left out, a twentieth of all steps"
+        None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="steps between two measurements; left out, a twentieth of all steps",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -187,7 +209,7 @@ def training_batches(
     kept = KeptLogits(
         ctx.scratch if ctx.kept is None else ctx.kept,
         tokens_NS,
-        teacher=digest,
+        teacher=f"{digest} on {arithmetic_class(ctx.device)}",
         tokens=training.digest(),
         num_kept=spec.loss.top_k,
         temperature=spec.loss.temperature,
@@ -199,7 +221,6 @@ def training_batches(
             shards, kept.num_shards, "computing the teacher's logits, shards on disk"
         ),
         device=device,
-        at_once=spec.micro_batch,
     )
 
     def batch_of(step: int) -> Batch:

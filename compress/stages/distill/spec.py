@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from compress.distill.student import Shape
 from compress.errors import RecipeError, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.recipe import Spec, checked_by, parse_model_ref
+from compress.recipe import MAX_SIZE, Spec, checked_by, parse_model_ref
 from compress.stages.distill.learning import Learning
 
 SOURCE = "source"
@@ -25,20 +25,23 @@ def _model(ref: str | None) -> None:
 class Lora(Spec):
     """Low-rank terms that are trained next to frozen linears and merged at the end."""
 
-    rank: int = Field(16, ge=1, description="rank of the trained terms")
+    rank: int = Field(16, ge=1, le=MAX_SIZE, description="rank of the trained terms")
     alpha: float | None = Field(
-        None, gt=0, description="size of the terms, divided by the rank; twice the rank by default"
+        None,
+        gt=0,
+        le=MAX_SIZE,
+        description="size of the terms, divided by the rank; twice the rank by default",
     )
 
 
 class Student(Spec):
     """A smaller model of the source's family and tokenizer: by its own numbers, or a checkpoint."""
 
-    layers: int | None = Field(None, ge=1, description="decoder layers")
-    hidden: int | None = Field(None, ge=1, description="hidden size")
-    ffn: int | None = Field(None, ge=1, description="FFN channels")
-    heads: int | None = Field(None, ge=1, description="query heads")
-    kv_heads: int | None = Field(None, ge=1, description="KV heads")
+    layers: int | None = Field(None, ge=1, le=MAX_SIZE, description="decoder layers")
+    hidden: int | None = Field(None, ge=1, le=MAX_SIZE, description="hidden size")
+    ffn: int | None = Field(None, ge=1, le=MAX_SIZE, description="FFN channels")
+    heads: int | None = Field(None, ge=1, le=MAX_SIZE, description="query heads")
+    kv_heads: int | None = Field(None, ge=1, le=MAX_SIZE, description="KV heads")
     init: Literal["teacher", "random"] = Field(
         "teacher", description="weights: evenly chosen layers and channels of the teacher, or random"
     )
@@ -76,6 +79,7 @@ class Distill(Learning):
     early_stop: int | None = Field(
         None,
         ge=1,
+        le=MAX_SIZE,
         description="end after so many measurements in which the held-out KL fell by less than 0.5 %",
     )
 

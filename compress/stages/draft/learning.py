@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from compress.recipe import MAX_BATCH, MAX_TOKENS
 from compress.stages.distill.learning import Learning, Loss
 from compress.stages.quantize.spec import Quantize
 
@@ -12,13 +13,16 @@ class DraftLearning(Learning):
     """Text, loss and steps of a draft, and the scheme that its weights are served in."""
 
     loss: Loss = Field(Loss(kind="lk"), description="what the draft lowers")
-    tokens: int = Field(300_000, ge=1, description="tokens to train on, over all passes")
-    batch_size: int = Field(4, ge=1, description="windows a step")
+    tokens: int = Field(300_000, ge=1, le=MAX_TOKENS, description="tokens to train on, over all passes")
+    batch_size: int = Field(4, ge=1, le=MAX_BATCH, description="windows a step")
     optimizer: Literal["adamw", "muon"] = Field(
         "muon", description="`adamw`, or `muon` for the matrices and AdamW for the rest"
     )
     lr: float = Field(
-        3e-3, gt=0, description="learning rate at its peak, after the warm-up; then a cosine to zero"
+        3e-3,
+        gt=0,
+        le=1_000,
+        description="learning rate at its peak, after the warm-up; then a cosine to zero",
     )
     quantize: Quantize | None = Field(
         None,

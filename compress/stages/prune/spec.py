@@ -13,12 +13,12 @@ from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
-from compress.recipe import ByKind, Spec, checked_by, list_to_tuple
+from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
 from compress.stages.prune.widths import legal_channels, legal_heads, nearest_legal, with_heads
 
-Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)]
+Keep = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Axis = Literal["heads", "ffn", "depth"]
 AXES: tuple[Axis, ...] = ("heads", "ffn", "depth")
 
@@ -79,11 +79,14 @@ class PruningBudget(Spec):
         description="of heads: KV heads with their query heads, or the same number of query heads of each",
     )
     rows: StepRows = 1
-    context: int = Field(1024, ge=0, description="positions in the cache of each sequence of that step")
+    context: int = Field(
+        1024, ge=0, le=MAX_SEQ_LEN, description="positions in the cache of each sequence of that step"
+    )
     device: TimedDevice = None
     num_samples: int = Field(
         16,
         ge=2,
+        le=MAX_SAMPLES,
         description="samples of the calibration set that candidates are pruned on; a quarter more judge them",
     )
 
@@ -147,6 +150,7 @@ class Prune(Spec):
     multiple: int = Field(
         128,
         ge=1,
+        le=MAX_SIZE,
         description="widths that quantized linears read (heads times their dimension, FFN) stay a multiple "
         "of this",
     )

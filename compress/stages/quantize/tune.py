@@ -22,7 +22,7 @@ from compress.errors import UsageError
 from compress.models.canonical import layer_name, load_weights, save_weights
 from compress.models.weights import Weights, WeightSource, build_decoder
 from compress.quant.scheme import Schemes
-from compress.recipe import Spec
+from compress.recipe import MAX_BATCH, Spec
 
 DIRECTORY = "tuned"
 HELD_OUT = 8
@@ -36,8 +36,8 @@ class Tune(Spec):
     """How scales are trained."""
 
     kind: Literal["scales"] = "scales"
-    epochs: int = Field(4, ge=1, description="passes over the calibration samples")
-    batch_size: int = Field(4, ge=1, description="samples a step")
+    epochs: int = Field(4, ge=1, le=1_000, description="passes over the calibration samples")
+    batch_size: int = Field(4, ge=1, le=MAX_BATCH, description="samples a step")
     lr: float = Field(
         1e-3, gt=0, le=0.1, description="largest learning rate, of scales relative to what they were"
     )

@@ -47,6 +47,7 @@ from compress.stages.validate.proposers import draft_facts, draft_method, draft_
 from compress.stages.validate.spec import QUANTIZE, Speculation, Validate, read_gates
 from compress.validate import stats
 from compress.validate.card import render_markdown_card
+from compress.validate.display import shell_word
 from compress.validate.gates import GateResult, evaluate
 from compress.validate.parts import Part
 from compress.validate.parts.accuracy import AccuracyPart
@@ -99,7 +100,8 @@ def validate(spec: Validate, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         base_model=inputs.source.name,
         license_id=license_of(inputs),
         serve_command=serve_command(report["artifact"].get("kv_cache"), method=draft_method(inputs), k=k),
-        eval_command=f"compress validate <this directory> --against {inputs.source.name} --data {spec.data}",
+        eval_command=f"compress validate <this directory> --against {shell_word(inputs.source.name)} "
+        f"--data {shell_word(spec.data)}",
     )
     write_atomic(out.path / MODEL_CARD, card.encode())
     facts = {"verdict": report["verdict"], "gates": report.get("gates", [])}

@@ -4,10 +4,31 @@ from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
 from compress.machine import READ_BYTES
+from compress.models.arch import Arch
 from compress.stages import Estimate, PlanFacts
 from compress.stages.validate.spec import Validate
 
 SPECULATIVE = ("acceptance_length", "speedup")
+
+
+def check_lengths(spec: Validate, arch: Arch, *, speculates: bool) -> None:
+    """Check that the model has positions for all that is measured with it.
+
+    Raises:
+        UsageError: a sequence is longer; names the keys of the recipe, and numbers that fit.
+    """
+    check_seq_len(spec.seq_len, "validate: seq_len", arch)
+    parts = {"latency": spec.latency, "speculative": spec.speculative if speculates else None}
+    for key, part in parts.items():
+        if part is None or part.prompt_tokens + part.output_tokens <= arch.max_position:
+            continue
+        output_tokens = min(part.output_tokens, arch.max_position // 2)
+        raise UsageError(
+            f"validate: {key}.prompt_tokens {part.prompt_tokens} and {key}.output_tokens "
+            f"{part.output_tokens} are {part.prompt_tokens + part.output_tokens} tokens together, and the "
+            f"model has {arch.max_position} positions. Set numbers that fit, such as {key}: {{prompt_tokens: "
+            f"{arch.max_position - output_tokens}, output_tokens: {output_tokens}}}, or {key}: null."
+        )
 
 
 def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
@@ -21,18 +42,10 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     source_arch = facts.source_arch or facts.arch
     own = spec.speculative
     speculates = own is not None and ("draft" in facts.specs or own.kind == "ngram")
-    check_seq_len(spec.seq_len, "validate: seq_len", arch)
+    for each in (arch, source_arch):
+        check_lengths(spec, each, speculates=speculates)
     check_at_hand(load_card(spec.data))
-    if spec.latency is not None:
-        check_seq_len(
-            spec.latency.prompt_tokens + spec.latency.output_tokens,
-            "validate: latency prompt and output together",
-            arch,
-        )
-    if speculates and own is not None:
-        check_seq_len(
-            own.prompt_tokens + own.output_tokens, "validate: speculative prompt and output together", arch
-        )
+    if speculates:
         for card in spec.prompt_data.values():
             check_at_hand(load_card(card))
     elif named := [name for name in spec.gates if name in SPECULATIVE]:

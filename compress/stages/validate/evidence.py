@@ -10,7 +10,8 @@ from compress.artifact.header import read_header
 from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
 from compress.data.corpus import Document
 from compress.data.model_tokens import TOKENS_NAME
-from compress.data.tokens import TokenSet, load_token_set, load_tokenizer, overlap
+from compress.data.overlap import overlap
+from compress.data.tokens import TokenSet, load_token_set, load_tokenizer
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
@@ -159,7 +160,7 @@ def license_of(inputs: Inputs) -> str:
     card = inputs.source.path / MODEL_CARD
     if not card.is_file():
         return "other"
-    front = card.read_text(encoding="utf-8", errors="replace").split("---", 2)
-    lines = front[1].splitlines() if len(front) == 3 and not front[0].strip() else []
+    read = card.read_text(encoding="utf-8", errors="replace").lstrip("\ufeff \r\n").splitlines()
+    lines = read[1 : read.index("---", 1)] if "---" in read[:1] and "---" in read[1:] else []
     stated = [line.partition(":")[2].strip() for line in lines if line.startswith("license:")]
     return stated[0] if stated and stated[0] else "other"

@@ -17,6 +17,7 @@ from compress.errors import UsageError
 from compress.export import open_weights
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
+from compress.stages.validate.estimate import check_lengths
 from compress.stages.validate.proposers import proposers_of, speculate
 from compress.stages.validate.spec import Validate
 from compress.stages.validate.speed import time_models
@@ -61,6 +62,8 @@ def measure(spec: Validate, inputs: Inputs, candidate_path: Path, ctx: Context) 
     proposers = proposers_of(spec.speculative, inputs)
     num_steps = 2 + (len(spec.latency.batch_sizes) if spec.latency is not None else 0) + bool(proposers)
     steps = count()
+    for path in paths.values():
+        check_lengths(spec, open_weights(path).arch, speculates=bool(proposers))
     ctx.boundary(next(steps), num_steps, f"loading {len(paths)} models")
     engines = _engines(spec, inputs, paths, device, speculates=bool(proposers))
     candidate = engines["candidate"]

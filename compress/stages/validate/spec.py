@@ -8,7 +8,7 @@ from pydantic import Field
 from compress.errors import UsageError, did_you_mean
 from compress.export import PROPOSED
 from compress.models.arch import Arch
-from compress.recipe import Spec, checked_by
+from compress.recipe import MAX_FACTOR, MAX_SAMPLES, MAX_SEQ_LEN, Spec, checked_by
 from compress.runtime.engine_config import EngineConfig
 from compress.runtime.speculative.acceptance import Rule
 from compress.runtime.speculative.speculation import MAX_K
@@ -37,16 +37,21 @@ def read_gates(raw: Mapping[str, Any]) -> tuple[Gate, ...]:
     return gates
 
 
+BatchSize = Annotated[int, Field(ge=1, le=1024)]
+
+
 class Latency(Spec):
     """Conditions of the latency measurement; `repeats` is the most that are counted, fewer where three or
     more agree.
     """
 
-    batch_sizes: tuple[int, ...] = Field((1, 4), min_length=1, description="requests that arrive together")
-    prompt_tokens: int = Field(128, ge=1, description="tokens of each prompt")
-    output_tokens: int = Field(32, ge=2, description="tokens generated for each request")
-    repeats: int = Field(5, ge=2, description="measured rounds of each batch size")
-    warmups: int = Field(1, ge=0, description="rounds before them that are not counted")
+    batch_sizes: tuple[BatchSize, ...] = Field(
+        (1, 4), min_length=1, max_length=64, description="requests that arrive together"
+    )
+    prompt_tokens: int = Field(128, ge=1, le=MAX_SEQ_LEN, description="tokens of each prompt")
+    output_tokens: int = Field(32, ge=2, le=MAX_SEQ_LEN, description="tokens generated for each request")
+    repeats: int = Field(5, ge=2, le=1_000, description="measured rounds of each batch size")
+    warmups: int = Field(1, ge=0, le=1_000, description="rounds before them that are not counted")
 
 
 EMBEDDED = "builtin://python-eval"
@@ -64,20 +69,20 @@ class Speculation(Spec):
         description="how drawn tokens are kept: rejection, as other engines do, or coupled: "
         "those of plain decoding",
     )
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1, 4, 16), min_length=1, description="requests that are served together"
+    batch_sizes: tuple[BatchSize, ...] = Field(
+        (1, 4, 16), min_length=1, max_length=64, description="requests that are served together"
     )
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (1.0, 0.0), min_length=1, description="0 is greedy"
+    temperatures: tuple[Annotated[float, Field(ge=0, le=MAX_FACTOR)], ...] = Field(
+        (1.0, 0.0), min_length=1, max_length=64, description="0 is greedy"
     )
     data: dict[str, str] = Field(
         default_factory=dict,
         description="category -> data card of prompts; by default the evaluation text, "
         "the embedded one as code and prose",
     )
-    num_prompts: int = Field(8, ge=2, description="of each category")
-    prompt_tokens: int = Field(64, ge=2, description="tokens of each prompt")
-    output_tokens: int = Field(48, ge=16, description="tokens generated for each prompt")
+    num_prompts: int = Field(8, ge=2, le=MAX_SAMPLES, description="of each category")
+    prompt_tokens: int = Field(64, ge=2, le=MAX_SEQ_LEN, description="tokens of each prompt")
+    output_tokens: int = Field(48, ge=16, le=MAX_SEQ_LEN, description="tokens generated for each prompt")
 
 
 class Validate(Spec):
@@ -85,8 +90,8 @@ class Validate(Spec):
 
     against: Literal["source"] = Field("source", description="the model that the artifact is compared with")
     data: str = Field(EMBEDDED, description="evaluation text: a data card or builtin://python-eval")
-    num_samples: int = Field(32, ge=2, description="windows of evaluation text")
-    seq_len: int = Field(512, ge=8, description="tokens of a window")
+    num_samples: int = Field(32, ge=2, le=MAX_SAMPLES, description="windows of evaluation text")
+    seq_len: int = Field(512, ge=8, le=MAX_SEQ_LEN, description="tokens of a window")
     kv_format: KVFormat | None = Field(
         None,
         description="of the candidate's KV cache; by default what the artifact states, "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from compress.validate.display import Json, label, number
+from compress.validate.display import Json, label, markdown_sentence, number
 from compress.validate.gates import GateResult
 from compress.validate.parts import PARTS, Part
 
@@ -29,7 +29,7 @@ class GatesPart(Part):
             return "No gate was set for it."
         if found["passed"]:
             return f"Every gate of its recipe holds ({found['num_decided']} of {found['num_decided']})."
-        return "**It failed its gates:** " + " ".join(found["reasons"])
+        return "**It failed its gates:** " + markdown_sentence(" ".join(found["reasons"]))
 
 
 def verdict(results: Sequence[GateResult]) -> Json:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.validate.display import Json, markdown_table, number, percent
+from compress.validate.display import Json, markdown_table, markdown_text, number, percent
 from compress.validate.latency import LatencyRow
 from compress.validate.parts import PARTS, Part
 from compress.validate.plots import CANDIDATE, FLOOR, INK, SOURCE, Row, new_figure, style, svg
@@ -87,7 +87,7 @@ class LatencyPart(Part):
                 ]
             )
         first = latency["candidate"][0]
-        device = report.get("environment", {}).get("device", "this device")
+        device = markdown_text(report.get("environment", {}).get("device", "this device"))
         turns = ", both models measured in turn" if first.get("interleaved") else ""
         note = (
             "Milliseconds: TTFT is the time to the first token, TPOT the time of each further one. "

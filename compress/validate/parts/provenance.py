@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from compress.validate.display import Json, label, number
+from compress.validate.display import Json, label, markdown_text, number
 from compress.validate.parts import PARTS, Part
 
 
@@ -30,7 +30,7 @@ class ProvenancePart(Part):
     def card(report: Json) -> list[str]:
         """Return the facts of the calibration data."""
         lines = [
-            f"- {label(name)}: {number(value) if isinstance(value, int) else value}"
+            f"- {label(name)}: {number(value) if isinstance(value, int) else markdown_text(str(value))}"
             for name, value in report.get("calibration", {}).items()
             if value is not None
         ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.validate.display import Json, markdown_table, number, percent
+from compress.validate.display import Json, markdown_table, markdown_text, number, percent
 from compress.validate.parts import PARTS, Part
 from compress.validate.plots import (
     CANDIDATE,
@@ -93,7 +93,7 @@ class SpeculationPart(Part):
                 speedup = f"× {number(row['speedup'])}" + (" (unstable)" if row.get("unstable") else "")
                 rows.append(
                     [
-                        row["proposer"],
+                        markdown_text(row["proposer"]),
                         f"{number(found['acceptance_length'])} [{lower}, {upper}]",
                         kept,
                         speedup,
@@ -102,9 +102,8 @@ class SpeculationPart(Part):
         note = (
             f"{facts['k']} tokens proposed a step, temperature {first['temperature']:g}, batch "
             f"{first['batch_size']}, prompts from "
-            f"{', '.join(facts['data'])}. {facts['num_equal']} of {facts['num_compared']} continuations "
-            "that must be those of "
-            "plain decoding are."
+            f"{markdown_text(', '.join(facts['data']))}. {facts['num_equal']} of {facts['num_compared']} "
+            "continuations that must be those of plain decoding are."
         )
         head = ["proposer", "tokens a step", "kept, by position", "speed-up"]
         return ["## Speculation", markdown_table(head, rows), note]

@@ -78,7 +78,7 @@ def test_kept_logits_are_nearly_the_teacher_and_are_filled_where_they_are_missin
     student = tiny_decoder(ARCH, seed=1)
     logits = kept(tmp_path)
     calls: list[int] = []
-    logits.fill(teacher, OneRank(), calls.append, device=CPU, at_once=4)
+    logits.fill(teacher, OneRank(), calls.append, device=CPU)
     assert logits.num_shards == 2
     assert calls == [0, 1]
     chosen = [3, 69, 64, 0]
@@ -92,7 +92,7 @@ def test_kept_logits_are_nearly_the_teacher_and_are_filled_where_they_are_missin
     (logits.directory / "00001.safetensors").unlink()
     again = kept(tmp_path)
     assert again.missing() == [1]
-    again.fill(teacher, OneRank(), calls.append, device=CPU, at_once=4)
+    again.fill(teacher, OneRank(), calls.append, device=CPU)
     assert all(torch.equal(one, other) for one, other in zip(again.rows(chosen), rows, strict=True))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.emulation import EMULATED, EMULATIONS
+from tests.support.slow import slow
 
 pytestmark = [
     pytest.mark.row_law,
@@ -16,12 +17,10 @@ pytestmark = [
 LAW = Path(__file__).with_name("test_row_law.py")
 
 
-OLDEST = {"mkl_compatible", "sse4_2"}
+COMMON = {"amd_zen3", "avx2"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in OLDEST)) for each in EMULATIONS]
-)
+@pytest.mark.parametrize("name", [each if each in COMMON else slow(each) for each in EMULATIONS])
 def test_the_law_holds(name: str, tmp_path: Path) -> None:
     emulation = EMULATIONS[name]
     if (refusal := emulation.refusal) is not None:

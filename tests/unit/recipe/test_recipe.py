@@ -170,9 +170,16 @@ def test_positions_are_those_of_keys_and_items() -> None:
     )
 
 
+printed = st.characters(codec="utf-8", exclude_categories=["Cc"], include_characters="\t\n\r\x85")
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(printed),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(printed, min_size=1), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 

@@ -27,7 +27,7 @@ from compress.models.eagle3 import (
 )
 from compress.models.weights import Dense, without_codes
 from compress.quant.scheme import ModelScheme
-from compress.recipe import Spec, list_to_tuple
+from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
@@ -38,12 +38,22 @@ CALIBRATION_WINDOWS = 64
 """Windows of the training text on which a head in codes is calibrated."""
 
 
+LayerIdx = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+
+
 @INITS.register("eagle3")
 class Eagle3(Spec):
     """One layer over hidden states of the target."""
 
     kind: Literal["eagle3"] = "eagle3"
-    layers: Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)] | None = Field(
+    layers: (
+        Annotated[
+            tuple[LayerIdx, ...],
+            BeforeValidator(list_to_tuple),
+            Field(min_length=1),
+        ]
+        | None
+    ) = Field(
         None,
         description="after how many of the target's layers hidden states are read, rising; left out, [2, "
         "half, all but 3]",
@@ -51,6 +61,7 @@ class Eagle3(Spec):
     vocab: int = Field(
         8192,
         ge=1,
+        le=MAX_SIZE,
         description="tokens that it may propose, the most frequent ones of the training text; at most all",
     )
     steps: int = Field(

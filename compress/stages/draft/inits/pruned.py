@@ -34,7 +34,7 @@ from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
 from compress.models.pruning import LayerSubset, Widths, resized, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
-from compress.recipe import ByKind, Spec, list_to_tuple
+from compress.recipe import MAX_SAMPLES, MAX_SIZE, ByKind, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill.estimate import training_estimate
@@ -51,14 +51,21 @@ START = "start"
 DENSE = "dense"
 
 
+LayerIdx = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+
+
 @INITS.register("pruned")
 class Pruned(Spec):
     """Some layers, heads and FFN channels of the target."""
 
     kind: Literal["pruned"] = "pruned"
     keep_layers: (
-        Annotated[int, Field(ge=1)]
-        | Annotated[tuple[int, ...], BeforeValidator(list_to_tuple), Field(min_length=1)]
+        Annotated[int, Field(ge=1, le=MAX_SIZE)]
+        | Annotated[
+            tuple[LayerIdx, ...],
+            BeforeValidator(list_to_tuple),
+            Field(min_length=1),
+        ]
     ) = Field(
         2,
         description="how many layers, evenly spaced with the first and the last among them; or their "
@@ -66,7 +73,9 @@ class Pruned(Spec):
     )
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
-    multiple: int = Field(128, ge=1, description="widths that linears read stay a multiple of this")
+    multiple: int = Field(
+        128, ge=1, le=MAX_SIZE, description="widths that linears read stay a multiple of this"
+    )
     score: Annotated[Spec, ByKind(scorers)] = Field(
         Activation(), description="which heads and channels stay, as of `prune`"
     )
@@ -74,7 +83,10 @@ class Pruned(Spec):
         LeastSquares(), description="how what stays makes up for what goes"
     )
     num_samples: int = Field(
-        64, ge=1, description="windows of the training text that choose and make up for what goes"
+        64,
+        ge=1,
+        le=MAX_SAMPLES,
+        description="windows of the training text that choose and make up for what goes",
     )
     train_embeddings: bool = Field(
         False, description="train embedding and head too; left out, they stay the target's"
