@@ -82,13 +82,12 @@ def save_tensors(
     with explained(path, hint=_ELSEWHERE), atomic_file(path) as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, tensor in ordered:
-            stream.write(_raw(tensor))
+            stream.write(raw_bytes(tensor))
 
 
-def _raw(tensor: Tensor) -> Any:
-    return (
-        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    )  # a buffer, without a copy
+def raw_bytes(tensor: Tensor) -> Any:
+    """Return the elements, row-major, as a buffer of bytes; without a copy where they lie so on the CPU."""
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def load_tensors(

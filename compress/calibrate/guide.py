@@ -28,14 +28,13 @@ Shapes: N samples, S sequence, T tokens of one sample, O out, R rows of a segmen
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from compress.artifact.tensors import load_tensors, save_tensors
+from compress.artifact.resume import ResumePoint
 from compress.calibrate.gradients import EmbedAndHead, GradientVisitor, visit_gradients
 from compress.calibrate.stats import InputStats
 from compress.context import Context
@@ -117,14 +116,14 @@ def make_guide(
         UsageError: the model's logits are not finite.
         Interrupted: between layers, when a signal asked for it.
     """
-    if (ctx.scratch / WEIGHTS_NAME).exists():
+    if GuideFiles(ctx).are_whole(source.arch.num_layers):
         return
     walked = torch.tensor(spec.walked(len(tokens_NS)))
     draws_NS = torch.rand(tokens_NS.shape, generator=ctx.rng("guide", "labels"))
     squares: dict[str, list[Tensor]] = {}
     outer_modules = EmbedAndHead.load(source, compute_dtype=compute_dtype, device=torch.device(ctx.device))
     for begin, walk in enumerate(walked.split(max(1, WALK_TOKENS // tokens_NS.shape[1]))):
-        visitor = _Visitor(squares, outputs_to=ctx.scratch if begin == 0 else None)
+        visitor = _Visitor(squares, outputs_to=ctx if begin == 0 else None)
         visit_gradients(
             source,
             tokens_NS[walk],
@@ -139,19 +138,25 @@ def make_guide(
         name: torch.ones(tokens_NS.shape).index_copy(0, walked, _weights(torch.stack(rows).cpu(), spec.share))
         for name, rows in squares.items()
     }
-    save_tensors(ctx.scratch / WEIGHTS_NAME, shared)  # last: where it is, the rest is too
+    _weights_point(ctx).save_tensors(shared)
 
 
 class GuideFiles:
-    """The guide in a scratch directory, as `make_guide` wrote it."""
+    """The guide in the scratch directory, as `make_guide` wrote it."""
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._weights = load_tensors(scratch / WEIGHTS_NAME)
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._weights: dict[str, Tensor] | None = None
+
+    def are_whole(self, num_layers: int) -> bool:
+        """Return whether all of it is there, undamaged."""
+        points = [_outputs_point(self._ctx, idx) for idx in range(num_layers)]
+        return all(point.load_tensors() is not None for point in (_weights_point(self._ctx), *points))
 
     def layer(self, layer_idx: int, samples: slice = slice(None)) -> LayerGuide:
+        self._weights = self._weights or _weights_point(self._ctx).saved_tensors()
         segments: dict[str, list[Tensor]] = {}
-        for name, segment in sorted(load_tensors(_outputs_file(self._scratch, layer_idx)).items()):
+        for name, segment in sorted(_outputs_point(self._ctx, layer_idx).saved_tensors().items()):
             segments.setdefault(name.partition("/")[0], []).append(segment)
         weights = {tap: self._weights[f"{layer_idx}/{tap}"][samples] for tap in segments}
         return LayerGuide(weights, {tap: OutputMoment(tuple(each)) for tap, each in segments.items()})
@@ -161,7 +166,7 @@ class _Visitor(GradientVisitor):
     """Records the squared gradient of each token and sums a layer's output moments, which it writes before
     the next layer."""
 
-    def __init__(self, squares: dict[str, list[Tensor]], *, outputs_to: Path | None) -> None:
+    def __init__(self, squares: dict[str, list[Tensor]], *, outputs_to: Context | None) -> None:
         self._squares = squares
         self._outputs_to = outputs_to
         self._layer_idx = 0
@@ -204,7 +209,7 @@ class _Visitor(GradientVisitor):
                 for name, sum_RR in self._sums.items()
             }
             halved = {name: moment_RR.to(torch.bfloat16).cpu() for name, moment_RR in moments.items()}
-            save_tensors(_outputs_file(self._outputs_to, self._layer_idx), halved)
+            _outputs_point(self._outputs_to, self._layer_idx).save_tensors(halved)
         self._sums = {}
         self._num_tokens = Counter()
 
@@ -226,5 +231,9 @@ def _weights(squares_NS: Tensor, share: float) -> Tensor:
     return (1 - share) + share * squares_NS / mean if float(mean) > 0 else torch.ones_like(squares_NS)
 
 
-def _outputs_file(scratch: Path, layer_idx: int) -> Path:
-    return scratch / f"guide-{layer_idx:05d}.safetensors"
+def _outputs_point(ctx: Context, layer_idx: int) -> ResumePoint:
+    return ResumePoint(ctx.scratch / f"guide-{layer_idx:05d}.safetensors", ctx.progress.log)
+
+
+def _weights_point(ctx: Context) -> ResumePoint:
+    return ResumePoint(ctx.scratch / WEIGHTS_NAME, ctx.progress.log)

@@ -27,7 +27,6 @@ no bit either.
 Shapes: N samples, S sequence.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.artifact.atomic import write_atomic
+from compress.artifact.resume import ResumePoint, are_whole, digests
 from compress.artifact.tensors import save_tensors
 from compress.calibrate.at_once import compress_at_once
 from compress.calibrate.guide import GuideFiles
@@ -50,7 +49,6 @@ from compress.calibrate.stats import SourceStat, StatFactory
 from compress.calibrate.streaming import LayerPrefetcher, LayerWriter, return_freed_blocks
 from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
-from compress.digest import canonical_json
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
@@ -121,7 +119,7 @@ def run_sequential(
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
     compress = compress_true_sequential if compression.true_sequential else compress_at_once
-    stored = ctx.ranks.from_lead(lambda: [_is_stored(out, idx) for idx in range(arch.num_layers)])
+    stored = ctx.ranks.from_lead(lambda: [_is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
         if stored[idx]:
@@ -151,7 +149,7 @@ def run_sequential(
                 rows = state.all_rows()
                 del state, on_kv_ready
                 if leads:
-                    writer.write(partial(_store, out, idx, _on_host(weights), rows))
+                    writer.write(partial(_store, out, idx, _on_host(weights), rows, ctx))
             if idx < last and (stored[idx] or not compression.true_sequential):
                 prefetch_next()
                 replay_(run.build_layer(arch_after, idx, weights), run.samples, run)
@@ -160,7 +158,7 @@ def run_sequential(
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     if not leads:
         return []
-    return [row for idx in range(arch.num_layers) for row in json.loads(_rows_file(out, idx).read_bytes())]
+    return [row for idx in range(arch.num_layers) for row in _point(out, idx, ctx).load()["rows"]]
 
 
 def _start(
@@ -255,15 +253,16 @@ def _on_host(weights: Weights) -> dict[str, Tensor]:
     return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
 
 
-def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row]) -> None:
-    """Write a layer's rows first and its weights second: it counts as stored when both are there."""
-    write_atomic(_rows_file(out, idx), canonical_json(list(rows)))
+def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row], ctx: Context) -> None:
+    """Write a layer's weights first, and second the resume point with its rows, which vouches for them."""
     save_tensors(out / layer_name(idx), tensors)
+    _point(out, idx, ctx).save({"rows": list(rows), "files": digests(out, [layer_name(idx)])})
 
 
-def _is_stored(out: Path, idx: int) -> bool:
-    return (out / layer_name(idx)).exists() and _rows_file(out, idx).exists()
+def _is_stored(out: Path, idx: int, ctx: Context) -> bool:
+    stored = _point(out, idx, ctx).load()
+    return stored is not None and are_whole(out, stored["files"], ctx.progress.log)
 
 
-def _rows_file(out: Path, idx: int) -> Path:
-    return out / f"layer-{idx:05d}.json"
+def _point(out: Path, idx: int, ctx: Context) -> ResumePoint:
+    return ResumePoint(out / f"layer-{idx:05d}.json", ctx.progress.log)

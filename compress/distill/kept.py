@@ -20,15 +20,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from compress.artifact.atomic import write_atomic
-from compress.artifact.tensors import save_tensors
+from compress.artifact.resume import ResumePoint
 from compress.context import Ranks
-from compress.digest import digest_file, digest_json
+from compress.digest import digest_json
 from compress.distill.losses import TopK
 from compress.distill.objective import EVALUATED_TOKENS, Teacher
 
 WINDOWS_OF_A_SHARD = 64
-_LAYOUT = 1
+_LAYOUT = 2
 """Part of the digest: raise it when files of the same name would hold something else."""
 
 
@@ -36,7 +35,15 @@ class KeptLogits:
     """A teacher's likeliest tokens for windows int32 [N, S+1], each of which predicts S tokens."""
 
     def __init__(
-        self, place: Path, tokens_NS: Tensor, *, teacher: str, tokens: str, num_kept: int, temperature: float
+        self,
+        place: Path,
+        tokens_NS: Tensor,
+        *,
+        teacher: str,
+        tokens: str,
+        num_kept: int,
+        temperature: float,
+        log: Callable[[str], None],
     ) -> None:
         name = {
             "teacher": teacher,
@@ -50,6 +57,7 @@ class KeptLogits:
         self._tokens_NS = tokens_NS
         self._num_kept = num_kept
         self._temperature = temperature
+        self._log = log
         self._open: dict[int, Any] = {}
 
     @property
@@ -58,7 +66,7 @@ class KeptLogits:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not on disk, or damaged there."""
-        return [idx for idx in range(self.num_shards) if not self._is_whole(idx)]
+        return [idx for idx in range(self.num_shards) if self._point(idx).load_tensors() is None]
 
     def fill(
         self,
@@ -86,11 +94,9 @@ class KeptLogits:
             ids, log_p, log_tail = (
                 torch.cat([each.cpu() for each in column]) for column in zip(*parts, strict=True)
             )
-            save_tensors(
-                self._file(idx),
-                {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail},
+            self._point(idx).save_tensors(
+                {"ids": ids.to(torch.int32), "log_p": log_p.to(torch.float16), "log_tail": log_tail}
             )
-            write_atomic(self._digest_file(idx), digest_file(self._file(idx)).encode())
         ranks.barrier()  # all shards are written before any is read
 
     def rows(self, windows_B: list[int]) -> TopK:
@@ -107,14 +113,8 @@ class KeptLogits:
             self._open[shard] = safe_open(self._file(shard), framework="pt")
         return tuple(self._open[shard].get_slice(name)[row] for name in ("ids", "log_p", "log_tail"))
 
-    def _is_whole(self, shard: int) -> bool:
-        try:
-            return self._digest_file(shard).read_bytes() == digest_file(self._file(shard)).encode()
-        except OSError:
-            return False
+    def _point(self, shard: int) -> ResumePoint:
+        return ResumePoint(self._file(shard), self._log)
 
     def _file(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.safetensors"
-
-    def _digest_file(self, shard: int) -> Path:
-        return self.directory / f"{shard:05d}.digest"

@@ -12,13 +12,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.artifact.tensors import load_tensors, save_tensors
+from compress.artifact.resume import ResumePoint
 from compress.context import Context
 from compress.distill.train import TrainConfig, Training, TrainLogRow
 
@@ -52,9 +51,14 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
         UsageError: the loss is not finite. The last good state stays on disk.
         Interrupted: the run had to stop; the same call goes on from there.
     """
-    file = ctx.scratch / STATE_NAME
+    point = ResumePoint(ctx.scratch / STATE_NAME, ctx.progress.log)
     taken_s = 0.0
-    curve = _restored(file, training) if file.exists() else [_measured(held_out, training.step, 0)]
+    state = point.load_tensors()
+    if state is None:
+        curve: Curve = [_measured(held_out, training.step, 0)]
+    else:
+        curve = _restored(state, training)
+        del state
     saved_s = time.monotonic()
     if not _is_over(curve, held_out.patience):
         for row in training.rows():
@@ -64,7 +68,7 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
             started_s = time.monotonic()
             due = ctx.stop_signal() is not None or started_s - saved_s >= TIMES_OF_A_SAVE * taken_s
             if ctx.ranks.rank == 0 and due:
-                _save(file, training, curve)
+                _save(point, training, curve)
                 saved_s = time.monotonic()
                 taken_s = saved_s - started_s
             ctx.boundary(row.step, config.num_steps, _note(row, curve))
@@ -103,13 +107,12 @@ def _note(row: TrainLogRow, curve: Curve) -> str:
     return f"loss {row.loss:.4f}, held-out KL {kl:.4f}, {row.tokens_per_s:,.0f} tokens/s"
 
 
-def _save(file: Path, training: Training, curve: Curve) -> None:
+def _save(point: ResumePoint, training: Training, curve: Curve) -> None:
     text = torch.frombuffer(bytearray(json.dumps(curve).encode()), dtype=torch.uint8)
-    save_tensors(file, {**training.tensors(), _JSON: text})
+    point.save_tensors({**training.tensors(), _JSON: text})
 
 
-def _restored(file: Path, training: Training) -> Curve:
-    tensors = load_tensors(file)
+def _restored(tensors: dict[str, Tensor], training: Training) -> Curve:
     curve: Tensor = tensors.pop(_JSON)
     training.restore_(tensors)
     found: Curve = json.loads(curve.numpy().tobytes())

@@ -52,16 +52,17 @@ class AwqCodec:
     def decode(self, leaves: Mapping[str, Tensor], scheme: Scheme) -> QuantizedWeight:
         scale_GO = leaves["scales"]
         num_groups, out_features = check_matrix(leaves, "scales")
-        num_words = -(-out_features // len(COLUMNS))
-        check_leaf(leaves, "scales", None, (num_groups, out_features))
-        check_leaf(leaves, "qweight", torch.int32, (check_matrix(leaves, "qweight")[0], num_words))
-        check_leaf(leaves, "qzeros", torch.int32, (num_groups, num_words))
-        codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
-        if num_groups != scheme.num_groups(codes_IO.shape[0]):
+        in_features, _ = check_matrix(leaves, "qweight")
+        if num_groups != scheme.num_groups(in_features):
             raise UnsupportedFormat(
                 f"it has {num_groups} groups of scales where {scheme.name} has "
-                f"{scheme.num_groups(codes_IO.shape[0])}."
+                f"{scheme.num_groups(in_features)}."
             )
+        num_words = -(-out_features // len(COLUMNS))
+        check_leaf(leaves, "scales", None, (num_groups, out_features))
+        check_leaf(leaves, "qweight", torch.int32, (in_features, num_words))
+        check_leaf(leaves, "qzeros", torch.int32, (num_groups, num_words))
+        codes_IO, zero_GO = (_unpack_columns(leaves[name], out_features) for name in ("qweight", "qzeros"))
         if scheme.symmetric and bool((zero_GO != 0).any()):
             raise UnsupportedFormat(
                 "the checkpoint's config says that its codes are symmetric and its zero points are not all 8."

@@ -63,12 +63,6 @@ def build_steps(recipe: Recipe) -> list[Step]:
                 f"'{entry.kind}' comes after quantize, whose codes it would not change. Put it before "
                 f"that stage.",
             )
-        if stage.gives in (Port.DENSE, Port.QUANTIZED) and Port.DRAFT in given:
-            raise entry.where.error(
-                ("kind",),
-                f"'{entry.kind}' comes after draft, whose draft would propose to another model. Put it "
-                f"before that stage.",
-            )
         if stage.gives == Port.DRAFT and Port.CHECKPOINT in given:
             raise entry.where.error(
                 ("kind",),

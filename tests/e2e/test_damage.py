@@ -1,6 +1,7 @@
 """A byte changed anywhere in a workspace or in evidence: nothing wrong is published; the next run heals."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
+from compress.artifact.workspace import Workspace
+from compress.errors import Interrupted
 from compress.registry.evidence import SEAL_NAME
 from tests.e2e.test_distill import DISTILL, PRUNE
 from tests.e2e.test_draft import DRAFT
+from tests.support.slow import slow
 from tests.support.tiny_run import RECIPE
 
 Recipe = Callable[..., Path]
@@ -86,6 +90,83 @@ def test_a_changed_byte_in_any_file_of_any_stage_is_healed(
     for stage, file in list(stored(work)):
         flip(file, next(places))
         heals(command, path, {stage: file}, first)
+
+
+GUIDED = {**QUANTIZE, "guide": {}, "tune": {"epochs": 1, "batch_size": 2}, "kv_cache": "fp8"}
+MIXED = {
+    **QUANTIZE,
+    "scheme": {
+        "kind": "mixed",
+        "schemes": ["W4A16_G128", "W8A16"],
+        "budget": {"size_ratio": 0.5},
+        "num_samples": 4,
+    },
+}
+SEARCHED = {**PRUNE, "ffn": None, "target": {"params_frac": 0.8, "num_samples": 4}, "score": "taylor"}
+ROUNDS = {**PRUNE, "rounds": 2, "score": "taylor", "depth": {"keep": 2}}
+SAMPLED = {**DISTILL, "sample": {"prompt_tokens": 8}, "loss": {"top_k": 8}}
+RESUMED: dict[str, list[dict[str, Any]]] = {
+    "quantize": [CALIBRATE, QUANTIZE],
+    "guide": [CALIBRATE, GUIDED],
+    "mixed": [CALIBRATE, MIXED],
+    "search": [CALIBRATE, SEARCHED],
+    "rounds": [CALIBRATE, ROUNDS],
+    "distill": [CALIBRATE, PRUNE, SAMPLED],
+    "draft": [CALIBRATE, QUANTIZE, {**DRAFT, "quantize": {"scheme": "W8A16", "round": {"kind": "rtn"}}}],
+}
+WRITTEN_AGAIN = {"outer.safetensors", "tokens.safetensors", "store", "seals", "tuned"}
+"""Files and directories of scratch that a resumed run writes again, or that are sealed."""
+
+
+def is_read(point: Path) -> bool:
+    """Return whether a run that is resumed at its very end reads a file of scratch: of a finished round of
+    pruning only the weights and the facts, of a finished search only the losses."""
+    _, _, *inside, name = point.parts
+    if set(point.parts) & WRITTEN_AGAIN:
+        return False
+    if inside[:1] == ["search"]:
+        return len(inside) == 1
+    return (
+        inside == []
+        or name.endswith(".safetensors") != (name == "losses.safetensors")
+        or name == "round.json"
+    )
+
+
+@pytest.mark.parametrize("name", ["quantize", *(slow(each) for each in RESUMED if each != "quantize")])
+def test_a_changed_byte_in_any_resume_point_is_done_again(
+    name: str, recipe: Recipe, command: Command, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe(stages=RESUMED[name])
+    kind = RESUMED[name][-1]["kind"]
+
+    def cut(self: Workspace, building: Path, key: str, digest: str) -> None:
+        if self.root.name == "whole" and kind in (building / MANIFEST_NAME).read_text():
+            raise Interrupted("here", signal_number=15)
+        publish(self, building, key, digest)
+
+    publish = Workspace._publish
+    monkeypatch.setattr(Workspace, "_publish", cut)
+    code, _, err = command("run", path, "--workspace", "whole")
+    assert code == 143, err
+    points = [
+        each for each in (work / "whole").glob("scratch/*/**/*") if each.is_file() and each.stat().st_size
+    ]
+    points += [each for each in (work / "whole").glob("kept/**/*") if each.is_file()]
+    assert len(points) >= 3
+    shutil.copytree("whole", "undamaged")
+    code, out, err = command("run", path, "--workspace", "undamaged", "--json")
+    assert code == 0, err
+    first = [each["digest"] for each in json.loads(out)["stages"]]
+    for idx, point in enumerate(point.relative_to(work / "whole") for point in points):
+        shutil.copytree("whole", "again")
+        flip(Path("again") / point, (0.97, 0.5, 0.8)[idx % 3])
+        code, out, err = command("run", path, "--workspace", "again", "--json")
+        assert code == 0, err
+        assert [each["digest"] for each in json.loads(out)["stages"]] == first, point
+        if is_read(point):
+            assert f"{point} is damaged" in err
+        shutil.rmtree("again")
 
 
 def test_a_damaged_artifact_of_a_workspace_is_refused_by_every_command_that_builds_upon_it(

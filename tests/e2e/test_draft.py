@@ -217,7 +217,7 @@ REFUSALS = [
     (stages(tokens=64), "fewer than a batch"),
     (stages(seq_len=256, tokens=8192), "has 128 positions"),
     ([*stages(data="builtin://python-eval"), EXPORT, VALIDATE], "judges on the same text"),
-    ([*stages(), QUANTIZE], "comes after draft"),
+    ([*stages(), QUANTIZE], "a second 'quantize'"),
 ]
 
 

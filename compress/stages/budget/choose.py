@@ -7,17 +7,16 @@ Every measurement is written to the scratch directory before anything is decided
 decides the same.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.artifact.atomic import write_atomic
+from compress.artifact.resume import ResumePoint
 from compress.calibrate.gradients import visit_gradients
 from compress.context import Context
-from compress.digest import canonical_json, significant
+from compress.digest import significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.weights import WeightSource
@@ -85,8 +84,9 @@ def _sensitivities(
     compute_dtype: torch.dtype,
 ) -> list[dict[str, float]]:
     """Return scheme -> predicted KL of each group, measured once and kept in the scratch directory."""
-    file = ctx.scratch / SENSITIVITIES_NAME
-    if not file.exists():
+    point = ResumePoint(ctx.scratch / SENSITIVITIES_NAME, ctx.progress.log)
+    rows = point.load()
+    if rows is None:
         schemes = list(
             dict.fromkeys(scheme for each in groups for scheme in each.schemes if scheme is not None)
         )
@@ -94,8 +94,9 @@ def _sensitivities(
         sampled_NS = tokens_NS[: spec.num_samples]
         draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("sensitivities", "labels"))
         visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=compute_dtype, draws_NS=draws_NS)
-        write_atomic(file, canonical_json([[*key, losses] for key, losses in visitor.loss.items()]))
-    measured = {(layer, tap): losses for layer, tap, losses in json.loads(file.read_bytes())}
+        rows = [[*key, losses] for key, losses in visitor.loss.items()]
+        point.save(rows)
+    measured = {(layer, tap): losses for layer, tap, losses in rows}
     return [{**measured[each.layer_idx, each.group.tap], DENSE: 0.0} for each in groups]
 
 

@@ -5,7 +5,6 @@ A choice that rests on measured times must come out the same when a run is resum
 in a file of the stage's scratch directory. Times that decide a result are part of its cache key (`depends`).
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from compress.artifact.atomic import write_atomic
+from compress.artifact.resume import ResumePoint
 from compress.context import Context
-from compress.digest import canonical_json, digest_json
+from compress.digest import digest_json
 from compress.machine import environment_facts, measure_bandwidth
 from compress.models.arch import Arch, LinearGroup
 from compress.quant.scheme import Scheme
@@ -66,10 +65,10 @@ class MeasuredTimes:
     kept in `file`."""
 
     def __init__(self, file: Path, rows: int, ctx: Context) -> None:
-        self._file = file
+        self._point = ResumePoint(file, ctx.progress.log)
         self._rows = rows
         self._ctx = ctx
-        self._kept: dict[str, float] = json.loads(file.read_bytes()) if file.exists() else {}
+        self._kept: dict[str, float] = self._point.load() or {}
         self._announced = False
 
     @property
@@ -96,7 +95,7 @@ class MeasuredTimes:
                 self._ctx.progress.log("timing the kernels of each linear group and scheme on this device")
                 self._announced = True
             self._kept[key] = round(measure(), 3)
-            write_atomic(self._file, canonical_json(self._kept))
+            self._point.save(self._kept)
         return self._kept[key]
 
 

@@ -213,6 +213,7 @@ def training_batches(
         tokens=training.digest(),
         num_kept=spec.loss.top_k,
         temperature=spec.loss.temperature,
+        log=ctx.progress.log,
     )
     kept.fill(
         teacher,

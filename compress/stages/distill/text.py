@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.tensors import load_tensors, save_tensors
+from compress.artifact.resume import ResumePoint
 from compress.context import Context
 from compress.data.model_tokens import read_tokens
 from compress.data.tokens import TokenSet
@@ -111,9 +111,10 @@ def sample_text(
     engine: Engine | None = None
     parts: list[Tensor] = []
     for idx, part in enumerate(prompts_NS.split(SAMPLED_AT_ONCE)):
-        file = ctx.scratch / SAMPLES_NAME.format(idx)
+        point = ResumePoint(ctx.scratch / SAMPLES_NAME.format(idx), ctx.progress.log)
         ctx.boundary(idx * SAMPLED_AT_ONCE, prompts_NS.shape[0], "text written by the teacher")
-        if not file.exists():
+        stored = point.load_tensors()
+        if stored is None:
             engine = engine or Engine(
                 teacher,
                 device=device,
@@ -133,6 +134,7 @@ def sample_text(
                 for row, prompt in enumerate(part.tolist())
             ]
             written = [[*each.prompt, *each.tokens] for each in engine.generate(requests)]
-            save_tensors(file, {"tokens": torch.tensor(written, dtype=torch.int32)})
-        parts.append(load_tensors(file)["tokens"])
+            stored = {"tokens": torch.tensor(written, dtype=torch.int32)}
+            point.save_tensors(stored)
+        parts.append(stored["tokens"])
     return torch.cat(parts)

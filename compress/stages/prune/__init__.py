@@ -9,7 +9,7 @@ round.py    one round of pruning           search.py     `target`: how much of e
 costs.py    size or time of the result     estimate.py   for `compress plan`
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.budget.times import depends
 from compress.stages.prune.estimate import estimate, reshape
-from compress.stages.prune.round import PruningMethod, delete_weights, prune_round
+from compress.stages.prune.round import PruningMethod, delete_weights, finished, prune_round
 from compress.stages.prune.search import search
 from compress.stages.prune.spec import Prune
 from compress.stages.prune.widths import round_widths
@@ -64,18 +64,30 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
         goal = spec.explicit_widths(before)
     else:
         goal, found = search(spec.target, method, source, tokens_NS, ctx, multiple=spec.multiple)
+    steps = round_widths(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)
+    directories = [ctx.scratch / f"round-{idx}" for idx in range(len(steps))]
+    newest = ctx.ranks.from_lead(lambda: _newest_whole(directories, ctx))
     rounds: list[dict[str, Any]] = []
-    directory = ctx.scratch
-    for idx, widths in enumerate(
-        round_widths(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)
-    ):
-        last = directory
-        directory = ctx.scratch / f"round-{idx}"
-        source, facts = prune_round(method, source, widths, tokens_NS, directory, ctx)
+    for idx, (widths, directory) in enumerate(zip(steps, directories, strict=True)):
+        source, facts = prune_round(
+            method, source, widths, tokens_NS, directory, ctx, with_weights=idx >= newest
+        )
         rounds.append(facts)
         if idx > 0 and ctx.ranks.rank == 0:
-            delete_weights(last)
-    return directory, source.arch, {"rounds": rounds, **found}
+            delete_weights(directories[idx - 1])
+    return directories[-1], source.arch, {"rounds": rounds, **found}
+
+
+def _newest_whole(directories: Sequence[Path], ctx: Context) -> int:
+    """Return the index of the last round that is finished, with its weights and the facts of all before it; 0
+    if there is none. The weights of those before it are no longer needed."""
+    for idx in reversed(range(1, len(directories))):
+        earlier = directories[:idx]
+        if finished(directories[idx], ctx) is not None and all(
+            finished(each, ctx, with_weights=False) is not None for each in earlier
+        ):
+            return idx
+    return 0
 
 
 @STAGES.stage(

@@ -6,7 +6,6 @@ round's directory before the decision, and a finished round is marked, so that a
 and repeats no finished round.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.atomic import write_atomic
-from compress.artifact.tensors import load_tensors, save_tensors
+from compress.artifact.resume import ResumePoint, are_whole, digests
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.residual import walk
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
-from compress.digest import canonical_json
+from compress.digest import significant
 from compress.methods.prune import LAYER_SCORERS, Compensation, Scorer
 from compress.methods.prune.prune_pass import Cut, PrunePass
 from compress.methods.prune.taylor import UnitLosses
@@ -64,20 +62,28 @@ def prune_round(
     tokens_NS: Tensor,
     directory: Path,
     ctx: Context,
+    *,
+    with_weights: bool = True,
 ) -> tuple[WeightSource, dict[str, Any]]:
     """Prune the source to these widths on all ranks; return the model, which is stored in the directory, and
-    facts of what was removed.
+    facts of what was removed. Without `with_weights` a finished round need not have its weights any more.
 
     Raises:
         UsageError: statistics that cannot be factorised.
         Interrupted: the run was asked to stop; the same call resumes there.
     """
     leads = ctx.ranks.rank == 0
-    done = directory / DONE_NAME
     if leads:
         directory.mkdir(parents=True, exist_ok=True)
-    kept, influence = ctx.ranks.from_lead(
-        lambda: _kept_layers(method, source, widths.num_layers, tokens_NS, directory, ctx)
+    facts: dict[str, Any] | None = ctx.ranks.from_lead(
+        lambda: finished(directory, ctx, with_weights=with_weights)
+    )
+    kept, influence = (
+        ctx.ranks.from_lead(
+            lambda: _kept_layers(method, source, widths.num_layers, tokens_NS, directory, ctx)
+        )
+        if facts is None
+        else (facts["layers_kept"], facts["influence"])
     )
     subset = LayerSubset(source, kept)
     cuts = method.cuts(source.arch, widths)
@@ -85,9 +91,6 @@ def prune_round(
     if method.compensation.needs_bias:
         pruned = with_biases(pruned, [cut.linear for cut in cuts])
     stored = StoredLayers(directory, pruned)
-    facts: dict[str, Any] | None = ctx.ranks.from_lead(
-        lambda: json.loads(done.read_bytes()) if done.exists() else None
-    )
     if facts is not None:
         return stored, facts
     rows: list[dict[str, Any]] = []
@@ -102,8 +105,23 @@ def prune_round(
         _copy(subset, directory, ctx)
     facts = {"layers_kept": kept, "influence": influence, "layers": rows}
     if leads:
-        write_atomic(done, canonical_json(facts))
+        names = [OUTER_NAME, *map(layer_name, range(pruned.num_layers))]
+        _done(directory, ctx).save({"facts": facts, "files": digests(directory, names)})
     return stored, facts
+
+
+def finished(directory: Path, ctx: Context, *, with_weights: bool = True) -> dict[str, Any] | None:
+    """Return the facts of a finished round, None if it is to be done again: it was not finished, or its file
+    or (`with_weights`) its weights are gone or damaged."""
+    done = _done(directory, ctx).load()
+    if done is None or (with_weights and not are_whole(directory, done["files"], ctx.progress.log)):
+        return None
+    facts: dict[str, Any] = done["facts"]
+    return facts
+
+
+def _done(directory: Path, ctx: Context) -> ResumePoint:
+    return ResumePoint(directory / DONE_NAME, ctx.progress.log)
 
 
 def delete_weights(directory: Path) -> None:
@@ -122,10 +140,11 @@ def _kept_layers(
 ) -> tuple[list[int], list[float]]:
     """Return the indices of the layers that stay, and where some go the influence of each layer."""
     num_layers = source.arch.num_layers
-    file = directory / INFLUENCE_NAME
+    point = ResumePoint(directory / INFLUENCE_NAME, ctx.progress.log)
     if num_kept == num_layers:
         return list(range(num_layers)), []
-    if not file.exists():
+    influence: list[float] | None = point.load()
+    if influence is None:
         scorer = LAYER_SCORERS.get(method.depth_score)()
         sums = [0.0] * num_layers
 
@@ -141,8 +160,8 @@ def _kept_layers(
             task="the influence of each layer",
             visit=add_influence,
         )
-        write_atomic(file, canonical_json([float(f"{each / tokens_NS.numel():.9g}") for each in sums]))
-    influence: list[float] = json.loads(file.read_bytes())
+        influence = [significant(each / tokens_NS.numel(), 9) for each in sums]
+        point.save(influence)
     order = sorted(range(num_layers), key=lambda idx: (-influence[idx], idx))
     return sorted(order[:num_kept]), influence
 
@@ -159,14 +178,16 @@ def _losses(
     """Return (layer, tap) -> predicted loss of every unit, empty for a scorer that needs none."""
     if method.scorer.gradient_samples == 0:
         return {}
-    file = directory / LOSSES_NAME
-    if not file.exists():
+    point = ResumePoint(directory / LOSSES_NAME, ctx.progress.log)
+    losses = point.load_tensors()
+    if losses is None:
         visitor = UnitLosses({cut.tap: cut.units(source.arch.layers[0]) for cut in cuts})
         sampled_NS = tokens_NS[: method.scorer.gradient_samples]
         draws_NS = torch.rand(sampled_NS.shape, generator=ctx.rng("unit losses", "labels"))
         visit_gradients(source, sampled_NS, visitor, ctx, compute_dtype=dtype, draws_NS=draws_NS)
-        save_tensors(file, {f"{idx}.{tap}": loss_U for (idx, tap), loss_U in visitor.loss.items()})
-    named = {name.partition(".")[::2]: loss_U for name, loss_U in load_tensors(file).items()}
+        losses = {f"{idx}.{tap}": loss_U for (idx, tap), loss_U in visitor.loss.items()}
+        point.save_tensors(losses)
+    named = {name.partition(".")[::2]: loss_U for name, loss_U in losses.items()}
     return {(int(idx), tap): loss_U for (idx, tap), loss_U in named.items()}
 
 

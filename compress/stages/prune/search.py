@@ -14,7 +14,6 @@ Each measurement is written to the scratch directory as soon as it is made.
 """
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.atomic import write_atomic
+from compress.artifact.resume import ResumePoint
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.residual import kl_between, walk
 from compress.context import Context
-from compress.digest import canonical_json, significant
+from compress.digest import significant
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.pruning import HeadUnit, Widths
@@ -156,10 +155,8 @@ def _measured(
     leads = ctx.ranks.rank == 0
     directory = ctx.scratch / SEARCH_NAME
     dtype = compute_dtype(ctx.device, getattr(torch, arch.dtype))
-    file = directory / LOSSES_NAME
-    known: dict[str, float] = ctx.ranks.from_lead(
-        lambda: json.loads(file.read_bytes()) if file.exists() else {}
-    )
+    point = ResumePoint(directory / LOSSES_NAME, ctx.progress.log)
+    known: dict[str, float] = ctx.ranks.from_lead(lambda: point.load() or {})
     source_hidden: list[Tensor] = []
     curves: dict[Axis, dict[int, float]] = {}
     for axis, legal in choices.items():
@@ -184,7 +181,7 @@ def _measured(
                     known[key] = significant(
                         kl_between(source, source_hidden[0], ended_NSD, torch.device(ctx.device))
                     )
-                    write_atomic(file, canonical_json(known))
+                    point.save(known)
                     delete_weights(directory / key)
                 known[key] = ctx.ranks.broadcast(known.get(key, 0.0))
             curves[axis][keep] = known[key]

@@ -74,7 +74,7 @@ def quantize_layers(
             passes,
             scheme=scheme,
             kv_scales=kv_scales,
-            guide=None if spec.guide is None else GuideFiles(ctx.scratch),
+            guide=None if spec.guide is None else GuideFiles(ctx),
             true_sequential=spec.true_sequential,
         ),
         ctx.scratch,

@@ -63,7 +63,7 @@ def test_a_run_from_python_and_one_from_the_command_line_are_one(
     result = compress.run(Path("tiny.yaml"), device="cpu")
     assert main(["run", "tiny.yaml", "--device", "cpu", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    expected = {"schema": 1, **result.as_json()}
+    expected = {"schema": 1, "exit_code": 0, **result.as_json()}
     for run in (document, expected):
         run.pop("seconds")
         for stage in run["stages"]:

@@ -52,7 +52,7 @@ def test_a_guide_says_what_gradients_of_the_whole_graph_say(
     )
     for layer_idx in range(source.arch.num_layers):
         layer = build_decoder(source, dtype=torch.float32, device=torch.device("cpu")).layers[layer_idx]
-        guide = GuideFiles(tmp_path).layer(layer_idx)
+        guide = GuideFiles(ctx).layer(layer_idx)
         for group in layer.groups():  # type: ignore[operator]
             g_NSO = torch.cat([gradients[layer_idx, name] for name in group.linears], dim=-1)
             expected_NS = torch.ones(tokens_NS.shape)

@@ -23,18 +23,15 @@ from compress.errors import StorageError
 EVIL = "a\x1b]0;title\x07\x9b31m\u202eb\u2066"
 SHOWN = r"a\x1b]0;title\x07\x9b31m\u202eb\u2066"
 JSON_SHOWN = r"a\u001b]0;title\u0007\u009b31m\u202eb\u2066"
-NAME = "n\x9b31m\u202eb"
-"""A file name without C0 controls, which a manifest refuses."""
-NAME_SHOWN = r"n\x9b31m\u202eb"
 OBEYED = "\x1b\x07\x9b\u202e\u2066\r"
 
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
-    """An artifact with such text in the name of a file, in its facts and in its role."""
+    """An artifact with such text in its facts and in its role."""
 
     def build(out: ArtifactWriter) -> None:
-        (out.path / f"{NAME}.txt").write_text("x")
+        (out.path / "a.txt").write_text("x")
         out.describe(
             role=EVIL, layers=[{EVIL: EVIL}], scheme={"name": EVIL}, facts={EVIL: EVIL, "list": [EVIL]}
         )
@@ -62,8 +59,7 @@ Shown = Callable[..., tuple[int, str, str]]
 def test_inspect_shows_names_and_facts_as_escapes(artifact: Path, shown: Shown) -> None:
     code, out, _ = shown("inspect", artifact, "--tensors")
     assert code == 0
-    assert out.count(SHOWN) >= 6
-    assert f"{NAME_SHOWN}.txt" in out
+    assert out.count(SHOWN) >= 5
     code, out, _ = shown("inspect", artifact, "--json")
     assert JSON_SHOWN in out
     assert json.loads(out)["manifest"]["role"] == EVIL, "the value is the same"
@@ -72,24 +68,22 @@ def test_inspect_shows_names_and_facts_as_escapes(artifact: Path, shown: Shown) 
 def test_push_pull_and_verify_show_a_registry_and_its_tags_as_escapes(
     artifact: Path, tmp_path: Path, shown: Shown
 ) -> None:
-    registry = tmp_path / f"r{EVIL}"
+    assert SHOWN in shown("push", artifact, f"layout://{tmp_path}/r{EVIL}/m:t")[2]
+    registry = tmp_path / "registry"
     ref = f"layout://{registry}/m:t"
+    assert shown("push", artifact, ref)[0] == shown("verify", ref)[0] == 0
     for argv in (
-        ("push", artifact, ref),
-        ("verify", ref),
         ("inspect", ref),
         ("pull", ref, tmp_path / f"to{EVIL}"),
         ("verify", tmp_path / f"to{EVIL}"),
     ):
-        code, out, _ = shown(*argv)
-        assert code == 0
+        code, out, err = shown(*argv)
+        assert code == 0, err
         assert SHOWN in out
     assert shown("pull", ref, tmp_path / f"again{EVIL}", "--json")[0] == 0
     index = registry / "index.json"
     index.write_text(index.read_text().replace('"m:t"', json.dumps(f"m:t{EVIL}")))
-    code, _, err = shown("pull", f"layout://{registry}/m:tt", tmp_path / "no")
-    assert code == 2
-    assert SHOWN in err
+    assert shown("pull", f"layout://{registry}/m:tt", tmp_path / "no")[0] == 2
 
 
 def test_errors_show_names_as_escapes(artifact: Path, tmp_path: Path, shown: Shown) -> None:
@@ -100,10 +94,10 @@ def test_errors_show_names_as_escapes(artifact: Path, tmp_path: Path, shown: Sho
     assert code == 2
     copy = tmp_path / "copy"
     shutil.copytree(artifact, copy)
-    (copy / f"{NAME}.txt").write_text("y")
+    (copy / f"{EVIL}.txt").write_text("y")
     code, _, err = shown("verify", copy)
     assert code == 5
-    assert NAME_SHOWN in err
+    assert SHOWN in err
 
 
 @pytest.mark.parametrize(

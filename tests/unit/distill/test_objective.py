@@ -26,9 +26,12 @@ WINDOWS = torch.randint(
 )
 
 
+LOGGED: list[str] = []
+
+
 def kept(place: Path, **changes: Any) -> KeptLogits:
     facts = {"teacher": "sha256:t", "tokens": "sha256:w", "num_kept": 60, "temperature": 1.0, **changes}
-    return KeptLogits(place, WINDOWS, **facts)
+    return KeptLogits(place, WINDOWS, log=LOGGED.append, **facts)
 
 
 def walked(kept_NS: torch.Tensor, k: int) -> float:
