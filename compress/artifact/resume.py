@@ -22,7 +22,8 @@ _DIGEST = "digest"
 
 
 class ResumePoint:
-    """One file, whole or not there at all, with a JSON value or with tensors; `log` is told of damage."""
+    """One file with a JSON value or with tensors. It is whole or it does not exist; damage is reported to
+    `log`."""
 
     def __init__(self, path: Path, log: Callable[[str], None]) -> None:
         self._path = path

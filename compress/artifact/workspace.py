@@ -44,6 +44,7 @@ from compress.artifact.manifest import (
 from compress.artifact.seal import SEALS, STORE, seal_of
 from compress.digest import canonical_json, digest_file, digest_json
 from compress.errors import CompressError, LockHeld, StorageError
+from compress.untrusted.files import read_text
 
 _ELSEWHERE = "Free space there, or give another --workspace."
 _KEY = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*(\.[0-9A-Za-z_-]+)?")
@@ -247,8 +248,8 @@ class Workspace:
                 lock.acquire()
         except Timeout as error:
             try:
-                who = holder.read_text().strip()
-            except FileNotFoundError:  # it is just starting or just ending
+                who = read_text(holder, max_bytes=1 << 12).strip()
+            except (OSError, StorageError):  # it is just starting or just ending
                 who = "another process"
             raise LockHeld(
                 f"the workspace {self.root} is in use by {who}; wait for that run to end or stop it, or "

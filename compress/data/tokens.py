@@ -19,7 +19,6 @@ Shapes: N samples, S sequence.
 """
 
 import heapq
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -357,7 +356,9 @@ def _token_set(body_NS: Tensor, tokenizer: "Tokenizer", bos: int | None, source:
 def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
     """Return the number of UTF-8 bytes of each id. A byte-level vocabulary writes one character a byte,
     SentencePiece a space as U+2581 and a byte as <0xNN>."""
-    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+    decoder = (
+        parse_json(tokenizer.decoder.__getstate__(), as_python=True) if tokenizer.decoder is not None else {}
+    )
     kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
     added = {idx: len(token.content.encode()) for idx, token in tokenizer.get_added_tokens_decoder().items()}
     tokens = [tokenizer.id_to_token(idx) or "" for idx in ids]

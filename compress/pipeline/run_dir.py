@@ -21,6 +21,8 @@ from compress.artifact.manifest import Artifact, file_names
 from compress.digest import digest_bytes
 from compress.errors import StorageError
 from compress.registry.evidence import SEAL_NAME, seal_evidence
+from compress.untrusted.files import read_bytes
+from compress.untrusted.parse import Malformed, read_json
 
 LOCK_NAME = "recipe.lock.yaml"
 PROVENANCE_NAME = "provenance.json"
@@ -76,7 +78,7 @@ class RunDir:
         for name in set(file_names(self.evidence)) - written:  # of an earlier recipe
             (self.evidence / name).unlink()
         for record in artifact.manifest.files:
-            data = artifact.file(record.path).read_bytes()
+            data = read_bytes(artifact.file(record.path), max_bytes=record.size_bytes)
             if digest_bytes(data) != record.digest:
                 raise StorageError(
                     f"{artifact.file(record.path)} has changed since it was stored; run the recipe again."
@@ -97,12 +99,11 @@ class RunDir:
     def provenance_of(self, digests: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the provenance in this directory, if it is about these artifacts."""
         try:
-            document: dict[str, Any] = json.loads(
-                (self.evidence / PROVENANCE_NAME).read_text(encoding="utf-8")
-            )
-        except (OSError, ValueError):  # none yet, or damaged: it is written anew
+            document = read_json(self.evidence / PROVENANCE_NAME)
+        except (OSError, Malformed, StorageError):  # none yet, or damaged: it is written anew
             return None
-        return document if document.get("artifacts") == dict(digests) else None
+        is_of_these = isinstance(document, dict) and document.get("artifacts") == dict(digests)
+        return document if is_of_these else None
 
     def log(self, line: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,16 @@ from compress.data.corpus import Document
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.overlap import overlap
 from compress.data.tokens import TokenSet, load_token_set, load_tokenizer
+from compress.errors import StorageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
+from compress.untrusted.files import read_text
 from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
+MAX_CARD_BYTES = 1 << 20
 
 
 def served_cache(manifest: Manifest, engine: Engine) -> dict[str, Any] | None:
@@ -160,7 +163,10 @@ def license_of(inputs: Inputs) -> str:
     card = inputs.source.path / MODEL_CARD
     if not card.is_file():
         return "other"
-    read = card.read_text(encoding="utf-8", errors="replace").lstrip("\ufeff \r\n").splitlines()
+    try:
+        read = read_text(card, max_bytes=MAX_CARD_BYTES).lstrip().splitlines()
+    except (StorageError, OSError):  # a card decides nothing but this line
+        return "other"
     lines = read[1 : read.index("---", 1)] if "---" in read[:1] and "---" in read[1:] else []
     stated = [line.partition(":")[2].strip() for line in lines if line.startswith("license:")]
     return stated[0] if stated and stated[0] else "other"
