@@ -13,7 +13,7 @@ import torch
 from compress.data.chat import ChatTemplate, Message, is_conversation, load_chat_template
 from compress.data.model_tokens import prepended_bos
 from compress.data.text_stream import TextStream
-from compress.data.tokens import load_tokenizer
+from compress.data.tokenizer import encode, load_tokenizer
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.checkpoint import MAX_CONFIG_BYTES
 from compress.models.family import eos_token_ids
@@ -252,8 +252,7 @@ class LLM:
         return self._ids(self.chat_template.render(prompt))
 
     def _ids(self, text: str) -> list[int]:
-        clean = text.encode("utf-8", "replace").decode()  # half a surrogate pair is not text to the tokenizer
-        return self.tokenizer.encode(clean, add_special_tokens=False).ids
+        return encode(self.tokenizer, [text])[0]
 
     def _start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> "list[_Generation]":
         """Queue all prompts, or none where one of them is refused."""

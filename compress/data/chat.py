@@ -51,7 +51,7 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     LookupError,
     AttributeError,
-    RecursionError,
+    RuntimeError,  # RecursionError, and what filters and globals of Jinja raise
 )
 """Errors that a template raises when it runs: its own, and those of the operations in it."""
 

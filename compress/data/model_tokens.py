@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.data.card import check_at_hand, documents, identity, load_card, pin
-from compress.data.tokens import TokenSet, load_tokenizer, tokenize
+from compress.data.tokenizer import encode, load_tokenizer
+from compress.data.tokens import TokenSet, tokenize
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
@@ -65,8 +66,8 @@ def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
 def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:
     """Return the beginning-of-sequence id that the tokenizer puts before every text; None where it puts
     none."""
-    with_special = tokenizer.encode("a").ids
-    without = tokenizer.encode("a", add_special_tokens=False).ids
+    with_special = encode(tokenizer, ["a"], add_special_tokens=True)[0]
+    without = encode(tokenizer, ["a"])[0]
     if (
         with_special == without
         or not with_special

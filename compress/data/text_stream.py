@@ -10,6 +10,8 @@ incomplete character. The pieces joined are the text of all tokens decoded at on
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compress.data.tokenizer import decode
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -72,7 +74,7 @@ class TextStream:
         return text[len(shown) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return decode(self._tokenizer, tokens)
 
     def _release(self, new: str, *, final: bool) -> str:
         """Return what of the held and the new text cannot be part of a stop string."""

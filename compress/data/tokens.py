@@ -19,8 +19,7 @@ Shapes: N samples, S sequence.
 """
 
 import heapq
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
@@ -33,10 +32,11 @@ from torch import Tensor
 
 from compress.artifact.tensors import save_tensors
 from compress.data.corpus import Document, Packing, TextHasher
+from compress.data.tokenizer import encode, token_bytes
 from compress.digest import canonical_json, digest_bytes
-from compress.errors import StorageError, Terminated, UnsupportedFormat, UsageError
+from compress.errors import StorageError, UnsupportedFormat, UsageError
 from compress.untrusted.fields import Fields
-from compress.untrusted.files import check_within, open_plain, read_bytes
+from compress.untrusted.files import open_plain
 from compress.untrusted.parse import Malformed, parse_json
 
 if TYPE_CHECKING:  # a token set can be read where `tokenizers` is not installed
@@ -50,7 +50,6 @@ _KEPT_EXCERPTS_PER_SAMPLE: Mapping[Packing, int] = {
 _BATCH = 32
 _CUT_MARGIN = 64  # tokens before a cut through the text whose ids might change if the text went on
 _FACTS_KEY = "token_set"
-MAX_TOKENIZER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,38 +66,6 @@ class TokenSet:
         """Return the digest of the shape and the ids, which cache keys and reports contain."""
         shape = canonical_json(list(self.tokens_NS.shape))
         return digest_bytes(shape + self.tokens_NS.contiguous().numpy().astype("<i4").tobytes())
-
-
-def load_tokenizer(model_dir: Path) -> tuple["Tokenizer", str]:
-    """Return the tokenizer of a model directory, with truncation and padding switched off, and the digest of
-    its file.
-
-    Raises:
-        UnsupportedFormat: there is no readable `tokenizer.json`.
-    """
-    from tokenizers import Tokenizer
-
-    path = model_dir / "tokenizer.json"
-    if not path.exists():
-        raise UnsupportedFormat(
-            f"'{model_dir}' has no tokenizer.json, the only tokenizer format read here. Loading it once with "
-            "`transformers.AutoTokenizer` and calling `save_pretrained` writes one from tokenizer.model or "
-            "vocab.json."
-        )
-    check_within(model_dir, path)
-    try:
-        data = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
-    except OSError as error:
-        raise StorageError(f"'{path}' cannot be read: {error.strerror or error}.") from error
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | Terminated):
-            raise
-        raise UnsupportedFormat(f"'{path}' is not a tokenizer that `tokenizers` can read: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, digest_bytes(data)
 
 
 def tokenize(
@@ -304,7 +271,7 @@ def _joined(
             if target is not None and num_chars >= target:
                 break
         exhausted = len(taken) == num_before or target is None or num_chars < target
-        ids = _encode(tokenizer, [separator.join(taken)])[0]
+        ids = encode(tokenizer, [separator.join(taken)])[0]
         if exhausted or len(ids) >= (num_tokens or 0) + _CUT_MARGIN:
             return ids
         target = 2 * num_chars
@@ -316,7 +283,7 @@ def _joined_by_excerpt(
     source = iter(texts)
     ids = list[int]()
     while len(ids) < num_tokens and (batch := [text + separator for text in islice(source, _BATCH)]):
-        for encoded in _encode(tokenizer, batch):
+        for encoded in encode(tokenizer, batch):
             ids += encoded
     return ids
 
@@ -331,46 +298,16 @@ def _heads(
     while (num_samples is None or len(ids) < num_samples * body_len) and (
         batch := list(islice(source, _BATCH))
     ):
-        for encoded in _encode(tokenizer, batch):
+        for encoded in encode(tokenizer, batch):
             ids += encoded[:body_len] if len(encoded) >= body_len else []
     return ids
 
 
-def _encode(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[list[int]]:
-    clean = [
-        text.encode("utf-8", "replace").decode() for text in texts
-    ]  # half a surrogate pair is not text to the tokenizer
-    return [encoding.ids for encoding in tokenizer.encode_batch(clean, add_special_tokens=False)]
-
-
 def _token_set(body_NS: Tensor, tokenizer: "Tokenizer", bos: int | None, source: dict[str, Any]) -> TokenSet:
     unique, inverse = torch.unique(body_NS, return_inverse=True)
-    bytes_NS = torch.tensor(_token_bytes(tokenizer, unique.tolist()), dtype=torch.int64)[inverse]
+    bytes_NS = torch.tensor(token_bytes(tokenizer, unique.tolist()), dtype=torch.int64)[inverse]
     num_bytes = int(bytes_NS.sum())
     if bos is None:
         return TokenSet(body_NS, num_bytes, num_bytes - int(bytes_NS[:, 0].sum()), source)
     bos_N1 = torch.full((len(body_NS), 1), bos, dtype=torch.int32)
     return TokenSet(torch.cat((bos_N1, body_NS), dim=1), num_bytes, num_bytes, source)
-
-
-def _token_bytes(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
-    """Return the number of UTF-8 bytes of each id. A byte-level vocabulary writes one character a byte,
-    SentencePiece a space as U+2581 and a byte as <0xNN>."""
-    decoder = (
-        parse_json(tokenizer.decoder.__getstate__(), as_python=True) if tokenizer.decoder is not None else {}
-    )
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
-    added = {idx: len(token.content.encode()) for idx, token in tokenizer.get_added_tokens_decoder().items()}
-    tokens = [tokenizer.id_to_token(idx) or "" for idx in ids]
-    if "ByteLevel" in kinds:
-        return [added.get(idx) or len(token) for idx, token in zip(ids, tokens, strict=True)]
-    if kinds & {"Metaspace", "ByteFallback"}:
-        is_byte = re.compile(r"<0x[0-9A-F]{2}>").fullmatch
-        return [
-            added.get(idx) or (1 if is_byte(token) else len(token.replace("▁", " ").encode()))
-            for idx, token in zip(ids, tokens, strict=True)
-        ]
-    raise UnsupportedFormat(
-        "the number of bytes of a token is unknown for this tokenizer's decoder "
-        f"({', '.join(sorted(kinds)) or 'none'}); byte-level and SentencePiece tokenizers are supported."
-    )

@@ -339,7 +339,17 @@ def _near(item: Any, rng: random.Random) -> Any:
         return rng.choice(HOSTILE_JSON)
     if isinstance(item, int | float):
         return rng.choice(
-            (-item, item + 1, item - 1, item * 2, item * 1000, item // 2, float(item), str(item), [item])
+            (
+                -item,
+                item + 1,
+                item - 1,
+                item * 2,
+                item * 1000,
+                item // 2,
+                float(item % 2**64),
+                str(item),
+                [item],
+            )
         )
     if isinstance(item, str):
         if item[:1] in "{[" and len(item) > 2 and rng.random() < 0.7:  # a document within a text

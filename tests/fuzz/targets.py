@@ -19,7 +19,8 @@ from compress.cli.output import emit
 from compress.data.card import check_at_hand, documents, load_card
 from compress.data.chat import load_chat_template
 from compress.data.corpus import Document
-from compress.data.tokens import load_token_set, load_tokenizer, tokenize
+from compress.data.tokenizer import load_tokenizer
+from compress.data.tokens import load_token_set, tokenize
 from compress.digest import digest_bytes
 from compress.export import open_weights
 from compress.models.arch import Arch

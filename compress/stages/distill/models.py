@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from compress.context import Context
-from compress.data.tokens import load_tokenizer
+from compress.data.tokenizer import load_tokenizer
 from compress.distill.student import sliced_decoder, student_arch
 from compress.errors import UsageError
 from compress.export import open_weights

@@ -11,7 +11,8 @@ from compress.artifact.manifest import MANIFEST_NAME, Manifest, open_artifact
 from compress.data.corpus import Document
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.overlap import overlap
-from compress.data.tokens import TokenSet, load_token_set, load_tokenizer
+from compress.data.tokenizer import decode, load_tokenizer
+from compress.data.tokens import TokenSet, load_token_set
 from compress.errors import StorageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
@@ -150,7 +151,7 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
 
     def texts(tokens: TokenSet) -> Iterator[Document]:
         return (
-            Document(str(idx), tokenizer.decode(row.tolist())) for idx, row in enumerate(tokens.tokens_NS)
+            Document(str(idx), decode(tokenizer, row.tolist())) for idx, row in enumerate(tokens.tokens_NS)
         )
 
     shared = overlap(texts(seen), texts(evaluation))

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from compress.data.corpus import Document, python_documents
-from compress.data.tokens import load_token_set, load_tokenizer, save_token_set, tokenize
+from compress.data.tokenizer import load_tokenizer
+from compress.data.tokens import load_token_set, save_token_set, tokenize
 from compress.errors import StorageError, UnsupportedFormat, UsageError
 
 
