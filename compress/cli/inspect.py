@@ -132,7 +132,7 @@ def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if not scheme or "exceptions" not in scheme:
         return scheme
     counts = [
-        f"{len(each['linears'])} linears {each['scheme']['name'] if each['scheme'] else 'dense'}"
+        f"{len(each['linears'])} linears {each['scheme']['name'] if each.get('scheme') else 'dense'}"
         for each in scheme["exceptions"]
     ]
     return {**scheme, "exceptions": ", ".join(counts)}

@@ -16,6 +16,7 @@ which become `Role: content` paragraphs. Nothing downloaded is ever executed: da
 
 import dataclasses
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -309,13 +310,8 @@ def _files(spec: LocalCard, card: Card) -> list[Path]:
     files: list[Path] = []
     for pattern in spec.paths:
         whole = card.folder / pattern
-        found = (
-            [whole]
-            if whole.is_file()
-            else [
-                Path(name) for name in sorted(glob.glob(str(whole), recursive=True)) if Path(name).is_file()
-            ]
-        )
+        names = [str(whole)] if os.path.isfile(whole) else sorted(glob.glob(str(whole), recursive=True))
+        found = [Path(name) for name in names if os.path.isfile(name)]  # False for what no path can be
         if not found:
             raise UsageError(
                 f"data card '{card.ref}' names '{pattern}', and there is no such file at '{whole}'; paths "

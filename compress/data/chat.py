@@ -113,6 +113,8 @@ class ChatTemplate:
             raise UnsupportedFormat(
                 f"line {error.lineno} of the model's chat template is not valid Jinja: {error.message}"
             ) from error
+        except SyntaxError as error:  # of the Python that Jinja made of it
+            raise UnsupportedFormat(f"the model's chat template is not valid Jinja: {error.msg}") from error
 
 
 def load_chat_template(model_dir: Path, name: str | None = None) -> ChatTemplate | None:
