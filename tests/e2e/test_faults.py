@@ -1,13 +1,15 @@
-"""A disk that fails at any call of any command: the right exit code, nothing lost, nothing half there, and
-the same command afterwards gives what it would have given.
+"""A disk that fails, or a signal, at any call of any command: the right exit code, nothing lost, nothing half
+there, and the same command afterwards gives what it would have given.
 
-The matrix is fault (errno) x system call x place among its calls x command.
+The matrix is command x call x place among its calls x fault.
 """
 
 import errno
+import io
 import itertools
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,9 @@ Command = Callable[..., tuple[int, str, str]]
 CALIBRATE = RECIPE["stages"][0]
 QUANTIZE = {"kind": "quantize", "round": {"kind": "rtn"}}
 PUSH = {"to": "layout://registry", "name": "tiny", "aliases": ["candidate"]}
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
-CALLS = ("fsync", "rename", "replace", "mkdir", "open", "link")
+FAULTS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE, signal.SIGTERM)
+"""A full disk, a broken one, one that became read-only, a network file system that vanished, and a signal."""
+CALLS = ("write", "fsync", "rename", "replace", "mkdir", "link", "open", "read")
 PLACES = (0.0, 0.35, 0.7, 0.99)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "recipe.json", "--workspace", "cache", "--run-dir", "runs/it"),
@@ -43,21 +46,72 @@ MATRIX = list(itertools.product(COMMANDS, CALLS, PLACES))
 
 
 class Faults:
-    """Counts the calls of one function of `os`, and makes one of them fail."""
+    """Counts the calls of one kind, and lets something happen at one of them."""
 
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        self.fail_at = -1
-        self.error = 0
-        real = getattr(os, name)
+        self.at = -1
+        self.fault: int | signal.Signals = 0
+        if kind == "write":  # Path.open opens every file that is written
+            real_open = io.open
+            monkeypatch.setattr(
+                io, "open", lambda *args, **options: Watched(real_open(*args, **options), {"write"}, self)
+            )
+        elif kind == "read":  # open_plain makes its streams so
+            real_fdopen = os.fdopen
+            monkeypatch.setattr(
+                os,
+                "fdopen",
+                lambda *args: Watched(real_fdopen(*args), {"read", "read1", "readinto", "readline"}, self),
+            )
+        else:
+            real = getattr(os, kind)
 
-        def call(*args: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls - 1 == self.fail_at:
-                raise OSError(self.error, os.strerror(self.error), args[0] if args else None)
-            return real(*args, **options)
+            def call(*args: Any, **options: Any) -> Any:
+                self.happen(args[0] if args else None)
+                return real(*args, **options)
 
-        monkeypatch.setattr(os, name, call)
+            monkeypatch.setattr(os, kind, call)
+
+    def happen(self, file: Any = None) -> None:
+        """Count a call; at the chosen one raise the error or send the signal."""
+        self.calls += 1
+        if self.calls - 1 != self.at:
+            return
+        if isinstance(self.fault, signal.Signals):
+            os.kill(os.getpid(), self.fault)
+        else:
+            raise OSError(self.fault, os.strerror(self.fault), file)
+
+
+class Watched:
+    """A stream some of whose methods are counted; the file of an error is not named, as in real life."""
+
+    def __init__(self, stream: Any, methods: set[str], faults: Faults) -> None:
+        self._stream = stream
+        self._methods = methods
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stream, name)
+        if name not in self._methods:
+            return method
+
+        def call(*args: Any) -> Any:
+            self._faults.happen()
+            return method(*args)
+
+        return call
+
+    def __enter__(self) -> "Watched":
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._stream.__exit__(*error)
+
+    def __iter__(self) -> Any:
+        return iter(self._stream)
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +173,19 @@ def test_a_fault_loses_nothing(
     num_calls = counted.calls
     if num_calls == 0:
         pytest.skip(f"`{name}` never calls os.{call}")
-    for error in ERRORS:
+    for fault in FAULTS:
         for left in (*scene.glob("cache"), *scene.glob("registry"), *scene.glob("runs")):
-            os.rename(left, scene / f"old-{error}-{left.name}")
+            os.rename(left, scene / f"old-{fault}-{left.name}")
         for made in ("pulled", "converted"):
             if (scene / made).exists():
-                os.rename(scene / made, scene / f"old-{error}-{made}")
+                os.rename(scene / made, scene / f"old-{fault}-{made}")
         with monkeypatch.context() as patch:
             faults = Faults(call, patch)
-            faults.fail_at = int(place * (num_calls - 1))
-            faults.error = error
+            faults.at = int(place * (num_calls - 1))
+            faults.fault = fault
             code, out, err = command(*arguments, "--json")
-        case = (name, call, place, errno.errorcode[error], err)
-        assert code in (0, 5), case  # 0 where another way was found, such as a copy for a link
+        case = (name, call, place, fault, err)
+        assert code in exit_codes(name, call, fault), case
         assert json.loads(out)["exit_code"] == code, case
         assert code == 0 or len(err.strip().splitlines()[-1]) > 20, case
         whole(scene, expected)
@@ -144,3 +198,13 @@ def test_a_fault_loses_nothing(
         if call != "open":  # with it the removal of a temporary directory fails; a later process does it
             assert not list(scene.glob(".*.pulling")), case
             assert not list(scene.glob(".*.converting")), case
+
+
+def exit_codes(name: str, call: str, fault: int | signal.Signals) -> set[int]:
+    """Return the exit codes that a fault may lead to: 0 where it came too late or another way was found, such
+    as a copy for a link."""
+    if isinstance(fault, signal.Signals):
+        return {0, 128 + fault}
+    if name == "run" and call in ("open", "read"):
+        return {0, 2, 5}  # a recipe that cannot be read is bad input
+    return {0, 5}
