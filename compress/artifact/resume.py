@@ -6,6 +6,7 @@ Each file carries a digest of what it holds. A damaged one counts as not there: 
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from compress.errors import CompressError, StorageError
 from compress.untrusted.parse import Malformed, read_json
 
 _DIGEST = "digest"
+_HASHED_AT_ONCE = 8
+"""Tensors, each of which may be a copy from a GPU."""
 
 
 class ResumePoint:
@@ -101,9 +104,13 @@ def _damage(path: Path) -> str:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the SHA-256 of names, dtypes, shapes and elements, as bytes."""
-    hasher = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        hasher.update(canonical_json([name, str(tensor.dtype), list(tensor.shape)]))
-        hasher.update(raw_bytes(tensor))
-    return torch.frombuffer(bytearray(hasher.digest()), dtype=torch.uint8)
+    """Return a digest of names, dtypes, shapes and elements, as bytes."""
+
+    def described(name: str) -> list[Any]:
+        tensor = tensors[name]
+        elements = hashlib.sha256(raw_bytes(tensor)).hexdigest()
+        return [name, str(tensor.dtype), list(tensor.shape), elements]
+
+    with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
+        digest = digest_json(list(pool.map(described, sorted(tensors))))
+    return torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
