@@ -101,7 +101,7 @@ class ChatTemplate:
         environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
