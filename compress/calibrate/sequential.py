@@ -158,7 +158,7 @@ def run_sequential(
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     if not leads:
         return []
-    return [row for idx in range(arch.num_layers) for row in _point(out, idx, ctx).load()["rows"]]
+    return [row for idx in range(arch.num_layers) for row in _point(out, idx, ctx).saved()["rows"]]
 
 
 def _start(

@@ -288,4 +288,5 @@ class _LogLines:
         )
 
     def log(self, text: str) -> None:
-        print(printable(text), file=self.out, flush=True)
+        with contextlib.suppress(OSError):  # who watched is gone; the work goes on
+            print(printable(text), file=self.out, flush=True)

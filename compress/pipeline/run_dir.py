@@ -20,7 +20,7 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import Artifact, file_names
 from compress.digest import digest_bytes
 from compress.errors import StorageError
-from compress.registry.evidence import SEAL_NAME, seal_evidence
+from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
 from compress.untrusted.files import read_bytes
 from compress.untrusted.parse import Malformed, read_json
 
@@ -71,11 +71,17 @@ class RunDir:
         """Copy what validation wrote, add where, when and with what it was measured, and seal all of it.
 
         Raises:
-            StorageError: a file of the artifact has changed.
+            StorageError: a file of the artifact has changed, or there is one that no run wrote.
         """
         self.evidence.mkdir(parents=True, exist_ok=True)
         written = {PROVENANCE_NAME, SEAL_NAME, *(record.path for record in artifact.manifest.files)}
-        for name in set(file_names(self.evidence)) - written:  # of an earlier recipe
+        earlier = sealed_names(self.evidence)
+        for name in sorted(set(file_names(self.evidence)) - written):
+            if name not in earlier and not name.endswith(".tmp"):  # what a killed run was writing
+                raise StorageError(
+                    f"{self.evidence / name} is not part of the evidence; move it elsewhere, because all of "
+                    f"that directory is pushed."
+                )
             (self.evidence / name).unlink()
         for record in artifact.manifest.files:
             data = read_bytes(artifact.file(record.path), max_bytes=record.size_bytes)

@@ -11,7 +11,7 @@ from compress.errors import StorageError
 
 
 def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a plain file for reading, unbuffered reads included; it never waits for another process.
+    """Return a buffered stream of a plain file. A FIFO is refused at once, instead of waiting for its writer.
 
     Raises:
         StorageError: it is a directory, a FIFO, a socket or a device.
@@ -45,8 +45,8 @@ def read_bytes(path: Path, *, max_bytes: int, follow_links: bool = True) -> byte
             data += stream.read(max_bytes + 1 - len(data))
     if size > max_bytes or len(data) > max_bytes:
         raise StorageError(
-            f"{path} has {size:,} bytes, and a file of this kind has at most {max_bytes:,}; it is not what "
-            f"its name says."
+            f"{path} has {max(size, len(data)):,} bytes, and a file of this kind has at most "
+            f"{max_bytes:,}; it is not what its name says."
         )
     return data
 
