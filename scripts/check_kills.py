@@ -28,6 +28,8 @@ from compress.registry.transfer import list_tags, verify
 from scripts.bench_setup import markdown, write_results
 
 RECIPES = ("recipes/quickstart.yaml", "recipes/prune-distill.yaml")
+WINDOW_S = 40.0
+"""Seconds in which a kill comes: a run of minutes goes on from its resume points until it is over."""
 MEASURED = "validate"
 """The stage whose result holds times, so that its digest is another one in every run."""
 
@@ -143,7 +145,7 @@ def pull_of(made: Path) -> Scenario:
 
 def disturb(scenario: Scenario, num_kills: int, rng: random.Random, directory: Path) -> Tally:
     """Run a command undisturbed in `directory`/undisturbed, then kill it so often, each time it begins or
-    goes on, at a moment drawn evenly from the time that it takes."""
+    goes on, at a moment drawn evenly from the first `WINDOW_S` of the time that it takes undisturbed."""
     undisturbed = directory / "undisturbed"
     undisturbed.mkdir(parents=True)
     began = time.monotonic()
@@ -156,7 +158,7 @@ def disturb(scenario: Scenario, num_kills: int, rng: random.Random, directory: P
         place.mkdir(exist_ok=True)
         last = tally.kills >= num_kills
         process = start(scenario, place)
-        out = ended(process, None if last else rng.uniform(0, tally.undisturbed_s))
+        out = ended(process, None if last else rng.uniform(0, min(tally.undisturbed_s, WINDOW_S)))
         tally.wrong += broken(place)
         if out is None:
             tally.kills += 1

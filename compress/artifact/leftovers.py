@@ -68,7 +68,7 @@ def neighbour(directory: Path, purpose: str) -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path, start: str, end: str) -> None:
-    """Remove what was left behind there. A symbolic link is left alone."""
+    """Remove abandoned directories with such a name. A symbolic link is left alone."""
     for path in list(parent.iterdir()):
         if not (path.name.startswith(start) and path.name.endswith(end)):
             continue

@@ -32,7 +32,8 @@ def plan(
         typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False),
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Plan for that many processes of torchrun, a GPU each.")
+        int,
+        typer.Option("--ranks", min=1, max=8, help="Plan for so many processes of torchrun, a GPU each."),
     ] = 1,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,

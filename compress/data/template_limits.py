@@ -26,13 +26,13 @@ MAX_STEPS = 1_000_000
 MAX_SIZE = 1 << 24
 """Longest text or list that one operation may make, in characters or items."""
 MAX_TOTAL = 1 << 27
-"""All that the operations of one rendering may make together."""
+"""Largest sum of what the operations of one rendering make."""
 MAX_NUMBER = 1_000_000
 """Largest number that may be given to a function, a filter or a power."""
 MAX_BITS = 1 << 14
 """Length of the largest number that arithmetic may make."""
 _total: ContextVar[list[int]] = ContextVar("total")
-"""What the operations of the rendering have made so far, as the one item of a list."""
+"""The size of all that the operations of this rendering have made so far, in a list of one number."""
 _DIGITS = re.compile(r"\d+")
 _NESTED = re.compile(r"%[^a-zA-Z]*\*|:[^{}]*\{")
 """A width that is a field itself, `%*d` or `{:{}}`."""
@@ -204,7 +204,8 @@ def _limited(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(filter_)
     def call(*args: Any, **kwargs: Any) -> Any:
         passed = [each for each in args if not isinstance(each, Context | EvalContext | LimitedEnvironment)]
-        value, options = (passed[0] if passed else ""), (*passed[1:], *kwargs.values())
+        value = passed[0] if passed else ""
+        options = (*passed[1:], *kwargs.values())
         _check_numbers(options)
         if name == "join":
             attribute = kwargs.pop("attribute", passed[2] if len(passed) > 2 else None)
@@ -291,8 +292,8 @@ def _check_bits(num_bits: int) -> None:
 
 
 def _check_format(text: str, values: tuple[Any, ...]) -> None:
-    """Check `%` and `format`: every field may be as wide as a width of the text says, or as a value is; a
-    width that is itself a field (`*`, `{:{}}`) may be any number among the values."""
+    """Check `%` and `format`. A field is at most as long as a width in the text and all values are; a width
+    that is itself a field (`*`, `{:{}}`) may be any number among the values."""
     num_fields = text.count("%") + text.count("{")
     if num_fields == 0:
         return

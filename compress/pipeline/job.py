@@ -20,6 +20,7 @@ from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publ
 from compress.pipeline.run_dir import RunDir
 from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
 from compress.recipe import load_recipe
+from compress.registry.protocol import open_registry
 from compress.stages import Port
 
 
@@ -62,6 +63,9 @@ def execute(job: Job, watch: Watch) -> Result:
     source = resolve_source(recipe.model, offline=job.offline)
     estimates(steps, open_weights(source.path).arch, job.device)
     workspace = Workspace(job.workspace)
+    directory.check()
+    if recipe.push is not None:
+        open_registry(recipe.push.to).check_place()
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"

@@ -38,8 +38,7 @@ def sealed_names(directory: Path) -> set[str]:
 
 
 def check_evidence(directory: Path) -> None:
-    """Compare evidence with its seal. A directory that somebody put together has none; one with the report
-    of a run has.
+    """Compare evidence with its seal. A directory with other files than a run writes needs none.
 
     Raises:
         StorageError: a file was changed, added or removed since the evidence was written.
