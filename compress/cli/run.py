@@ -148,6 +148,7 @@ def _execute(
                 stop_signal=stopped,
                 step_done=_note_step,
                 warn=lambda sentence: note(f"warning: {sentence}"),
+                note=note,
                 ranks=ranks,
                 **options,
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
+from compress.models.family import unread_note
 from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
@@ -41,6 +42,7 @@ class Job:
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
     warn: Callable[[str], None] = field(default=lambda sentence: None)
+    note: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
 
 
@@ -61,7 +63,8 @@ def execute(job: Job, watch: Watch) -> Result:
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline)
-    estimates(steps, open_weights(source.path).arch, job.device)
+    arch = open_weights(source.path).arch
+    estimates(steps, arch, job.device)
     workspace = Workspace(job.workspace)
     directory.check()
     if recipe.push is not None:
@@ -73,6 +76,9 @@ def execute(job: Job, watch: Watch) -> Result:
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
+        if (sentence := unread_note(arch)) is not None:
+            directory.log(f"note: {sentence}")
+            job.note(sentence)
         options = RunOptions(
             job.device,
             job.until,

@@ -24,6 +24,7 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "compress/kernels/compilers/nvrtc.py": ({"read_bytes"}, "headers of the installed compiler"),
     "compress/kernels/linear/launch.py": ({"read_text"}, OWN),
     "compress/machine.py": ({"read_text"}, "what the kernel of the machine says"),
+    "compress/models/config_facts.py": ({"read_text", "json.loads"}, OWN),
     "compress/models/known.py": ({"read_text", "json.loads"}, OWN),
     "compress/ranks/group.py": ({"json.loads"}, "messages of processes of this run"),
     "compress/registry/transfer.py": ({"open"}, "writes a new file"),
