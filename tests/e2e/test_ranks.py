@@ -85,12 +85,12 @@ STOPPED_AT_FIRST = """
 import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
-store = sequential._store
+store = sequential.store_layer
 def stored(out, idx, tensors, rows):
     store(out, idx, tensors, rows)
     if idx == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-sequential._store = stored
+sequential.store_layer = stored
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -141,12 +141,12 @@ KILLED_AT = """
 import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
-store, layer = sequential._store, int(sys.argv[1])
+store, layer = sequential.store_layer, int(sys.argv[1])
 def stored(out, idx, tensors, rows):
     store(out, idx, tensors, rows)
     if idx == layer:
         os.kill(os.getpid(), signal.SIGKILL)
-sequential._store = stored
+sequential.store_layer = stored
 main(sys.argv[2:])
 """
 
@@ -157,14 +157,14 @@ def test_sigterm_ends_at_the_next_layer_with_143_and_the_same_command_resumes(
     import compress.calibrate.sequential as sequential
 
     path = recipe()
-    store = sequential._store
+    store = sequential.store_layer
 
     def asked_to_stop(out: Path, idx: int, *args: Any) -> None:
         store(out, idx, *args)
         if idx == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(sequential, "_store", asked_to_stop)
+    monkeypatch.setattr(sequential, "store_layer", asked_to_stop)
     code, _, err = command("run", path)
     assert code == 143
     assert "resumes" in err
@@ -352,7 +352,7 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
     import compress.calibrate.sequential as sequential
 
     path = recipe()
-    store = sequential._store
+    store = sequential.store_layer
     layers = list[int]()
     _, first = run_json(command, path, "--until", "quantize")
 
@@ -362,7 +362,7 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
         if layers == [0]:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(sequential, "_store", noted)
+    monkeypatch.setattr(sequential, "store_layer", noted)
     rebuild = ("run", path, "--until", "quantize", "--from", "quantize", "--json")
     assert command(*rebuild)[0] == 143
     code, out, _ = command(*rebuild)

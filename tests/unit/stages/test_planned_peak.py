@@ -34,6 +34,7 @@ GPTQ = {"kind": "gptq", "scale": "min_max"}
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoothed": ("quantize", {"smooth": {"kind": "awq", "num_ratios": 2}, "round": {"kind": "rtn"}}),
     "factorised": ("quantize", {"round": GPTQ}),
+    "data-free": ("quantize", {"round": {"kind": "rtn"}}),
     "guided": (
         "quantize",
         {
