@@ -8,9 +8,9 @@ the device's memory.
 
 The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on
 shapes, not values. Timed is the quantize stage, with reading the checkpoint and writing the artifact, and
-then the digests that become its manifest. `copy` is the time of copying the checkpoint to the same disk and
-syncing it, for the methods that run no layer (`fp8-dynamic`, `rtn`). `--layers` cuts the model; a layer's share is in the rows. Disk:
-twice the model, about 22 GB for an 8B shape.
+then the digests that become its manifest. `--methods copy` copies the checkpoint on that disk and syncs it,
+to compare with methods that run no layer (`fp8-dynamic`, `rtn`). `--layers` cuts the model; a layer's share
+is in the rows. Disk: twice the model, about 22 GB for an 8B shape, and 32 GB with `copy`.
 
 `--tools` are measured behind it, in a process of their own, on the same checkpoint and tokens: the quantizing
 call alone, without reading and writing (`peer_speed.py`). They must be installed beside torch where `--peers`

@@ -23,6 +23,7 @@ from compress.calibrate.samples import Samples
 from compress.calibrate.stats import InputStats
 from compress.calibrate.streaming import LayerPrefetcher, LayerWriter, return_freed_blocks
 from compress.context import Context, OneRank
+from compress.errors import Interrupted
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, save_weights
 from compress.models.weights import Weights, WeightSource, dense
@@ -37,7 +38,7 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
 
     Raises:
         UnsupportedFormat: a weight of the source is NaN or infinite.
-        Interrupted: before a layer, when a signal asked for it; the layer that is being written is finished.
+        Interrupted: before a layer, when a signal asked for it; every layer that was rounded is stored.
         EnvironmentUnfit: the device has too little memory for a layer.
     """
     assert not needed_stats(passes), "a pass that needs statistics has to be run by `run_sequential`"
@@ -54,7 +55,11 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
         writer.write(partial(save_weights, out / OUTER_NAME, outer))
         del outer
         for idx, following in zip(missing, [*missing[1:], None], strict=True):
-            ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
+            try:
+                ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
+            except Interrupted:
+                writer.wait()  # what was rounded is a resume point
+                raise
             weights: Weights = layers.take(idx)
             if following is not None:
                 layers.start(following)
