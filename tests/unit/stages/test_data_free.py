@@ -1,5 +1,5 @@
-"""Quantizing without activations: the codes of the path that observes every layer, with no forward pass and no
-calibration text.
+"""Quantizing without activations: the codes of the path that observes every layer, with no forward pass and
+no calibration text.
 """
 
 import signal
@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 import compress.calibrate.data_free as data_free
+import compress.calibrate.layer_run as layer_run
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.layer_files import check_finite
 from compress.context import Context, OneRank
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set
 from compress.errors import Interrupted, UnsupportedFormat
-from compress.models.decoder import DecoderLayer
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.registry.model_source import ModelSource
@@ -86,7 +86,7 @@ def contents(out: ArtifactWriter) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.path.iterdir()}
 
 
-def no_forward(self: object, *args: object) -> None:
+def no_layer(*args: object, **settings: object) -> None:
     raise AssertionError("a layer ran")
 
 
@@ -98,11 +98,10 @@ def test_codes_are_those_of_the_observed_path_and_no_layer_runs(
     tokens = tmp_path / "tokens"
     tokens.mkdir()
     save_token_set(TokenSet(tiny_tokens(arch, 3, 13), 0, 0, {}), tokens / TOKENS_NAME)
-    measured = parsed(SPECS[name], measure_error=True)
-    observed = quantize(measured, inputs_of(model, tokens), tmp_path / "observed")
-    monkeypatch.setattr(DecoderLayer, "forward", no_forward)
-    with pytest.raises(AssertionError, match="a layer ran"):
-        quantize(measured, inputs_of(model, tokens), tmp_path / "again")
+    observed = quantize(
+        parsed(SPECS[name], measure_error=True), inputs_of(model, tokens), tmp_path / "observed"
+    )
+    monkeypatch.setattr(layer_run, "build_layer", no_layer)
     found = quantize(parsed(SPECS[name]), inputs_of(model), tmp_path / "free")
     assert contents(found) == contents(observed)
     assert found.description is not None
@@ -115,10 +114,20 @@ def test_codes_are_those_of_the_observed_path_and_no_layer_runs(
     assert {**found.description, "facts": None} == {**observed.description, "facts": None}
 
 
+def test_measuring_errors_runs_the_layers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_run, "build_layer", no_layer)
+    save_token_set(TokenSet(tiny_tokens(tiny_arch(LLAMA, **SHAPE), 3, 13), 0, 0, {}), tmp_path / TOKENS_NAME)
+    for name in ("W4A16_G128", "true sequential"):
+        with pytest.raises(AssertionError, match="a layer ran"):
+            quantize(parsed(SPECS[name], measure_error=True), inputs_of(model, tmp_path), tmp_path / name)
+
+
 def test_a_cache_alone_leaves_every_weight_and_runs_no_layer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DecoderLayer, "forward", no_forward)
+    monkeypatch.setattr(layer_run, "build_layer", no_layer)
     spec = Quantize(scheme="dense", kv_cache="int8")
     out = quantize(spec, inputs_of(model), tmp_path)
     stored = load_file(out.path / "layer-00001.safetensors")
