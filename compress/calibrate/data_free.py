@@ -11,6 +11,7 @@ of `sequential.py`. One process does all of it, because the disk bounds the time
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
         check_finite({name: dense(value) for name, value in outer.items()}, "outer")
         writer.write(partial(save_weights, out / OUTER_NAME, outer))
         del outer
-        for idx, following in zip(missing, [*missing[1:], None], strict=True):
+        for idx, following in zip_longest(missing, missing[1:]):
             try:
                 ctx.boundary(idx, arch.num_layers, f"layer {idx} of {arch.num_layers}")
             except Interrupted:

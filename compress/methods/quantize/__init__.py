@@ -68,8 +68,10 @@ class Rounder(Spec):
     """A rule that turns weights into codes and scales."""
 
     def needs(self) -> tuple[type[Stat], ...]:
-        """Return the types of the statistics of the group's input that `round` reads; where it needs none, and
-        nothing else does, no layer runs and `round` gets rows of a linear without statistics."""
+        """Return the types of the statistics of the group's input that `round` reads.
+
+        Where nothing needs any, no layer runs, and `round` gets some rows of a linear and no statistics.
+        """
         return ()
 
     @abstractmethod

@@ -18,6 +18,7 @@ from compress.context import Context, OneRank
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set
 from compress.errors import Interrupted, UnsupportedFormat
+from compress.models.checkpoint import Checkpoint
 from compress.models.family import family_of
 from compress.models.known import known_config
 from compress.registry.model_source import ModelSource
@@ -162,6 +163,17 @@ def test_a_stopped_run_resumes_to_the_same_bytes_without_rounding_a_stored_layer
     resumed = contents(quantize(spec, inputs_of(model), tmp_path / "stopped"))
     assert all(path.stat().st_mtime_ns == time for path, time in stored.items())
     assert resumed == contents(quantize(spec, inputs_of(model), tmp_path / "undisturbed"))
+
+
+def test_a_run_whose_layers_are_all_stored_reads_none_of_them(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parsed(SPECS["INT8_DYNAMIC"])
+    first = contents(quantize(spec, inputs_of(model), tmp_path))
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    monkeypatch.setattr(Checkpoint, "layer", no_layer)
+    assert contents(quantize(spec, inputs_of(model), tmp_path)) == first
 
 
 @pytest.mark.parametrize("failing", [0, 1])
