@@ -250,6 +250,7 @@ def run(
         if_changed=if_changed,
         offline=offline,
         step_done=_log_step,
+        note=_LOG.info,
     )
     return execute(job, _LogWatch())
 

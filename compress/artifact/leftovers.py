@@ -37,6 +37,20 @@ def is_running(name: str) -> bool | None:
     return True
 
 
+def is_abandoned(path: Path, name: str) -> bool:
+    """Return whether the process that made a directory under that name is gone, or cannot be looked up and
+    has written nothing for a day.
+    """
+    running = is_running(name)
+    return running is False or (running is None and _age_s(path) > STALE_S)
+
+
+def set_aside(directory: Path) -> None:
+    """Take a directory away by one rename, then delete it, so that nobody sees a part of it."""
+    with neighbour(directory, "removing") as place:
+        os.rename(directory, place / directory.name)
+
+
 @contextlib.contextmanager
 def neighbour(directory: Path, purpose: str) -> Iterator[Path]:
     """Yield a new directory `.<name>.<owner>.<purpose>` on the file system of `directory`; it is removed at
@@ -54,14 +68,12 @@ def neighbour(directory: Path, purpose: str) -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path, start: str, end: str) -> None:
-    """Remove the directories of processes that are gone, or that ran on another host and have written nothing
-    for a day. A symbolic link is left alone.
-    """
+    """Remove abandoned directories with such a name. A symbolic link is left alone."""
     for path in list(parent.iterdir()):
-        if path.name.startswith(start) and path.name.endswith(end):
-            running = is_running(path.name.removeprefix(start).removesuffix(end))
-            if running is False or (running is None and _age_s(path) > STALE_S):
-                shutil.rmtree(path, ignore_errors=True)
+        if not (path.name.startswith(start) and path.name.endswith(end)):
+            continue
+        if is_abandoned(path, path.name.removeprefix(start).removesuffix(end)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _age_s(path: Path) -> float:

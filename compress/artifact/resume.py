@@ -33,7 +33,7 @@ class ResumePoint:
         self._log = log
 
     def save(self, value: Any) -> None:
-        """Write a JSON value in place of an earlier one."""
+        """Write a JSON value, with texts as keys, in place of an earlier one."""
         write_atomic(self._path, canonical_json({_DIGEST: digest_json(value), "value": value}))
 
     def load(self) -> Any:
@@ -49,8 +49,21 @@ class ResumePoint:
         self._tell_damage()
         return None
 
+    def saved(self) -> Any:
+        """Return a JSON value that this run wrote, or found whole when it began.
+
+        Raises:
+            StorageError: it is gone, or damaged since.
+        """
+        value = self.load()
+        if value is None:
+            raise self._changed()
+        return value
+
     def save_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors in place of earlier ones."""
+        """Write tensors in place of earlier ones; none of them may have the name of their digest."""
+        if _DIGEST in tensors:
+            raise ValueError(f"a tensor is named '{_DIGEST}'")
         save_tensors(self._path, {**tensors, _DIGEST: _digest(tensors)})
 
     def load_tensors(self) -> dict[str, Tensor] | None:
@@ -75,8 +88,11 @@ class ResumePoint:
         """
         tensors = self.load_tensors()
         if tensors is None:
-            raise StorageError(f"{self._path} was changed while a run used it; run the same command again.")
+            raise self._changed()
         return tensors
+
+    def _changed(self) -> StorageError:
+        return StorageError(f"{self._path} was changed while a run used it; run the same command again.")
 
     def _tell_damage(self) -> None:
         self._log(_damage(self._path))
@@ -93,14 +109,18 @@ def are_whole(directory: Path, stated: Mapping[str, str], log: Callable[[str], N
         path = directory / name
         if not path.exists():
             return False
-        if digest_file(path) != digest:
+        try:
+            whole = digest_file(path) == digest
+        except (StorageError, OSError):
+            whole = False
+        if not whole:
             log(_damage(path))
             return False
     return True
 
 
 def _damage(path: Path) -> str:
-    return f"{path} is damaged; the work behind it is done again"
+    return f"{path} is damaged; this part of the stage is computed again"
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:

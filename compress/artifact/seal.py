@@ -1,7 +1,7 @@
 """Seals of a workspace: for each finished artifact an empty file whose name has the digest of its manifest.
 
-The manifest vouches for every other byte of an artifact; the seal vouches for the manifest. A name cannot be
-damaged without being lost, so a seal needs no content.
+A manifest has the digest of every other file, and the name of the seal has the digest of the manifest. Only
+the name is read.
 """
 
 from pathlib import Path
@@ -27,7 +27,11 @@ def check_seal(path: Path, digest: str) -> None:
     place = path.resolve()
     if place.parent.name != STORE or not (place.parent.parent / SEALS).is_dir():
         return
-    if not seal_of(place, digest).exists():
+    seal = seal_of(place, digest)
+    if seal.exists():
+        return
+    if any(seal.parent.glob(f"{place.name}@*")):
         raise StorageError(
             f"{path}/compress.json has changed since it was stored; run its recipe again to build it anew."
         )
+    raise StorageError(f"{path} has no seal in {seal.parent}; run its recipe again to build it anew.")

@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from compress.artifact.atomic import sync_directory, sync_tree
 from compress.artifact.atomic import write_atomic as write_atomic
 from compress.artifact.disk import explained
-from compress.artifact.leftovers import is_running, owned_name
+from compress.artifact.leftovers import is_abandoned, owned_name
 from compress.artifact.manifest import (
     MANIFEST_NAME,
     Artifact,
@@ -197,7 +197,7 @@ class Workspace:
                 if writer.description is None:
                     raise ValueError(f"stage '{stage}' did not call describe()")
                 provenance = {"stage": stage, "key": key.partition(".")[0], "parents": dict(inputs)}
-                self._publish(building, key, _seal(building, writer.description, provenance))
+                self._publish(building, key, _write_manifest(building, writer.description, provenance))
         finally:
             shutil.rmtree(building, ignore_errors=True)  # gone already when it was published
         artifact = open_artifact(self._place(self._store, key))
@@ -260,7 +260,8 @@ class Workspace:
             self._collect()
             yield
         finally:
-            holder.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                holder.unlink(missing_ok=True)
             lock.release()
 
     def _remove(self, path: Path) -> None:
@@ -285,11 +286,9 @@ class Workspace:
         sync_directory(self._store)
 
     def _collect(self) -> None:
-        """Remove builds of processes that are gone; a living process of this host may commit without holding
-        the lock.
-        """
+        """Remove builds of processes that are gone; another process may commit without holding the lock."""
         for path in self._tmp.glob("*"):
-            if not is_running(path.name):
+            if is_abandoned(path, path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
     @staticmethod
@@ -299,7 +298,7 @@ class Workspace:
         return parent / key
 
 
-def _seal(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> str:
+def _write_manifest(path: Path, description: dict[str, Any], provenance: dict[str, Any]) -> str:
     """Bring every file to the disk, then the manifest that vouches for them; return its digest."""
     files, tensors = describe_files(path)
     sync_tree(path)

@@ -69,7 +69,7 @@ def is_stored(out: Path, idx: int, ctx: Context) -> bool:
 
 def stored_rows(out: Path, idx: int, ctx: Context) -> list[Row]:
     """Return the report rows of a layer that is stored."""
-    rows: list[Row] = _point(out, idx, ctx).load()["rows"]
+    rows: list[Row] = _point(out, idx, ctx).saved()["rows"]
     return rows
 
 

@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process; errors become one paragraph on stderr and,
     with `--json`, one document on stdout.
     """
+    _let_waiting_threads_sleep()
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in given  # taken out here, so that it works before and after the command
+    words = [word for word in given if word != "--debug"]
+    as_json = "--json" in words
+    failure = None
     with Termination() as termination:
-        _let_waiting_threads_sleep()
-        given = list(sys.argv[1:] if argv is None else argv)
-        debug = "--debug" in given  # taken out here, so that it works before and after the command
-        words = [word for word in given if word != "--debug"]
-        as_json = "--json" in words
-        failure = None
         try:
             begin(debug=debug)
             termination.check()

@@ -141,7 +141,7 @@ def _scheme_facts(scheme: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 def _fact_line(facts: Mapping[str, Any]) -> str:
     """Return the facts of a layer on one line, a rope by its kind and base; `--json` has the rest."""
     shown = {
-        key: f"{value['kind']}@{value['theta']:g}" if key == "rope" else _value_text(value)
+        key: f"{value['kind']}@{value['theta']:g}" if key == "rope" and value else _value_text(value)
         for key, value in facts.items()
     }
     return "  ".join(f"{key}={value}" for key, value in shown.items())

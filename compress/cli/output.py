@@ -51,6 +51,9 @@ _RESULT = _Result()
 def begin(*, debug: bool) -> None:
     """Forget the document of an earlier command, and send the logs of all libraries to stderr, printable."""
     _RESULT.document = None
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller; print would take the other one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -97,6 +100,9 @@ def finish(exit_code: int, failure: Failure | None, *, as_json: bool) -> int:
     """
     held = _RESULT.document
     _RESULT.document = None
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller; print would take the other one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if failure is not None and failure.message:
         note(f"compress: {failure}")
     if failure is not None:
@@ -288,4 +294,5 @@ class _LogLines:
         )
 
     def log(self, text: str) -> None:
-        print(printable(text), file=self.out, flush=True)
+        with contextlib.suppress(OSError):  # who watched is gone; the work goes on
+            print(printable(text), file=self.out, flush=True)

@@ -35,12 +35,14 @@ def plan(
         typer.Option("--device", help="Plan for cpu or cuda; what is here by default.", show_default=False),
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Plan for that many processes of torchrun, a GPU each.")
+        int,
+        typer.Option("--ranks", min=1, max=8, help="Plan for so many processes of torchrun, a GPU each."),
     ] = 1,
     offline: OfflineOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
+    from compress.models.family import unread_note
     from compress.pipeline import build_steps, device_kind, estimates
     from compress.recipe import load_recipe
 
@@ -70,6 +72,7 @@ def plan(
             "params": arch.num_params,
             "layers": arch.num_layers,
             "dtype": arch.dtype,
+            "notes": [] if (sentence := unread_note(arch)) is None else [sentence],
         },
         "device": target,
         "ranks": ranks,
@@ -104,8 +107,8 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
     """Return the model's shapes: from its directory, from its config.json on the hub, or from those that ship
     with the package.
     """
-    from compress.models.checkpoint import read_config
-    from compress.models.family import family_of
+    from compress.export import codecs
+    from compress.models.checkpoint import arch_of, read_config
     from compress.models.known import known_config, known_models
     from compress.pipeline import resolve_source
     from compress.recipe import parse_model_ref
@@ -114,19 +117,18 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
     ref = parse_model_ref(model)
     if ref.scheme != "hf":
         source = resolve_source(model)
-        config = read_config(source.path)
-        return family_of(config).read_config(config), source
+        return arch_of(read_config(source.path), codecs()), source
     shipped = known_config(ref.name)
     if (
         shipped is None or not offline
     ):  # a fine-tune of the same name may have other widths: ask where one may ask
         try:
             config = fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
-            return family_of(config).read_config(config), None
+            return arch_of(config, codecs()), None
         except StorageError:
             if shipped is None:
                 raise
-    return family_of(shipped).read_config(shipped), None
+    return arch_of(shipped, codecs()), None
 
 
 def _cached(
@@ -159,6 +161,7 @@ def _text(document: dict[str, Any]) -> str:
         f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, "
         f"{model['dtype']}; "
         f"planned for {_machine(document['device'], document['ranks'])}",
+        *model["notes"],
         "",
     ]
     header = ("stage", "state", "peak memory", "writes", "time about")

@@ -24,12 +24,10 @@ def pull(
 ) -> None:
     """Copy an artifact from a registry into a new directory; it appears only when every digest matched."""
     from compress.registry.transfer import pull as pull_artifact
-    from compress.registry.transfer import pull_evidence, resolve
+    from compress.registry.transfer import resolve
 
     pinned = resolve(ref)  # one object, even when the tag moves meanwhile
-    artifact = pull_artifact(pinned, destination)
-    if evidence is not None:
-        pull_evidence(pinned, evidence)
+    artifact = pull_artifact(pinned, destination, evidence=evidence)
     document = {
         "ref": str(pinned),
         "path": str(destination),

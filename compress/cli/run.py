@@ -115,6 +115,7 @@ def resume(
         raise UsageError(
             f"{run_dir} is not the directory of a run: it has no {LOCK_NAME}. `compress run` makes one."
         )
+    directory.check_lock()
     root = workspace or directory.workspace or DEFAULT_WORKSPACE
     code = _execute(directory.lock, directory, root, device, as_json=as_json, offline=offline)
     if code:
@@ -147,6 +148,7 @@ def _execute(
                 stop_signal=stopped,
                 step_done=_note_step,
                 warn=lambda sentence: note(f"warning: {sentence}"),
+                note=note,
                 ranks=ranks,
                 **options,
             )

@@ -14,12 +14,18 @@ from compress.errors import Terminated
 
 _SAME_REQUEST_S = 1.0
 _early = list[int]()
+_ends_the_process = False
 
 
 def remember() -> None:
-    """Keep a SIGTERM that comes while the command line is still being imported, for `Termination.check`."""
+    """Keep a SIGTERM or SIGINT that comes while the command line is still being imported, for
+    `Termination.check`. Only a process that ends with the command calls this.
+    """
+    global _ends_the_process
     if _may_handle():
-        signal.signal(signal.SIGTERM, lambda number, frame: _early.append(number))
+        _ends_the_process = True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: _early.append(number))
 
 
 class Termination:
@@ -36,19 +42,25 @@ class Termination:
     def __enter__(self) -> "Termination":
         if _may_handle():
             self._set(signal.SIGTERM, self._end)
+            if _ends_the_process:
+                self._set(signal.SIGINT, signal.default_int_handler)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _ends_the_process:  # a signal while the interpreter ends must not change the exit code
+            self.ignore()
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise Terminated if SIGTERM came before the block."""
+        """Raise Terminated or KeyboardInterrupt if a signal came before the block."""
         if _early:
+            number = _early[0]
             _early.clear()
-            raise Terminated
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def ignore(self) -> None:
         """Ignore SIGTERM and SIGINT for the rest of the block, in which the outcome is printed."""

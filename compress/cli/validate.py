@@ -67,6 +67,8 @@ def validate(
     from compress.stages.validate import validate as prove
     from compress.stages.validate.spec import Latency, Speculation, Validate, kv_format_named, read_gates
 
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} is not the name of a new directory; name one with --out, such as ./proof.")
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; name a new directory with --out.")
     chosen = pick_device(device)
@@ -131,6 +133,7 @@ def _gates(options: list[str]) -> dict[str, float | dict[str, float]]:
     one kind of device.
     """
     gates: dict[str, float | dict[str, float]] = {}
+    given = set[str]()
     for each in options:
         name, _, limit = each.partition("=")
         metric, at, device = name.partition("@")
@@ -140,10 +143,10 @@ def _gates(options: list[str]) -> dict[str, float | dict[str, float]]:
             raise UsageError(
                 f"--gate {each}: write metric=number, such as ppl_ratio=1.1 or tpot_ms_p50@cuda-sm90=2."
             ) from None
-        if at:
-            limits = gates.setdefault(metric, {})
-            if isinstance(limits, dict):
-                limits[device] = number
-        else:
-            gates[metric] = number
+        if name in given or (at and metric in given) or (not at and metric in gates):
+            raise UsageError(f"--gate {each}: {metric} has a limit already; leave one of them out.")
+        given.add(name)
+        limits = gates.setdefault(metric, {} if at else number)
+        if isinstance(limits, dict):
+            limits[device] = number
     return gates

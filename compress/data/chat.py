@@ -31,7 +31,7 @@ from jinja2.utils import Namespace
 
 from compress.data.template_limits import LimitedEnvironment, limited_steps
 from compress.errors import UnsupportedFormat, UsageError, did_you_mean
-from compress.untrusted.files import read_text
+from compress.untrusted.files import check_within, read_text
 from compress.untrusted.parse import Malformed, read_json
 
 Message = Mapping[str, Any]
@@ -101,7 +101,7 @@ class ChatTemplate:
         environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -182,8 +182,10 @@ def _templates(model_dir: Path, stated: Any) -> dict[str, str]:
             templates[name] = template
     folder = model_dir / TEMPLATE_FOLDER
     files = {path.stem: path for path in sorted(folder.glob("*.jinja"))} if folder.is_dir() else {}
-    if (model_dir / TEMPLATE_FILE).is_file():
+    if (model_dir / TEMPLATE_FILE).exists():
         files[DEFAULT_TEMPLATE] = model_dir / TEMPLATE_FILE
+    for path in files.values():
+        check_within(model_dir, path)
     return templates | {name: read_text(path, max_bytes=_MAX_BYTES) for name, path in files.items()}
 
 
@@ -198,8 +200,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not file.exists():
         return {}
+    check_within(file.parent, file)
     try:
         content = read_json(file, max_bytes=_MAX_BYTES)
     except Malformed as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.digest import digest_bytes
-from compress.errors import StorageError, Terminated, UnsupportedFormat
+from compress.errors import StorageError, UnsupportedFormat
 from compress.untrusted.files import check_within, read_bytes
 from compress.untrusted.parse import parse_json
 
@@ -103,7 +103,9 @@ def _as_refusal(sentence: str) -> Iterator[None]:
     and panics of Rust, which are no Exception."""
     try:
         yield
+    except MemoryError:
+        raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | Terminated):
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UnsupportedFormat(f"{sentence}: {error}") from None

@@ -53,12 +53,10 @@ def learn(training: Training, config: TrainConfig, held_out: Measurements, ctx: 
     """
     point = ResumePoint(ctx.scratch / STATE_NAME, ctx.progress.log)
     taken_s = 0.0
-    state = point.load_tensors()
-    if state is None:
-        curve: Curve = [_measured(held_out, training.step, 0)]
+    if ctx.ranks.from_lead(lambda: point.load_tensors() is not None):
+        curve = _restored(point.saved_tensors(), training)
     else:
-        curve = _restored(state, training)
-        del state
+        curve = [_measured(held_out, training.step, 0)]
     saved_s = time.monotonic()
     if not _is_over(curve, held_out.patience):
         for row in training.rows():

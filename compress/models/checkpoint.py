@@ -62,6 +62,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Arch:
+    """Return the facts of a `config.json` without its tensors, refusing all that `Checkpoint` refuses by the
+    config alone.
+
+    Raises:
+        UnsupportedArch: the decoder does not support the config.
+        UnsupportedFormat: a `quant_method` without a codec, or a scheme that its codec does not read.
+    """
+    arch = family_of(config).read_config(config)
+    _schemes_of(config, _codec_of(config, codecs), _linears_on_disk(arch))
+    return arch
+
+
 class Checkpoint:
     """A model directory as a `WeightSource`.
 
@@ -78,9 +91,10 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
+        self._codec = _codec_of(config, codecs or {})
         self._files = TensorFiles(path)
         self._check_num_layers()
-        self._codec, self._schemes, stated = _quantization(config, codecs or {}, self._linears_on_disk())
+        self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
@@ -99,9 +113,7 @@ class Checkpoint:
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint."""
-        linears = [
-            each for each in self._canonical_linears() if each[0] != "head" or not self._arch.tied_head
-        ]
+        linears = [each for each in _linears(self._arch) if each[0] != "head" or not self._arch.tied_head]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -145,15 +157,6 @@ class Checkpoint:
             alias = f"{disk}.{self._codec.aliases.get(leaf, leaf)}"
             found[leaf] = alias if alias in self._files and name not in self._files else name
         return found
-
-    def _canonical_linears(self) -> Iterator[tuple[str, str]]:
-        for idx, layer in enumerate(self._arch.layers):
-            for linear in layer.linears:
-                yield f"layers.{idx}.{linear}", self.family.to_disk(f"layers.{idx}.{linear}")
-        yield "head", self.family.to_disk("head")
-
-    def _linears_on_disk(self) -> list[str]:
-        return [disk for _, disk in self._canonical_linears()]
 
     def _check_num_layers(self) -> None:
         """Check that each layer of the config has a tensor, before anything is made for each of them."""
@@ -286,23 +289,41 @@ def write_checkpoint(
     )
 
 
-def _quantization(
-    config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec], linears: list[str]
-) -> tuple[ForeignCodec | None, dict[str, Scheme], str | None]:
-    """Return the codec of a config, the schemes of its linears, and the format of the KV cache if the config
-    names one."""
-    stated = Fields(config, "config.json", UnsupportedFormat)
-    quantization = stated.mapping("quantization_config", default={})
+def _linears(arch: Arch) -> Iterator[tuple[str, str]]:
+    """Yield the canonical name and the name on disk of every linear of a model, the head last."""
+    to_disk = family_of({"model_type": arch.family}).to_disk
+    for idx, layer in enumerate(arch.layers):
+        for linear in layer.linears:
+            yield f"layers.{idx}.{linear}", to_disk(f"layers.{idx}.{linear}")
+    yield "head", to_disk("head")
+
+
+def _linears_on_disk(arch: Arch) -> list[str]:
+    return [disk for _, disk in _linears(arch)]
+
+
+def _codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:
+    """Return the codec of the `quant_method` that a config names, None where it names no quantization."""
+    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
     if not quantization:
-        return None, {}, None
+        return None
     method = str(quantization.get("quant_method"))
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(
-            f"the checkpoint is quantized with quant_method '{method}'; formats that are read: {known}."
+            f"the checkpoint is quantized with quant_method '{method:.80}'; formats that are read: {known}."
         )
-    codec = codecs[method]
-    return codec, codec.schemes(quantization, linears), codec.kv_format(quantization)
+    return codecs[method]
+
+
+def _schemes_of(
+    config: Mapping[str, Any], codec: ForeignCodec | None, linears: list[str]
+) -> tuple[dict[str, Scheme], str | None]:
+    """Return the schemes of a config's linears, and the format of the KV cache if the config names one."""
+    if codec is None:
+        return {}, None
+    quantization = config["quantization_config"]
+    return codec.schemes(quantization, linears), codec.kv_format(quantization)
 
 
 def _names_of(

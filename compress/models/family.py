@@ -1,9 +1,9 @@
 """Families of models as tables: how one Hugging Face architecture spells the canonical decoder in
 `config.json` and in tensor names.
 
-`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. An
-unknown field is an error and not a guess: it may change the function. Families are data, one file each in
-`archs/`, found by `FAMILIES`.
+`read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules. A field
+that may change the function and that no table reads is an error and not a guess; `config_facts.py` decides
+which fields change nothing. Families are data, one file each in `archs/`, found by `FAMILIES`.
 """
 
 import re
@@ -13,78 +13,48 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch, LayerShape
+from compress.models.config_facts import facts_of, is_same
 from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
-from compress.untrusted.fields import Fields
+from compress.untrusted.fields import Fields, shown
+from compress.untrusted.text import one_line
 
-# Fields that describe training, generation, bookkeeping or the tokenizer: they do not change the forward
-# pass.
-INERT_FIELDS = frozenset(
+IDLE_FIELDS = frozenset(
     [
         "architectures",
         "model_type",
         "dtype",
         "torch_dtype",
         "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
         "use_cache",
         "initializer_range",
+        "attention_dropout",
+        "gradient_checkpointing",
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
-        "attention_dropout",
-        "_name_or_path",
-        "return_dict",
-        "output_hidden_states",
+        "sep_token_id",
         "output_attentions",
-        "torchscript",
-        "use_bfloat16",
-        "pruned_heads",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "cross_attention_hidden_size",
-        "add_cross_attention",
-        "tie_encoder_decoder",
+        "output_hidden_states",
+        "return_dict",
+        "num_labels",
         "id2label",
         "label2id",
-        "task_specific_params",
         "problem_type",
-        "_attn_implementation_autoset",
-        "tokenizer_class",
-        "prefix",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "finetuning_task",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "num_beams",
-        "num_beam_groups",
-        "num_return_sequences",
-        "diversity_penalty",
-        "early_stopping",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "output_scores",
-        "return_dict_in_generate",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "tf_legacy_loss",
+        "classifier_dropout",
         "quantization_config",
-        "unsloth_version",
     ]
 )
+"""Fields that programs read, but not for the forward pass of a causal language model: for training, token
+ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
+HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}
+"""Fields that no configuration class declares, and the one value of each that the decoder computes in every
+family: it rotates the halves of a head and not neighbours, and no position sees a later one."""
+MAX_NAMED = 12
+"""Most fields that one sentence names."""
 SHAPE_FIELDS = frozenset(
     [
         "vocab_size",
@@ -101,6 +71,7 @@ SHAPE_FIELDS = frozenset(
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
+        "original_max_position_embeddings",
     ]
 )
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
@@ -134,8 +105,9 @@ def no_window(config: Fields, num_layers: int) -> list[int | None]:
 @dataclass(frozen=True)
 class Family:
     """One architecture as data. Bias entries name a boolean config field, or are constants of the
-    architecture. `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not
-    divide the hidden size."""
+    architecture. `known_fields` are those that the table reads in addition to the shapes; of each of
+    `fixed_fields` the decoder computes one value only. `heads_divide_hidden`: `transformers` refuses a
+    config whose number of heads does not divide the hidden size."""
 
     model_type: str
     architecture: str
@@ -161,7 +133,7 @@ class Family:
                 the message names it.
         """
         values = {**self.defaults, **raw}
-        self._refuse_unknown(values)
+        self._refuse_unknown(raw)
         config = Fields(values, f"config.json of this {self.model_type} model", UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
@@ -237,21 +209,47 @@ class Family:
             return f"{self.layer_prefix}{match[1]}.{self.layer_modules[match[2]]}"
         return self.outer_modules[module]
 
+    def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the names of a config's fields that change nothing, because they have the default or nobody
+        reads them; notes on training and token ids are not among them."""
+        facts = facts_of(self.model_type)
+        return sorted(name for name, value in self._others(config) if facts.is_inert(name, value))
+
     def _refuse_unknown(self, config: Mapping[str, Any]) -> None:
-        known = INERT_FIELDS | SHAPE_FIELDS | self.known_fields | self.fixed_fields.keys()
-        unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
-        if unknown:
+        facts = facts_of(self.model_type)
+        refused = {name: value for name, value in self._others(config) if not facts.is_inert(name, value)}
+        if refused:
+            stated = [f"{_name(name)} = {shown(refused[name])}" for name in sorted(refused)]
             raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has field(s) that may change the function and "
-                "are not known here: "
-                f"{', '.join(unknown)}. Remove them if they are notes of another tool; otherwise this model "
-                "is not supported yet."
+                f"config.json of this {self.model_type} model has {_some(stated, 3)}, which may change what "
+                "the model computes and which the decoder does not honour. Remove it if it is a note of "
+                "another tool; otherwise this model is not supported yet."
             )
-        for key, value in self.fixed_fields.items():
-            if config.get(key) not in (None, value):
+        for name, value in self._fixed().items():
+            if config.get(name) is not None and not is_same(config[name], value):
                 raise UnsupportedArch(
-                    f"config.json says {key} = {config[key]!r}; the decoder computes {value!r} only."
+                    f"config.json says {name} = {shown(config[name])}; the decoder computes {value!r} only."
                 )
+
+    def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return the fields, other than `null`, that the table does not read."""
+        read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
+        return [(name, value) for name, value in config.items() if name not in read and value is not None]
+
+    def _fixed(self) -> Mapping[str, Any]:
+        return {**HONOURED_FIELDS, **self.fixed_fields}
+
+
+def unread_note(arch: Arch) -> str | None:
+    """Return the sentence that names the fields of a model's `config.json` that change nothing; None where
+    there is none."""
+    names = family_of({"model_type": arch.family}).unread_fields(arch.config)
+    if not names:
+        return None
+    return (
+        f"config.json has fields that change nothing in a {arch.family} model and are not read: "
+        f"{_some([_name(name) for name in names], MAX_NAMED)}."
+    )
 
 
 def eos_token_ids(config: Fields) -> list[int]:
@@ -328,3 +326,13 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
 
 def _flag(rule: bool | str, config: Fields) -> bool:
     return rule if isinstance(rule, bool) else config.flag(rule, default=False)
+
+
+def _name(name: str) -> str:
+    """Return a field's name as a sentence shows it: on one line, of at most 80 characters."""
+    return one_line(f"{name:.80}")
+
+
+def _some(texts: list[str], most: int) -> str:
+    left_out = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {left_out} more" if left_out > 0 else "")

@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch, LayerShape
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
+from compress.models.config_facts import facts_of
 from compress.models.family import family_of
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
@@ -179,12 +180,8 @@ def as_mistral(arch: Arch) -> Arch:
             f"as_mistral: a Llama without biases is a Mistral without a window; this {arch.family} model is "
             "none."
         )
-    words = family_of({"model_type": "llama"})
-    config = {
-        key: value
-        for key, value in arch.config.items()
-        if key not in words.known_fields | words.fixed_fields.keys()
-    }
+    of_llama = facts_of("llama").defaults.keys() - facts_of("mistral").defaults.keys()
+    config = {key: value for key, value in arch.config.items() if key not in of_llama}
     return arch.replace(family="mistral", config={**config, "model_type": "mistral", "sliding_window": None})
 
 

@@ -36,10 +36,12 @@ def read_rope(config: Fields, layer_type: str) -> Rope:
     Raises:
         UnsupportedArch: a field is missing, unknown, of another type or out of range.
     """
-    name = next((each for each in ("rope_parameters", "rope_scaling") if config.has(each)), None)
+    places = ("rope_parameters", "rope_scaling")
+    name = next((each for each in places if config.has(each) and config.mapping(each)), None)
     rope = Fields({}, f"the rope of {config.where}", UnsupportedArch) if name is None else config.fields(name)
     values = {} if name is None else config.mapping(name)
-    if any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS):
+    by_layer_type = any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS)
+    if by_layer_type:
         rope = rope.fields(layer_type)
     unknown = sorted(key for key in rope if key not in ROPE_FIELDS and rope.has(key))
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
@@ -54,11 +56,12 @@ def read_rope(config: Fields, layer_type: str) -> Rope:
     high = rope.number("high_freq_factor", *_TURNS, default=4.0)
     if kind == "llama3" and low >= high:
         raise rope.wrong("high_freq_factor", high, f"larger than low_freq_factor, {low:g}")
+    places = (rope,) if by_layer_type else (config, rope)
     return Rope(
         theta=theta,
         kind=kind,
         factor=factor,
-        original_max_position=_original_max_position(rope, config) if kind in ("llama3", "yarn") else 0,
+        original_max_position=_original_max_position(places, config) if kind in ("llama3", "yarn") else 0,
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=rope.number("beta_fast", *_TURNS, default=32.0),
@@ -68,9 +71,11 @@ def read_rope(config: Fields, layer_type: str) -> Rope:
     )
 
 
-def _original_max_position(rope: Fields, config: Fields) -> int:
+def _original_max_position(places: tuple[Fields, ...], config: Fields) -> int:
+    """Return the number of positions before the rescaling: what the first of `places` states that states it,
+    else the number that the model has. As in `transformers`, the config's own comes before the rope's."""
     name = "original_max_position_embeddings"
-    for stated in (rope, config):
+    for stated in places:
         if stated.has(name):
             return stated.integer(name, 1, MAX_POSITIONS)
     return config.integer("max_position_embeddings", 1, MAX_POSITIONS)

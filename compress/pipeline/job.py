@@ -14,12 +14,14 @@ from pathlib import Path
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
+from compress.models.family import unread_note
 from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
 from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
 from compress.recipe import load_recipe
+from compress.registry.protocol import open_registry
 from compress.stages import Port
 
 
@@ -40,6 +42,7 @@ class Job:
     stop_signal: Callable[[], int | None] = never
     step_done: Callable[[StepResult], None] = field(default=lambda result: None)
     warn: Callable[[str], None] = field(default=lambda sentence: None)
+    note: Callable[[str], None] = field(default=lambda sentence: None)
     ranks: Ranks = field(default_factory=OneRank)
 
 
@@ -60,8 +63,12 @@ def execute(job: Job, watch: Watch) -> Result:
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline)
-    estimates(steps, open_weights(source.path).arch, job.device)
+    arch = open_weights(source.path).arch
+    estimates(steps, arch, job.device)
     workspace = Workspace(job.workspace)
+    directory.check()
+    if recipe.push is not None:
+        open_registry(recipe.push.to).check_place()
     with workspace.lock():
         if job.if_changed and (same := unchanged(recipe, steps, source, workspace, job.device)) is not None:
             status: Status = "gate_failed" if same.gates_failed else "unchanged"
@@ -69,6 +76,9 @@ def execute(job: Job, watch: Watch) -> Result:
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
+        if (sentence := unread_note(arch)) is not None:
+            directory.log(f"note: {sentence}")
+            job.note(sentence)
         options = RunOptions(
             job.device,
             job.until,

@@ -113,7 +113,7 @@ def run(
             aside = workspace.set_aside(key)
             options.warn(f"{damage} It is set aside as {aside}, and '{step.stage.kind}' is built again.")
         cached = workspace.get(key)
-        if rebuild and cached is not None:  # resume points alone come from a rebuild that was cut: it goes on
+        if rebuild and cached is not None:  # resume points of an unfinished result stay: a rebuild goes on
             workspace.discard(key)
             cached = None
         with watch.stage(step.stage.kind, cached=cached is not None) as progress:

@@ -20,16 +20,25 @@ from compress.artifact.atomic import write_atomic
 from compress.artifact.manifest import Artifact, file_names
 from compress.digest import digest_bytes
 from compress.errors import StorageError
-from compress.registry.evidence import SEAL_NAME, seal_evidence
-from compress.untrusted.files import read_bytes
+from compress.registry.evidence import SEAL_NAME, seal_evidence, sealed_names
+from compress.untrusted.files import append_text, read_bytes
 from compress.untrusted.parse import Malformed, read_json
+from compress.untrusted.text import one_line
 
 LOCK_NAME = "recipe.lock.yaml"
+EVIDENCE_NAMES = frozenset({"report.html", "report.json", "README.md"})
+"""Files of evidence that may be there without their seal, where a kill came between."""
 PROVENANCE_NAME = "provenance.json"
 _LOCK_HEADER = (
     "# Written by `compress run`: the recipe with every default and moving name resolved. "
     "`compress resume` runs it.\n"
 )
+_LOCK_END = b"# The text above has the digest "
+_MAX_LOCK_BYTES = 1 << 20
+
+
+def _lock_end(body: bytes) -> bytes:
+    return _LOCK_END + digest_bytes(body).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -65,17 +74,43 @@ class RunDir:
         from compress.recipe import dump_yaml
 
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.lock, (_LOCK_HEADER + dump_yaml(dict(document))).encode())
+        body = (_LOCK_HEADER + dump_yaml(dict(document))).encode()
+        write_atomic(self.lock, body + _lock_end(body))
+
+    def check_lock(self) -> None:
+        """Check that the lock is as a run wrote it.
+
+        Raises:
+            StorageError: it is not.
+        """
+        content = read_bytes(self.lock, max_bytes=_MAX_LOCK_BYTES)
+        body, _, _ = content.rpartition(_LOCK_END)
+        if content != body + _lock_end(body):
+            raise StorageError(
+                f"{self.lock} has changed since it was written, so it does not say what was run. Run the "
+                "recipe itself again with `compress run`."
+            )
+
+    def check(self) -> None:
+        """Check, before any work, that what a run will write replaces nothing of somebody else's.
+
+        Raises:
+            StorageError: the directory of evidence is a link, or has a file that no run wrote.
+        """
+        if self.evidence.is_symlink():
+            raise StorageError(f"{self.evidence} is a link; remove it, so that a directory can be made.")
+        if self.evidence.is_dir():
+            self._leftover_evidence()
 
     def write_evidence(self, artifact: Artifact, provenance: Mapping[str, Any]) -> None:
         """Copy what validation wrote, add where, when and with what it was measured, and seal all of it.
 
         Raises:
-            StorageError: a file of the artifact has changed.
+            StorageError: a file of the artifact has changed, or there is one that no run wrote.
         """
         self.evidence.mkdir(parents=True, exist_ok=True)
-        written = {PROVENANCE_NAME, SEAL_NAME, *(record.path for record in artifact.manifest.files)}
-        for name in set(file_names(self.evidence)) - written:  # of an earlier recipe
+        self.check()
+        for name in self._leftover_evidence() - {record.path for record in artifact.manifest.files}:
             (self.evidence / name).unlink()
         for record in artifact.manifest.files:
             data = read_bytes(artifact.file(record.path), max_bytes=record.size_bytes)
@@ -87,6 +122,18 @@ class RunDir:
         document = json.dumps(dict(provenance), indent=1, ensure_ascii=False) + "\n"
         write_atomic(self.evidence / PROVENANCE_NAME, document.encode())
         seal_evidence(self.evidence)
+
+    def _leftover_evidence(self) -> set[str]:
+        """Return the files of the directory of evidence, all of them of an earlier run."""
+        names = set(file_names(self.evidence)) - {PROVENANCE_NAME, SEAL_NAME}
+        known = sealed_names(self.evidence) | EVIDENCE_NAMES
+        for name in sorted(names - known):
+            if not name.endswith(".tmp"):  # what a killed run was writing
+                raise StorageError(
+                    f"{self.evidence / name} is not part of the evidence; move it elsewhere, because all of "
+                    "that directory is pushed."
+                )
+        return names
 
     def link(self, kind: str, artifact: Artifact) -> None:
         """Point `artifacts/<kind>` to an artifact of the workspace."""
@@ -108,8 +155,7 @@ class RunDir:
     def log(self, line: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        with (self.path / "run.log").open("a", encoding="utf-8") as stream:
-            stream.write(f"{stamp} {line}\n")
+        append_text(self.path / "run.log", f"{stamp} {one_line(line)}\n")
 
 
 def _point(link: Path, target: Path) -> None:

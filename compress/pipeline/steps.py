@@ -54,7 +54,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
-        if stage.gives in (Port.QUANTIZED, Port.DRAFT) and stage.gives in given:
+        if stage.gives != Port.DENSE and stage.gives in given:
             raise entry.where.error(
                 ("kind",),
                 f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",

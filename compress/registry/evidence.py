@@ -16,28 +16,39 @@ from compress.errors import StorageError
 from compress.untrusted.parse import Malformed, read_json
 
 SEAL_NAME = "evidence.json"
+_REPORT_NAME = "report.html"
 _MAX_BYTES = 1 << 20
 
 
-def seal_evidence(directory: Path) -> str:
-    """Write the seal of all files of a directory and return the digest of the evidence."""
+def seal_evidence(directory: Path) -> None:
+    """Write the seal of all files of a directory."""
     files = _digests(directory)
-    digest = digest_json(files)
-    document = {"schema": 1, "files": files, "digest": digest}
+    document = {"schema": 1, "files": files, "digest": digest_json(files)}
     write_atomic(directory / SEAL_NAME, (json.dumps(document, indent=1) + "\n").encode())
-    return digest
 
 
-def check_evidence(directory: Path) -> str | None:
-    """Return the digest of the evidence in a directory, None where it has no seal.
+def sealed_names(directory: Path) -> set[str]:
+    """Return the names that the seal of a directory lists, as far as it can be read."""
+    try:
+        document = read_json(directory / SEAL_NAME, max_bytes=_MAX_BYTES)
+    except (Malformed, StorageError, OSError):
+        return set()
+    files = document.get("files") if isinstance(document, dict) else None
+    return set(files) if isinstance(files, dict) else set()
+
+
+def check_evidence(directory: Path) -> None:
+    """Compare evidence with its seal. A directory with other files than a run writes needs none.
 
     Raises:
         StorageError: a file was changed, added or removed since the evidence was written.
     """
     path = directory / SEAL_NAME
-    if not path.exists():
-        return None
     advice = "write the evidence again with `compress run RECIPE --from validate` or `compress validate`."
+    if not path.exists():
+        if (directory / _REPORT_NAME).exists():
+            raise StorageError(f"{directory} has {_REPORT_NAME} and lacks {SEAL_NAME}; {advice}")
+        return
     try:
         document: Any = read_json(path, max_bytes=_MAX_BYTES)
     except Malformed as error:
@@ -58,7 +69,6 @@ def check_evidence(directory: Path) -> str | None:
             raise StorageError(f"{directory} has '{name}', which its {SEAL_NAME} does not list; {advice}")
         if found[name] != sealed[name]:
             raise StorageError(f"{directory / name} has changed since the evidence was written; {advice}")
-    return str(fields["digest"])
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -135,8 +135,7 @@ class Layout:
     def _descriptor(self, entry: Any) -> Descriptor:
         return Descriptor.from_json(entry, str(self.root / "index.json"))
 
-    def _create(self) -> None:
-        """Make the layout; a directory that holds other things is left alone."""
+    def check_place(self) -> None:
         if (self.root / "oci-layout").exists():
             return
         strange = self.root.exists() and (
@@ -148,6 +147,15 @@ class Layout:
             raise UsageError(
                 f"{self.root} is not an OCI image layout and not empty; give a new directory to push to."
             )
+        nearest = next(each for each in (self.root, *self.root.absolute().parents) if each.exists())
+        if not nearest.is_dir():
+            raise UsageError(f"{nearest} is no directory, so no registry can be made at {self.root}.")
+
+    def _create(self) -> None:
+        """Make the layout; a directory that holds other things is left alone."""
+        self.check_place()
+        if (self.root / "oci-layout").exists():
+            return
         self._blob("").mkdir(parents=True, exist_ok=True)
         self._replace("oci-layout", b'{"imageLayoutVersion": "1.0.0"}\n')
 

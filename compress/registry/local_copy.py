@@ -2,9 +2,9 @@
 found again.
 """
 
-import shutil
 from pathlib import Path
 
+from compress.artifact.leftovers import set_aside
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact, verify_artifact
 from compress.errors import CompressError
 from compress.registry.ref import Ref
@@ -27,7 +27,7 @@ def local_copy(ref: Ref | str, cache_dir: Path | None = None) -> Path:
     if directory.exists():
         if _is_whole(directory, pinned):
             return directory
-        shutil.rmtree(directory)
+        set_aside(directory)
     try:
         pull(pinned, directory)
     except CompressError:
@@ -41,6 +41,6 @@ def _is_whole(directory: Path, pinned: Ref) -> bool:
     try:
         artifact = open_artifact(directory)
         verify_artifact(artifact)
-    except (CompressError, OSError):
+    except CompressError:
         return False
     return artifact.digest == artifact_of(pinned)

@@ -37,6 +37,14 @@ class Registry(Protocol):
         """Open the bytes of a blob, unverified: the reader checks them. StorageError when it is not there."""
         ...
 
+    def check_place(self) -> None:
+        """Check, without making anything, that something can be pushed there.
+
+        Raises:
+            UsageError: the place holds other things.
+        """
+        ...
+
     def find(self, digest: str) -> Descriptor | None:
         """Return the manifest of that digest, tagged or not."""
         ...

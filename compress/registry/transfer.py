@@ -178,18 +178,28 @@ def list_tags(registry: Registry | str) -> tuple[Tag, ...]:
     return (open_registry(registry) if isinstance(registry, str) else registry).tags()
 
 
-def pull(ref: Ref | str, destination: Path) -> Artifact:
-    """Copy an artifact into a new directory, checking every byte.
+def pull(ref: Ref | str, destination: Path, *, evidence: Path | None = None) -> Artifact:
+    """Copy an artifact into a new directory, and the newest evidence attached to it into another, checking
+    every byte. Neither appears before both are whole.
 
     Raises:
-        UsageError: the reference means nothing, or the destination exists and is not an empty directory.
+        UsageError: the reference means nothing, there is no evidence, or a destination exists and is not an
+            empty directory.
         StorageError: a blob is missing or differs from its digest (the blob and the file are named); the
             destination is not made.
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
     image, manifest = _read_artifact(registry, _find(registry, ref))
-    with _appearing(destination) as building:
+    if evidence is not None:
+        _check_apart(destination, evidence)
+        proof = _newest_evidence(registry, ref)
+    with contextlib.ExitStack() as stack:
+        building = stack.enter_context(_appearing(destination))
+        if evidence is not None:
+            proving = stack.enter_context(_appearing(evidence))
+            _fetch(registry, proof, proving)
+            check_evidence(proving)
         _fetch(registry, image, building)
         write_atomic(building / MANIFEST_NAME, manifest.to_bytes())
     return open_artifact(destination)
@@ -204,11 +214,7 @@ def pull_evidence(ref: Ref | str, destination: Path) -> Path:
     """
     ref = _as_ref(ref)
     registry = open_registry(ref.registry)
-    subject = _find(registry, ref)
-    attached = registry.attached(subject)
-    if not attached:
-        raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
-    image = _read_evidence(registry, attached[-1], subject)
+    image = _newest_evidence(registry, ref)
     with _appearing(destination) as building:
         _fetch(registry, image, building)
         check_evidence(building)
@@ -240,6 +246,21 @@ def verify(ref: Ref | str) -> VerifyReport:
         num_blobs=len({blob.digest for blob in whole}),
         size_bytes=sum({blob.digest: blob.size_bytes for blob in whole}.values()),
     )
+
+
+def _newest_evidence(registry: Registry, ref: Ref) -> ImageManifest:
+    subject = _find(registry, ref)
+    attached = registry.attached(subject)
+    if not attached:
+        raise UsageError(f"{ref} has no evidence attached; push it with a report to attach one.")
+    return _read_evidence(registry, attached[-1], subject)
+
+
+def _check_apart(one: Path, other: Path) -> None:
+    """Raise UsageError where a directory is another one, or inside of it."""
+    paths = one.resolve(), other.resolve()
+    if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
+        raise UsageError(f"{other} is not apart from {one}; name two directories beside each other.")
 
 
 def _as_ref(ref: Ref | str) -> Ref:

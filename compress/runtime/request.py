@@ -39,7 +39,7 @@ class SamplingParams:
                 0.0 <= self.temperature < float("inf"),
                 "0 (greedy) or a positive number",
             ),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (off) or a count"),
+            ("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (off) or a count below 2^31"),
             ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1 (off)"),
             ("min_p", self.min_p, 0.0 <= self.min_p < 1.0, "at least 0 (off) and below 1"),
             ("seed", self.seed, 0 <= self.seed < 1 << 63, "in [0, 2^63)"),

@@ -1,6 +1,6 @@
 """Fields of a JSON object that somebody else wrote, read by the type and the range that the reader declares.
 
-A reader makes one `Fields` of the object and asks it for each field that it uses; what has another type, or
+A reader makes one `Fields` of the object and reads each field from it; what has another type, or
 lies outside the range, is refused with the name and the value, before anything of that size is made.
 """
 

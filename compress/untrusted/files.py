@@ -2,6 +2,7 @@
 place of one neither hangs nor answers.
 """
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -11,7 +12,7 @@ from compress.errors import StorageError
 
 
 def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a plain file for reading, unbuffered reads included; it never waits for another process.
+    """Return a buffered stream of a plain file. A FIFO is refused at once, instead of waiting for its writer.
 
     Raises:
         StorageError: it is a directory, a FIFO, a socket or a device.
@@ -31,6 +32,27 @@ def open_plain(path: Path, *, follow_links: bool = True) -> BinaryIO:
         raise
 
 
+def append_text(path: Path, text: str) -> None:
+    """Append UTF-8 text to a plain file, made where there is none.
+
+    Raises:
+        StorageError: it is a link, a directory, a FIFO, a socket or a device.
+        OSError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise StorageError(f"{path} is no plain file; remove it, so that one can be made.") from None
+        raise
+    with os.fdopen(descriptor, "ab") as stream:
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind):
+            raise StorageError(f"{path} is a {_kind_name(kind)} where a plain file belongs; remove it.")
+        stream.write(text.encode("utf-8", "backslashreplace"))
+
+
 def read_bytes(path: Path, *, max_bytes: int, follow_links: bool = True) -> bytes:
     """Return the content of a plain file of at most `max_bytes`.
 
@@ -45,8 +67,8 @@ def read_bytes(path: Path, *, max_bytes: int, follow_links: bool = True) -> byte
             data += stream.read(max_bytes + 1 - len(data))
     if size > max_bytes or len(data) > max_bytes:
         raise StorageError(
-            f"{path} has {size:,} bytes, and a file of this kind has at most {max_bytes:,}; it is not what "
-            f"its name says."
+            f"{path} has {max(size, len(data)):,} bytes, and a file of this kind has at most "
+            f"{max_bytes:,}; it is not what its name says."
         )
     return data
 

@@ -47,8 +47,8 @@ def parse_json(data: bytes | str, *, as_python: bool = False) -> Any:
         raise
     except ValueError as error:
         raise Malformed(str(error)) from None
-    if not as_python:
-        _check(value, may_have_surrogates="\\u" in text or not isinstance(data, bytes))
+    may_have_surrogates = not as_python and ("\\u" in text or not isinstance(data, bytes))
+    _check(value, may_have_surrogates=may_have_surrogates, finite=not as_python)
     return value
 
 
@@ -64,11 +64,11 @@ def read_json(path: Path, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Malformed(f"the name {twice!r:.80} occurs twice in one object")
+    value: dict[str, Any] = {}
+    for name, each in pairs:
+        if name in value:
+            raise Malformed(f"the name {name!r:.80} occurs twice in one object")
+        value[name] = each
     return value
 
 
@@ -82,7 +82,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _check(value: Any, *, may_have_surrogates: bool) -> None:
+def _check(value: Any, *, may_have_surrogates: bool, finite: bool) -> None:
     """Check depth, numbers and texts, level by level instead of by recursion."""
     level = [value]
     depth = 0
@@ -104,7 +104,7 @@ def _check(value: Any, *, may_have_surrogates: bool) -> None:
                 if isinstance(part, dict | list):
                     below.append(part)
                 elif isinstance(part, float):
-                    if not math.isfinite(part):
+                    if finite and not math.isfinite(part):
                         raise Malformed("a number is too large for a float")
                 elif may_have_surrogates and isinstance(part, str):
                     _check_text(part)

@@ -1,7 +1,8 @@
 """Regular expressions that somebody else wrote, with limits that keep matching a name short.
 
 Python's matcher tries every way in which repeats can share a text, so `(a+)+b` takes 2^n steps for n
-characters. A pattern that passes has no repeat inside a repeat, no choice inside one, and few of them.
+characters, and so does `(|.)` written n times. A pattern that passes has no repeat and no choice inside a
+repeat, and few of both.
 """
 
 import re
@@ -10,7 +11,8 @@ from re import _parser  # type: ignore[attr-defined]  # the one parser that read
 from typing import Any
 
 MAX_LENGTH = 1000
-MAX_REPEATS = 5
+MAX_REPEATS = 4
+MAX_CHOICES = 4
 _REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
 
@@ -24,25 +26,30 @@ def compile_pattern(text: str) -> re.Pattern[str]:
     if len(text) > MAX_LENGTH:
         raise ValueError(f"it has {len(text):,} characters, more than {MAX_LENGTH:,}")
     try:
-        count = _num_repeats(_parser.parse(text), within=False)
-        if count > MAX_REPEATS:
-            raise ValueError(f"it has {count} repeats, more than {MAX_REPEATS}")
+        repeats, choices = _counts(_parser.parse(text), within=False)
+        if repeats > MAX_REPEATS:
+            raise ValueError(f"it has {repeats} repeats, more than {MAX_REPEATS}")
+        if choices > MAX_CHOICES:
+            raise ValueError(f"it has {choices} choices, more than {MAX_CHOICES}")
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"it is no regular expression ({error})") from None
 
 
-def _num_repeats(tree: Any, *, within: bool) -> int:
-    """Count the repeats of a parsed pattern; `within` one there may be neither a repeat nor a choice."""
-    count = 0
+def _counts(tree: Any, *, within: bool) -> tuple[int, int]:
+    """Count the repeats and the choices of a parsed pattern; `within` a repeat there may be neither."""
+    repeats = choices = 0
     for operation, argument in tree:
         name = str(operation)
         if within and (name in _REPEATS or name == "BRANCH"):
             raise ValueError("it has a repeat or a choice within a repeat")
-        count += name in _REPEATS
+        repeats += name in _REPEATS
+        choices += name == "BRANCH"
         parts = argument if isinstance(argument, tuple) else (argument,)
         for part in parts:
             for each in part if isinstance(part, list) else (part,):
                 if isinstance(each, _parser.SubPattern):
-                    count += _num_repeats(each, within=within or name in _REPEATS)
-    return count
+                    inner = _counts(each, within=within or name in _REPEATS)
+                    repeats += inner[0]
+                    choices += inner[1]
+    return repeats, choices

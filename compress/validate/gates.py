@@ -113,6 +113,8 @@ def parse_gates(raw: Mapping[str, Any], *, stages: Collection[str] = ()) -> tupl
                 f"gate '{name}' depends on the device: write which one it is for, such as {name}: "
                 f"{{cuda-sm90: {limit}}}."
             )
+        if not limit:
+            raise UsageError(f"gate '{name}' has no limit; write one, such as {name}: {{cuda-sm90: 2.0}}.")
         for device, device_limit in limit.items():
             if not _DEVICE_KEY.fullmatch(str(device)):
                 raise UsageError(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -123,3 +124,19 @@ def test_a_70b_model_is_planned_from_its_shape_alone_for_any_number_of_gpus(
     assert any("pinned host memory" in note for note in alone["notes"])
     assert "planned for 4 GPUs" in command("plan", path, "--offline", "--device", "cuda", "--ranks", 4)[1]
     assert "planned for 1 GPU" in command("plan", path, "--offline", "--device", "cuda")[1]
+
+
+def test_plan_and_run_name_fields_that_change_nothing_once(
+    model_dir: Path, recipe: Callable[..., Path], work: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    shutil.copytree(model_dir, work / "model")
+    file = work / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"unsloth_fixed": True, "use_mrope": False}))
+    path = recipe(model="./model")
+    note = "that change nothing in a"
+    for fields in (command("plan", path)[1], command("run", path, "--until", "calibrate")[2]):
+        assert fields.count(note) == 1
+        assert "unsloth_fixed, use_mrope." in fields
+    (log,) = (work / "runs").rglob("*.log")
+    assert log.read_text().count(note) == 1
+    assert json.loads(command("plan", path, "--json")[1])["model"]["notes"][0].count("use_mrope") == 1

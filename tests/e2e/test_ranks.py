@@ -88,8 +88,8 @@ import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
 store = sequential.store_layer
-def stored(out, idx, tensors, rows):
-    store(out, idx, tensors, rows)
+def stored(out, idx, *rest):
+    store(out, idx, *rest)
     if idx == 0:
         os.kill(os.getpid(), signal.SIGTERM)
 sequential.store_layer = stored

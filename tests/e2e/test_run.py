@@ -178,8 +178,8 @@ import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
 store, layer = sequential.store_layer, int(sys.argv[1])
-def stored(out, idx, tensors, rows):
-    store(out, idx, tensors, rows)
+def stored(out, idx, *rest):
+    store(out, idx, *rest)
     if idx == layer:
         os.kill(os.getpid(), signal.SIGKILL)
 sequential.store_layer = stored

@@ -171,6 +171,14 @@ OLD_SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_type": "linear", "factor": 2.0},
     ),
+    "original-length-of-the-config": (
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 3},
+            "original_max_position_embeddings": LLAMA3["original_max_position_embeddings"],
+        },
+        LLAMA3,
+    ),
     "yarn-without-original-length": (
         {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
         {

@@ -12,7 +12,6 @@ FAMILIES.add(
         ffn_bias="mlp_bias",
         heads_divide_hidden=True,
         known_fields=frozenset({"attention_bias", "mlp_bias"}),
-        fixed_fields={"pretraining_tp": 1},
         defaults={
             "hidden_act": "silu",
             "tie_word_embeddings": False,

@@ -18,7 +18,7 @@ from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
 from compress.stages import Inputs, Port
-from compress.untrusted.files import read_text
+from compress.untrusted.files import check_within, read_text
 from compress.validate.display import ranges
 
 MODEL_CARD = "README.md"
@@ -170,9 +170,10 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
 def license_of(inputs: Inputs) -> str:
     """Return the licence in the source's own model card, else `other`."""
     card = inputs.source.path / MODEL_CARD
-    if not card.is_file():
+    if not card.exists():
         return "other"
     try:
+        check_within(inputs.source.path, card)
         read = read_text(card, max_bytes=MAX_CARD_BYTES).lstrip().splitlines()
     except (StorageError, OSError):  # a card decides nothing but this line
         return "other"

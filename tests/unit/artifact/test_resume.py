@@ -53,7 +53,7 @@ def test_any_changed_bit_counts_as_not_there_and_is_told(tmp_path: Path, told: l
             found = point.load() if path == value else point.load_tensors()
             assert found is None or found == VALUE or set(found) == set(TENSORS), position
             if found is None:
-                assert told.pop() == f"{path} is damaged; the work behind it is done again"
+                assert told.pop() == f"{path} is damaged; this part of the stage is computed again"
             elif path == tensors:  # padding and the names of keys in the header's metadata hold nothing
                 assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
@@ -76,7 +76,7 @@ def test_files_that_a_point_vouches_for(tmp_path: Path, told: list[str]) -> None
     assert are_whole(tmp_path, stated, told.append)
     (tmp_path / "b").write_text("c")
     assert not are_whole(tmp_path, stated, told.append)
-    assert told == [f"{tmp_path / 'b'} is damaged; the work behind it is done again"]
+    assert told == [f"{tmp_path / 'b'} is damaged; this part of the stage is computed again"]
     (tmp_path / "a").unlink()
     assert not are_whole(tmp_path, stated, told.append)
     assert len(told) == 1

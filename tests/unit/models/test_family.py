@@ -16,8 +16,9 @@ from torch import Tensor
 from compress.errors import UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.config_facts import is_same
 from compress.models.decoder import Decoder, DecoderLayer
-from compress.models.family import family_of
+from compress.models.family import Family, family_of, unread_note
 from compress.models.initialise import INIT_STD, fresh_decoder
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
 
@@ -32,9 +33,15 @@ def test_an_unknown_architecture_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
-        (QWEN3, {"logit_softcap": 30.0}, "logit_softcap"),
-        (LLAMA, {"sliding_window": 512}, "sliding_window"),
-        (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2.*1 only"),
+        (LLAMA, {"sliding_window": 512}, "llama model has sliding_window = 512"),
+        (LLAMA, {"attention_chunk_size": 8192}, "attention_chunk_size = 8192"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (LLAMA, {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
+        (LLAMA, {"rope_interleaved": True}, "rope_interleaved = True.*False only"),
+        (LLAMA, {"rope_interleaved": 0}, "rope_interleaved = 0.*False only"),
+        (LLAMA, {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}, "auto_map"),
+        (QWEN3, {"is_causal": False}, "is_causal = False.*True only"),
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
@@ -70,8 +77,51 @@ def test_a_missing_shape_is_named(field: str) -> None:
         family_of(config).read_config(config)
 
 
-def test_unknown_fields_that_say_nothing_are_let_through() -> None:
-    assert tiny_arch(LLAMA, logit_softcap=None).replace(config={}) == tiny_arch(LLAMA).replace(config={})
+HARMLESS: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    (LLAMA, {"sliding_window": None}, None),
+    (LLAMA, {"initializer_range": 0.5, "attention_dropout": 0.1, "use_cache": False}, None),
+    (LLAMA, {"rope_interleaved": False}, None),
+    (LLAMA, {"pretraining_tp": 2}, "pretraining_tp"),
+    (LLAMA, {"unsloth_fixed": True, "is_llama_config": True}, "is_llama_config, unsloth_fixed"),
+    (LLAMA, {"is_encoder_decoder": False}, "is_encoder_decoder"),
+    (QWEN3, {"use_mrope": False}, "use_mrope"),
+    (QWEN3, {"logit_softcap": 30.0}, "logit_softcap"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "named"), HARMLESS, ids=str)
+def test_fields_that_nobody_reads_or_that_have_the_default_change_nothing_and_are_named(
+    base: dict[str, Any], changes: dict[str, Any], named: str | None
+) -> None:
+    arch = tiny_arch(base, **changes)
+    assert arch.replace(config={}) == tiny_arch(base).replace(config={})
+    assert arch.config == base | changes
+    note = unread_note(arch)
+    assert note is None if named is None else note is not None and note.endswith(f"are not read: {named}.")
+
+
+def test_a_note_is_one_line_of_bounded_length_whatever_the_names_are() -> None:
+    arch = tiny_arch(**{f"a\n\x1b{idx:05}" + "x" * 10_000: idx for idx in range(1000)})
+    note = unread_note(arch)
+    assert note is not None
+    assert "and 988 more" in note
+    assert note.isprintable()
+    assert len(note) < 2000
+
+
+def test_values_are_the_same_only_in_the_same_type() -> None:
+    assert is_same({"a": [1, 0.5, None]}, {"a": [1, 0.5, None]})
+    for one, other in ((True, 1), (1, 1.0), (0, False), ([1], [True]), ({"a": 1}, {"a": 1.0}), ("1", 1)):
+        assert not is_same(one, other)
+
+
+def test_a_family_whose_facts_nobody_recorded_refuses_what_its_table_does_not_read() -> None:
+    family = Family(model_type="unrecorded", architecture="UnrecordedForCausalLM")
+    config = {**LLAMA, "model_type": "unrecorded", "hidden_act": "silu", "is_encoder_decoder": False}
+    del config["mlp_bias"]
+    assert family.read_config(config).num_layers == 3
+    with pytest.raises(UnsupportedArch, match="unsloth_fixed = True"):
+        family.read_config({**config, "unsloth_fixed": True})
 
 
 def _drop(tensors: dict[str, Tensor]) -> str:

@@ -18,8 +18,9 @@ from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.config_facts import facts_of
 from compress.models.eagle3 import Eagle3Facts
-from compress.models.family import FAMILIES, family_of
+from compress.models.family import FAMILIES, family_of, unread_note
 from compress.quant.scheme import ModelScheme
 from tests.support.hostile import NO_NUMBERS, make_fifo, refusal
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_checkpoint
@@ -106,10 +107,12 @@ def test_no_value_of_any_field_is_an_internal_error(family: str, value: Any) -> 
     base = (LLAMA if family == "llama" else QWEN3) | {"model_type": family}
     base = {key: each for key, each in base.items() if key != "attention_bias" or family == "qwen3"}
     assert isinstance(family_of(base).read_config(base), Arch)
-    for field in {*base, *FAMILIES.get(family).known_fields, "rope_scaling", "architectures"}:
+    fields = {*base, *FAMILIES.get(family).known_fields, "rope_scaling", "architectures"}
+    fields |= {*facts_of(family).defaults, *facts_of(family).reads, "rope_interleaved", "unheard", "a\n"}
+    for field in fields:
         config = base | {field: value}
         with contextlib.suppress(UnsupportedArch, UnsupportedFormat):
-            family_of(config).read_config(config)
+            unread_note(family_of(config).read_config(config))
 
 
 def test_a_class_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Facts of the fields of `config.json`: their defaults in `transformers`, and which of them it reads.
+
+`models/` imports no `transformers`, so the facts ship as data. `python -m scripts.config_defaults` takes them
+from the pinned version and writes `config_defaults.json`: the value that a field has where a config leaves it
+out, and the names that the configuration class or the modeling code of a `model_type` reads. A field that
+nobody reads, or that has the default, changes nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FACTS_FILE = Path(__file__).parent / "config_defaults.json"
+NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddings", "auto_map"})
+"""Fields that change the function although no modeling file reads them: loaders do. `auto_map` names code
+of the checkpoint's own, which computes what its author meant and never runs here."""
+
+
+@dataclass(frozen=True)
+class ConfigFacts:
+    """The facts of one `model_type`; `reads` is None where nobody recorded which names are read."""
+
+    defaults: Mapping[str, Any]
+    reads: frozenset[str] | None
+
+    def is_inert(self, name: str, value: Any) -> bool:
+        """Return whether a field of that value computes what a config without it computes."""
+        if name in self.defaults and is_same(value, self.defaults[name]):
+            return True
+        if self.reads is None or name.startswith("rope_") or name in NEVER_UNREAD:
+            return False
+        return name not in self.reads
+
+
+def facts_of(model_type: str) -> ConfigFacts:
+    """Return the facts of a `model_type`; of one that was not recorded, the defaults of every model."""
+    stored = _stored()
+    if model_type not in stored["models"]:
+        return ConfigFacts(stored["every_model"]["defaults"], None)
+    facts = stored["models"][model_type]
+    return ConfigFacts(facts["defaults"], frozenset(facts["reads"]))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values of JSON are equal and of one type: `true` is not 1, nor is 1.0."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+@cache
+def _stored() -> Any:
+    return json.loads(FACTS_FILE.read_text(encoding="utf-8"))

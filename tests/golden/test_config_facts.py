@@ -1,0 +1,61 @@
+"""The facts about config fields that ship with the package are those of the pinned `transformers`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from compress.models.config_facts import FACTS_FILE, facts_of
+from compress.models.family import FAMILIES
+from scripts.config_defaults import document, reads_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_facts_that_ship_are_those_of_the_pinned_transformers() -> None:
+    shipped = json.loads(FACTS_FILE.read_text(encoding="utf-8"))
+    pinned = re.search(r"^transformers==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert shipped["transformers"] == transformers.__version__ == pinned[1]
+    assert shipped == json.loads(json.dumps(document())), "run python -m scripts.config_defaults"
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_what_decides_the_function_is_among_the_names_that_are_read(family: str) -> None:
+    reads = facts_of(family).reads
+    assert reads is not None
+    everywhere = {
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *(
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "vocab_size",
+        ),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "is_causal"),
+        *("original_max_position_embeddings", "sliding_window", "layer_types", "attention_chunk_size"),
+    }
+    assert everywhere <= reads
+    assert not reads & {"pretraining_tp", "use_mrope", "is_llama_config", "unsloth_fixed"}
+
+
+def test_reads_of_every_form_are_found() -> None:
+    source = """
+    def forward(self, config, **kwargs):
+        a = self.config.plain + config.passed
+        b = getattr(config, "optional", None) or getattr(self.config, "flag", True)
+        c = hasattr(self.config, "asked")
+        d = kwargs.pop("popped", 1), kwargs.get("got")
+        if "named" in kwargs:
+            config.written = 1
+        return config.called(config.argument), self.mine, other.not_config
+    """
+    found = reads_of([source])
+    assert found.attributes == {"plain", "passed", "popped", "got", "named", "argument"}
+    assert found.optional.keys() == {"optional", "flag", "asked"}
+    assert (found.optional["optional"], found.optional["flag"]) == ([None], [True])
+    assert "mine" in reads_of([source], self_is_config=True).attributes

@@ -1,0 +1,129 @@
+"""Which well-known checkpoints are read, by their `config.json` alone, and why others are not.
+
+Each row of `configs/*.json` is the config of a checkpoint as it is published, written down from public
+sources, without fields such as paths that differ between mirrors. `unread` lists the fields that change
+nothing and that a note names; `refused` is a part of the sentence that refuses the config. Of the
+architectures that are not read at all, a row has a few fields only.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from compress.cli.app import main
+from compress.errors import CompressError, UnsupportedArch, UnsupportedFormat
+from compress.export import codecs
+from compress.models.checkpoint import arch_of
+from compress.models.family import family_of, unread_note
+
+ROWS: dict[str, dict[str, Any]] = {
+    row["name"]: row
+    for file in sorted((Path(__file__).parent / "configs").glob("*.json"))
+    for row in json.loads(file.read_text(encoding="utf-8"))
+}
+READ = [name for name, row in ROWS.items() if "refused" not in row]
+CODECS = codecs()
+DENSE = [{"kind": "quantize", "scheme": "FP8_DYNAMIC"}, {"kind": "export"}]
+QUANTIZED = [{"kind": "calibrate"}]
+
+each_row = pytest.mark.parametrize("name", ROWS)
+each_read = pytest.mark.parametrize("name", READ)
+
+
+def test_the_list_is_long_enough_to_mean_something() -> None:
+    assert len(ROWS) >= 150
+    assert len(READ) >= 120
+    families = {ROWS[name]["config"]["model_type"] for name in READ}
+    assert families >= {"llama", "mistral", "qwen2", "qwen3"}
+
+
+@each_row
+def test_a_known_config_is_read_or_refused_for_its_reason(name: str) -> None:
+    row = ROWS[name]
+    before = json.dumps(row["config"])
+    if "refused" in row:
+        with pytest.raises((UnsupportedArch, UnsupportedFormat)) as caught:
+            arch_of(row["config"], CODECS)
+        assert row["refused"] in str(caught.value)
+        return
+    arch = arch_of(row["config"], CODECS)
+    assert family_of(row["config"]).unread_fields(arch.config) == row["unread"]
+    assert (unread_note(arch) is None) == (row["unread"] == [])
+    assert json.dumps(arch.config) == before
+    written = family_of(row["config"]).write_config(arch)
+    assert {key: written[key] for key in row["unread"]} == {key: row["config"][key] for key in row["unread"]}
+    assert family_of(written).read_config(written).replace(config={}) == arch.replace(config={})
+
+
+@each_read
+def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) -> None:
+    config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}
+    arch = family_of(config).read_config(config)
+    theirs = CONFIG_MAPPING[config["model_type"]](**json.loads(json.dumps(config)))
+    layer = arch.layers[0]
+    assert arch.num_layers == theirs.num_hidden_layers
+    assert arch.max_position == theirs.max_position_embeddings
+    assert arch.norm_eps == theirs.rms_norm_eps
+    assert arch.activation == theirs.hidden_act
+    assert arch.tied_head == theirs.tie_word_embeddings
+    assert layer.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert layer.head_dim == head_dim
+    assert layer.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert layer.rope.kind == theirs.rope_parameters["rope_type"]
+    assert layer.rope.factor == theirs.rope_parameters.get("factor", 1.0)
+    if layer.rope.kind in ("llama3", "yarn"):
+        original = theirs.rope_parameters["original_max_position_embeddings"]
+        assert layer.rope.original_max_position == original
+    assert [each.window for each in arch.layers] == _windows_in_transformers(theirs)
+
+
+def _windows_in_transformers(config: Any) -> list[int | None]:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+@each_row
+def test_plan_and_run_agree_with_the_reader(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a directory with just the config, `plan --offline` ends well or with the reader's sentence; `run`
+    ends with the same sentence, or for want of tensors."""
+    monkeypatch.chdir(tmp_path)
+    row = ROWS[name]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(row["config"]))
+    stages = QUANTIZED if "quantization_config" in row["config"] else DENSE
+    recipe = {"version": 1, "model": "./model", "stages": stages}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    planned = _document(capsys, "plan", "recipe.yaml", "--offline", "--device", "cpu")
+    run = _document(capsys, "run", "recipe.yaml", "--offline", "--device", "cpu")
+    if "refused" in row:
+        sentence = _refusal(row["config"])
+        assert sentence in planned["error"]["message"]
+        assert sentence in run["error"]["message"]
+        return
+    assert "error" not in planned
+    assert [key for note in planned["model"]["notes"] for key in row["unread"] if key in note] == row[
+        "unread"
+    ]
+    assert "safetensors" in run["error"]["message"]
+
+
+def _refusal(config: Mapping[str, Any]) -> str:
+    try:
+        arch_of(config, CODECS)
+    except CompressError as error:
+        return str(error)
+    raise AssertionError("the config is read")
+
+
+def _document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    main([*argv, "--json"])
+    return json.loads(capsys.readouterr().out)
