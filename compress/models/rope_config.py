@@ -36,8 +36,8 @@ def read_rope(config: Fields, layer_type: str) -> Rope:
     Raises:
         UnsupportedArch: a field is missing, unknown, of another type or out of range.
     """
-    places = ("rope_parameters", "rope_scaling")
-    name = next((each for each in places if config.has(each) and config.mapping(each)), None)
+    names = ("rope_parameters", "rope_scaling")
+    name = next((each for each in names if config.has(each) and config.mapping(each)), None)
     rope = Fields({}, f"the rope of {config.where}", UnsupportedArch) if name is None else config.fields(name)
     values = {} if name is None else config.mapping(name)
     by_layer_type = any(isinstance(value, Mapping) for key, value in values.items() if key not in ROPE_FIELDS)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,14 @@ def test_an_interrupted_replacement_keeps_the_old_content(
         write_atomic(path, b"new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["index.json"]
     assert path.read_bytes() == b"old"
+
+
+def test_the_fresh_build_of_another_host_is_not_collected(tmp_path: Path) -> None:
+    build = tmp_path / "tmp" / "otherhost-77-abc"
+    build.mkdir(parents=True)
+    with Workspace(tmp_path).lock():
+        assert build.is_dir()
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(build, (two_days_ago, two_days_ago))
+    with Workspace(tmp_path).lock():
+        assert not build.exists()

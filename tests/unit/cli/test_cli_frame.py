@@ -22,6 +22,7 @@ from compress.cli import doctor
 from compress.cli.app import main
 from compress.cli.init import PRESETS
 from compress.cli.output import duration_text, progress, size_text, table
+from compress.cli.validate import _gates
 from compress.errors import (
     CompressError,
     EnvironmentUnfit,
@@ -452,3 +453,15 @@ def test_durations_and_tables() -> None:
     ]
     assert table([("a", 1), ("bbb", 22)], right=(1,)) == "a     1\nbbb  22"
     assert table([]) == ""
+
+
+@pytest.mark.parametrize(
+    "gates", [("ppl_ratio=1", "ppl_ratio=5"), ("a@cpu=1", "a@cpu=2"), ("a@cpu=1", "a=2"), ("a=2", "a@cpu=1")]
+)
+def test_a_limit_that_is_given_twice_is_refused(gates: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="has a limit already"):
+        _gates(list(gates))
+
+
+def test_limits_of_several_devices_are_one_gate() -> None:
+    assert _gates(["a@cpu=1", "a@cuda-sm90=2", "b=3"]) == {"a": {"cpu": 1.0, "cuda-sm90": 2.0}, "b": 3.0}

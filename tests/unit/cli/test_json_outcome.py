@@ -315,3 +315,33 @@ def test_sigterm_during_the_imports_is_a_document_too() -> None:
     assert json.loads(done.stdout)["exit_code"] == 143
     assert done.stderr.startswith("compress: stopped by SIGTERM")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_sigint_during_the_imports_is_a_document_too() -> None:
+    code = DURING_IMPORTS.replace("SIGTERM", "SIGINT")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == json.loads(done.stdout)["exit_code"] == 130
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_document_changes_no_exit_code(number: signal.Signals) -> None:
+    code = (
+        f"import atexit, os, sys\natexit.register(lambda: os.kill(os.getpid(), {number:d}))\n"
+        "sys.argv[1:] = ['inspect', 'nowhere', '--json']\n"
+        "from compress.cli.start import main\nsys.exit(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_a_closed_stderr_leaves_stdout_to_the_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    code = main(["verify", "nowhere", "--json"])
+    assert json.loads(capsys.readouterr().out)["exit_code"] == code == 2

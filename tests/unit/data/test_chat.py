@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from compress.data.chat import ChatTemplate, load_chat_template, transcript
-from compress.errors import UnsupportedFormat, UsageError
+from compress.errors import StorageError, UnsupportedFormat, UsageError
 from compress.registry.model_source import BUILTIN
+from tests.support.hostile import make_fifo
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
@@ -164,3 +165,19 @@ def test_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
 
 def test_a_transcript_is_paragraphs_by_role() -> None:
     assert transcript(TALK[:2]) == "System: Be brief.\n\nUser: What is <b>1 + 1</b>?"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"])
+def test_files_that_lead_elsewhere_or_are_none_are_refused(name: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (tmp_path / "secret").write_text("{}")
+    (model / "chat_template.jinja").write_text("a")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../secret")
+    with pytest.raises(StorageError, match="leads out of"):
+        load_chat_template(model)
+    (model / name).unlink()
+    make_fifo(model / name)
+    with pytest.raises(StorageError, match="FIFO"):
+        load_chat_template(model)

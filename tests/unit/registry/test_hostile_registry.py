@@ -13,6 +13,7 @@ from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.cli.push import _check_evidence
 from compress.digest import canonical_json, digest_bytes
 from compress.errors import StorageError, UsageError
+from compress.registry.evidence import seal_evidence
 from compress.registry.image import IMAGE_MANIFEST, REF_NAME, SUBJECT, TITLE, ImageManifest
 from compress.registry.layout import Layout
 from compress.registry.protocol import open_registry
@@ -231,3 +232,47 @@ def test_a_report_with_a_wrong_type_is_refused(report: Any, tmp_path: Path) -> N
     assert str(file) in refusal(lambda: _check_evidence(file, DIGEST), exit_codes=(2,))
     make_fifo(file)
     assert "is a FIFO" in refusal(lambda: _check_evidence(file, DIGEST))
+
+
+def _evidence(root: Path) -> Path:
+    root.mkdir()
+    (root / "report.html").write_text("<html></html>")
+    seal_evidence(root)
+    return root
+
+
+def test_evidence_that_has_lost_its_seal_is_not_pushed(layout: Layout, tmp_path: Path) -> None:
+    evidence = _evidence(tmp_path / "evidence")
+    (evidence / "evidence.json").unlink()
+    with pytest.raises(StorageError, match=r"lacks evidence\.json"):
+        push(layout, _artifact(tmp_path), name="model", evidence=evidence)
+
+
+def test_a_pull_gives_the_artifact_and_its_evidence_or_neither(layout: Layout, tmp_path: Path) -> None:
+    push(layout, _artifact(tmp_path), name="model", evidence=_evidence(tmp_path / "evidence"))
+    ref = f"layout://{layout.root}/model:latest"
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").write_text("mine")
+    for beside in (full, tmp_path / "to", tmp_path / "to" / "inside"):
+        with pytest.raises(UsageError):
+            pull(ref, tmp_path / "to", evidence=beside)
+        assert not (tmp_path / "to").exists()
+    pull(ref, tmp_path / "to", evidence=tmp_path / "proof")
+    assert (tmp_path / "proof" / "report.html").is_file()
+    (report,) = (each for each in layout.root.glob("blobs/sha256/*") if each.read_bytes() == b"<html></html>")
+    report.chmod(0o644)
+    report.write_bytes(b"<html></html!")
+    with pytest.raises(StorageError, match="damaged"):
+        pull(ref, tmp_path / "again", evidence=tmp_path / "proof-again")
+    assert not (tmp_path / "again").exists()
+    assert not (tmp_path / "proof-again").exists()
+
+
+def test_a_place_that_can_be_no_registry_is_known_without_making_anything(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(UsageError):
+            Layout(place).check_place()
+    Layout(tmp_path / "new" / "registry").check_place()
+    assert not (tmp_path / "new").exists()

@@ -1,6 +1,7 @@
 """The doors for untrusted input: limits of JSON, files that are none, and text that a terminal would obey."""
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.errors import StorageError
-from compress.untrusted.files import check_within, open_plain, read_bytes, read_text
+from compress.untrusted.files import append_text, check_within, open_plain, read_bytes, read_text
 from compress.untrusted.parse import MAX_DEPTH, Malformed, parse_json, read_json
+from compress.untrusted.pattern import compile_pattern
 from compress.untrusted.text import one_line, printable, printable_json
+from tests.support.hostile import make_fifo
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
@@ -110,3 +113,37 @@ def test_json_is_shown_without_a_change_of_its_value(value: object) -> None:
 def test_ordinary_text_of_any_script_is_unchanged() -> None:
     for text in ("naïve – “quoted”", "日本語", "مرحبا", "👩\u200d🔬", "a\tb\nc"):
         assert printable(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["(|.)" * 28 + "X", "(a+)+b", "(ab|cd)*", "(.*)" * 9 + "X", "a" * 2000, "(", "a{2,99999999999}"]
+)
+def test_a_pattern_that_may_take_long_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^it (has|is)"):
+        compile_pattern(text)
+
+
+@pytest.mark.parametrize(
+    "text", [r"model\.layers\.\d+\.mlp\.(gate|up)_proj", r".*lm_head.*", r"^(?!.*mlp).*q_proj$"]
+)
+def test_a_usual_pattern_passes(text: str) -> None:
+    assert compile_pattern(text).pattern == text
+
+
+def test_python_json_has_the_same_depth() -> None:
+    assert math.isinf(parse_json(b"[Infinity]", as_python=True)[0])
+    with pytest.raises(Malformed, match="nested more than 64 deep"):
+        parse_json(b"[" * 65 + b"]" * 65, as_python=True)
+
+
+def test_text_is_appended_to_plain_files_only(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append_text(path, "a\n")
+    append_text(path, "\udcff\n")
+    assert path.read_bytes() == b"a\n\\udcff\n"
+    make_fifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(path)
+    for name in ("fifo", "link", "."):
+        with pytest.raises(StorageError, match="remove it"):
+            append_text(tmp_path / name, "b\n")
+    assert path.read_bytes() == b"a\n\\udcff\n"

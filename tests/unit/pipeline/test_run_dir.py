@@ -1,0 +1,72 @@
+"""The directory of a run: what others put there is neither lost nor followed; a changed lock is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from compress.artifact.manifest import Artifact
+from compress.artifact.workspace import ArtifactWriter, Workspace
+from compress.errors import StorageError
+from compress.pipeline.run_dir import RunDir
+from compress.registry.evidence import check_evidence
+from tests.support.hostile import make_fifo
+
+
+def evidence_of(root: Path, name: str) -> Artifact:
+    def build(out: ArtifactWriter) -> None:
+        (out.path / "report.json").write_text("{}")
+        (out.path / name).write_text("a")
+        out.describe(role="evidence")
+
+    return Workspace(root / "workspace").commit(
+        Workspace.key("test", 1, {}, {}, len(name)), "test", {}, build
+    )
+
+
+def test_evidence_replaces_that_of_an_earlier_recipe_and_nothing_else(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "run")
+    directory.check()
+    for name in ("a.svg", "picture.svg"):
+        directory.write_evidence(evidence_of(tmp_path, name), {"artifacts": {}})
+        check_evidence(directory.evidence)
+    assert not (directory.evidence / "a.svg").exists()
+    (directory.evidence / "notes").mkdir()
+    (directory.evidence / "notes" / "mine.txt").write_text("mine")
+    for call in (directory.check, lambda: directory.write_evidence(evidence_of(tmp_path, "a.svg"), {})):
+        with pytest.raises(StorageError, match=r"notes/mine\.txt is not part of the evidence; move it"):
+            call()
+    assert (directory.evidence / "notes" / "mine.txt").read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_evidence_is_not_followed(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    directory.path.mkdir()
+    directory.evidence.symlink_to(tmp_path / "mine")
+    with pytest.raises(StorageError, match="is a link; remove it"):
+        directory.check()
+    with pytest.raises(StorageError, match="is a link; remove it"):
+        directory.write_evidence(evidence_of(tmp_path, "a.svg"), {})
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_the_log_is_a_plain_file_with_one_line_an_event(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "run")
+    directory.log("a\n2020-01-01 forged \u202e \udcff")
+    (line,) = (directory.path / "run.log").read_text().splitlines()
+    assert line.endswith(r"a\n2020-01-01 forged \u202e \udcff")
+    (directory.path / "run.log").unlink()
+    make_fifo(directory.path / "run.log")
+    with pytest.raises(StorageError, match="no plain file"):
+        directory.log("a")
+
+
+def test_a_changed_lock_is_refused(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "run")
+    directory.write_lock({"version": 1, "seed": 3})
+    directory.check_lock()
+    content = directory.lock.read_text()
+    for changed in (content.replace("seed: 3", "seed: 2"), content + "model: x\n", "", content[:-9]):
+        directory.lock.write_text(changed)
+        with pytest.raises(StorageError, match="has changed since it was written"):
+            directory.check_lock()
