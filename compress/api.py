@@ -31,7 +31,7 @@ from compress.export import PROPOSED, open_weights
 from compress.export.draft import draft_within, open_draft
 from compress.kernels.operands.paged import TOKEN_HEAD_FORMATS
 from compress.llm import LLM, Output, Prompt, SamplingParams, Score, Stream, Timing
-from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device
+from compress.pipeline import Job, Result, RunDir, StepResult, execute, pick_device, reads_calibration
 from compress.quant.kv import FP8_STATIC, KV_DENSE
 from compress.recipe import dump_yaml, parse_model_ref
 from compress.registry.local_copy import local_copy
@@ -145,7 +145,8 @@ def quantize(
     """Quantize a model and return the result, whose `path` is the directory of the artifact.
 
     This is `run` with a recipe of the stages calibrate, quantize and export; what was built before with the
-    same settings is found again.
+    same settings is found again. Settings under which nothing depends on activations, such as
+    `round={"kind": "rtn"}` with "FP8_DYNAMIC", read no calibration text.
 
     Args:
         model: a directory, `hf://org/name@revision` or `builtin://reference`.
@@ -166,7 +167,7 @@ def quantize(
         run_dir: where report and lock file go; by default a directory in `runs/` named by the settings.
         offline: never use the network.
         settings: further keys of the quantize stage as in a recipe: smooth, target, round, refine, guide,
-            tune, overrides, head, kv_cache.
+            tune, overrides, head, kv_cache, measure_error.
 
     Example:
         result = compress.quantize("builtin://reference", "W4A16_G128", preset="fast", out="reference-w4")
@@ -179,12 +180,18 @@ def quantize(
     target = None if out is None else Path(out)
     if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists and is not an empty directory; name a new one with `out`.")
-    quantization = {"kind": "quantize", "scheme": scheme, "preset": preset, **settings}
+    quantization = {
+        key: value
+        for key, value in {"scheme": scheme, "preset": preset, **settings}.items()
+        if key != "preset" or value is not None
+    }
     stages: list[dict[str, Any]] = [
-        {"kind": "calibrate", "data": str(data), "num_samples": num_samples, "seq_len": seq_len},
-        {key: value for key, value in quantization.items() if key != "preset" or value is not None},
+        {"kind": "quantize", **quantization},
         {"kind": "export", "formats": [format]},
     ]
+    if reads_calibration("quantize", quantization):
+        text = {"data": str(data), "num_samples": num_samples, "seq_len": seq_len}
+        stages.insert(0, {"kind": "calibrate", **text})
     if validate:
         stages.append({"kind": "validate", **(validate if isinstance(validate, Mapping) else {})})
     recipe = {"version": 1, "model": str(model), "seed": seed, "stages": stages}

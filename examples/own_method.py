@@ -34,6 +34,8 @@ class Shrunk(Rounder):
 
 
 for rounder in ({"kind": "rtn"}, {"kind": "shrunk"}):
-    result = compress.quantize("builtin://reference", "W4A16_G128", round=rounder, num_samples=4, seq_len=64)
+    result = compress.quantize(
+        "builtin://reference", "W4A16_G128", round=rounder, measure_error=True, num_samples=4, seq_len=64
+    )
     errors = [layer["error_after"] for layer in result.facts["quantize"]["layers"]]
     print(f"{rounder['kind']}: mean relative error of the linears' outputs {sum(errors) / len(errors):.5f}")

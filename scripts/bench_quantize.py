@@ -8,8 +8,9 @@ the device's memory.
 
 The checkpoint has the named shape and random weights, the calibration set random tokens: time depends on
 shapes, not values. Timed is the quantize stage, with reading the checkpoint and writing the artifact, and
-then the digests that become its manifest. `--layers` cuts the model; a layer's share is in the rows. Disk:
-twice the model, about 22 GB for an 8B shape.
+then the digests that become its manifest. `--methods copy` copies the checkpoint on that disk and syncs it,
+to compare with methods that run no layer (`fp8-dynamic`, `rtn`). `--layers` cuts the model; a layer's share
+is in the rows. Disk: twice the model, about 22 GB for an 8B shape, and 32 GB with `copy`.
 
 `--tools` are measured behind it, in a process of their own, on the same checkpoint and tokens: the quantizing
 call alone, without reading and writing (`peer_speed.py`). They must be installed beside torch where `--peers`
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 
+from compress.artifact.atomic import sync_tree
 from compress.artifact.manifest import describe_files
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
@@ -52,7 +54,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "awq+gptq": {"scheme": "W4A16_G128", "smooth": {"kind": "awq"}, "round": {"kind": "gptq"}},
     "balanced": {"scheme": "W4A16_G128", "preset": "balanced"},
     "fp8-static": {"scheme": "FP8_STATIC", "round": {"kind": "rtn"}},
+    "fp8-dynamic": {"scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}},
+    "rtn": {"scheme": "W4A16_G128", "round": {"kind": "rtn"}},
 }
+COPY = "copy"
+"""Method of the row that copies the checkpoint."""
 TOOLS = ("llmcompressor-gptq", "llmcompressor-awq", "llmcompressor-awq+gptq")
 
 
@@ -109,6 +115,20 @@ def quantize(directory: Path, spec: dict[str, Any], device: torch.device) -> dic
         "peak_device_bytes": peak,
         "artifact_bytes": sum(each.size_bytes for each in files),
     }
+
+
+def copy(directory: Path) -> dict[str, Any]:
+    """Seconds of copying the checkpoint as `cp` does, and of a sync of the copy."""
+    copied = directory / "copied"
+    shutil.rmtree(copied, ignore_errors=True)
+    started_s = time.perf_counter()
+    subprocess.run(["cp", "-r", str(directory / "model"), str(copied)], check=True)
+    copied_s = time.perf_counter() - started_s
+    sync_tree(copied)
+    total_s = time.perf_counter() - started_s
+    size = sum(each.stat().st_size for each in copied.iterdir())
+    shutil.rmtree(copied)
+    return {"copied_s": copied_s, "seconds": total_s, "peak_device_bytes": None, "artifact_bytes": size}
 
 
 def quantize_elsewhere(
@@ -180,7 +200,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=[*METHODS, COPY])
     parser.add_argument("--layers", type=int, default=None, help="of the model; all by default")
     parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -213,7 +233,10 @@ def measurements(
 ) -> Iterator[dict[str, Any]]:
     build(directory, arch, device, args.num_samples, args.seq_len)
     for method in args.methods:
-        yield {"tool": "compress", "method": method, **quantize(directory, METHODS[method], device)}
+        if method == COPY:
+            yield {"tool": "cp", "method": method, **copy(directory)}
+        else:
+            yield {"tool": "compress", "method": method, **quantize(directory, METHODS[method], device)}
     python = Path(sys.executable) if args.peers is None else args.peers / "bin" / "python"
     for tool in args.tools:
         yield quantize_elsewhere(directory, tool, python, device, arch, args.peer_layers)

@@ -27,7 +27,7 @@ no bit either.
 Shapes: N samples, S sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compress.artifact.resume import ResumePoint, are_whole, digests
-from compress.artifact.tensors import save_tensors
 from compress.calibrate.at_once import compress_at_once
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
+from compress.calibrate.layer_files import (
+    check_finite,
+    is_stored,
+    on_host,
+    placed,
+    store_layer,
+    stored_dtype,
+    stored_rows,
+)
 from compress.calibrate.layer_run import LayerRun, sample_range, shards_of_rank
 from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_stats
 from compress.calibrate.memory_guard import MemoryGuard
@@ -49,14 +56,10 @@ from compress.calibrate.stats import SourceStat, StatFactory
 from compress.calibrate.streaming import LayerPrefetcher, LayerWriter, return_freed_blocks
 from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
-from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.canonical import OUTER_NAME, encoded, layer_name, load_weights, save_weights
+from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import Schemes
-
-FINITE_CHUNK = 1 << 24
-"""Numbers that are checked for NaN and infinity at once: the check must not cost a copy of a large matrix."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def run_sequential(
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
     compress = compress_true_sequential if compression.true_sequential else compress_at_once
-    stored = ctx.ranks.from_lead(lambda: [_is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
+    stored = ctx.ranks.from_lead(lambda: [is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
         if stored[idx]:
@@ -145,11 +148,11 @@ def run_sequential(
                 compress(
                     state, arch, compression.passes, prefetch_next=prefetch_next, on_kv_ready=on_kv_ready
                 )
-                weights = state.release_weights(_stored_dtype(arch))
+                weights = state.release_weights(stored_dtype(arch))
                 rows = state.all_rows()
                 del state, on_kv_ready
                 if leads:
-                    writer.write(partial(_store, out, idx, _on_host(weights), rows, ctx))
+                    writer.write(partial(store_layer, out, idx, on_host(weights), rows, ctx))
             if idx < last and (stored[idx] or not compression.true_sequential):
                 prefetch_next()
                 replay_(run.build_layer(arch_after, idx, weights), run.samples, run)
@@ -158,7 +161,7 @@ def run_sequential(
     ctx.progress.update(arch.num_layers, arch.num_layers, "all layers")
     if not leads:
         return []
-    return [row for idx in range(arch.num_layers) for row in _point(out, idx, ctx).saved()["rows"]]
+    return [row for idx in range(arch.num_layers) for row in stored_rows(out, idx, ctx)]
 
 
 def _start(
@@ -187,15 +190,15 @@ def _start(
 def _layer_state(
     arch: Arch, idx: int, weights: Weights, compression: Compression, run: LayerRun
 ) -> LayerState:
-    placed = run.memory.retry_on_oom(partial(_placed, weights, idx, run.device), "placing a layer")
+    on_device = run.memory.retry_on_oom(partial(placed, weights, idx, run.device), "placing a layer")
     guide = None if compression.guide is None else compression.guide.layer(idx, run.sample_range)
-    return LayerState.start(arch, idx, placed, run, guide)
+    return LayerState.start(arch, idx, on_device, run, guide)
 
 
 def _scale_cache(state: LayerState, arch: Arch) -> None:
     """Find the scales of the keys and values that the layer computes now; the samples must be its inputs."""
     run = state.run
-    dtype = _stored_dtype(arch)
+    dtype = stored_dtype(arch)
     weights = state.stored_weights(dtype, *READ)
     cached = KeysValues.from_weights(arch, state.layer_idx, weights, dtype=run.dtype, device=run.device)
 
@@ -210,18 +213,13 @@ def _do_nothing() -> None:
     """Take the place of a callback where there is nothing to do."""
 
 
-def _stored_dtype(arch: Arch) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, arch.dtype)
-    return dtype
-
-
 def _embedded(
     source: WeightSource, tokens_NS: Tensor, out: Path | None, device: torch.device, dtype: torch.dtype
 ) -> Samples:
     """Return the inputs of the first layer; the weights outside of the layers are written to `out` and not
     kept."""
     outer = source.outer()
-    _check_finite({name: dense(value) for name, value in outer.items()}, "outer")
+    check_finite({name: dense(value) for name, value in outer.items()}, "outer")
     if out is not None:
         save_weights(out / OUTER_NAME, outer)
     embed_VD = dense(outer["embed.weight"]).to(device)
@@ -229,40 +227,3 @@ def _embedded(
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
         samples[idx : idx + 1] = embed_VD[tokens_S].unsqueeze(0)
     return samples
-
-
-def _placed(weights: Weights, idx: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the layer's dense weights on the device, after a check that they are finite."""
-    placed = {name: dense(value).to(device=device, non_blocking=True) for name, value in weights.items()}
-    _check_finite(placed, f"layers.{idx}")
-    return placed
-
-
-def _check_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """Raise UnsupportedFormat for NaN or infinity: rounding would turn them into codes that look like any
-    other."""
-    for name, value in weights.items():
-        if not all(bool(torch.isfinite(part).all()) for part in value.reshape(-1).split(FINITE_CHUNK)):
-            raise UnsupportedFormat(
-                f"the weight '{where}.{name}' of the model holds NaN or infinity: the checkpoint is damaged."
-            )
-
-
-def _on_host(weights: Weights) -> dict[str, Tensor]:
-    """Return the tensors of a layer's file; codes are packed on the device, before the copy."""
-    return {name: tensor.to("cpu") for name, tensor in encoded(weights).items()}
-
-
-def _store(out: Path, idx: int, tensors: Mapping[str, Tensor], rows: Sequence[Row], ctx: Context) -> None:
-    """Write a layer's weights first, and second the resume point with its rows, which vouches for them."""
-    save_tensors(out / layer_name(idx), tensors)
-    _point(out, idx, ctx).save({"rows": list(rows), "files": digests(out, [layer_name(idx)])})
-
-
-def _is_stored(out: Path, idx: int, ctx: Context) -> bool:
-    stored = _point(out, idx, ctx).load()
-    return stored is not None and are_whole(out, stored["files"], ctx.progress.log)
-
-
-def _point(out: Path, idx: int, ctx: Context) -> ResumePoint:
-    return ResumePoint(out / f"layer-{idx:05d}.json", ctx.progress.log)

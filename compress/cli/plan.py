@@ -22,6 +22,9 @@ data-centre GPU in bf16.
 """
 LAUNCH_S = {"cpu": 10e-6, "cuda": 15e-6}
 """Time of one small operation, launch included."""
+MOVED_BYTES_PER_S = {"cpu": 2e8, "cuda": 2e9}
+"""Rates of a stage without a forward pass, in bytes read and written: two busy server cores, which round; a
+GPU, for which the disk decides."""
 
 
 def plan(
@@ -74,6 +77,7 @@ def plan(
         "device": target,
         "ranks": ranks,
         "assumed_flops_per_s": sorted({_assumed_rate(each, target) for each in found}),
+        "assumed_bytes_per_s": MOVED_BYTES_PER_S[target] if any(each.moved_bytes for each in found) else None,
         "stages": rows,
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
@@ -85,7 +89,8 @@ def plan(
 
 def seconds_of(estimate: "Estimate", device: str) -> float:
     """Time of a stage at the rates assumed."""
-    return estimate.flops / _assumed_rate(estimate, device) + estimate.num_launches * LAUNCH_S[device]
+    computing_s = estimate.flops / _assumed_rate(estimate, device) + estimate.num_launches * LAUNCH_S[device]
+    return computing_s + estimate.moved_bytes / MOVED_BYTES_PER_S[device]
 
 
 def _on_a_gpu(found: "list[Estimate]") -> dict[str, Any]:
@@ -183,7 +188,9 @@ def _text(document: dict[str, Any]) -> str:
         "the interpreter and its libraries take about half a gigabyte more",
     ]
     rates = " and ".join(f"{rate / 1e12:g}" for rate in document["assumed_flops_per_s"])
-    lines.append(f"times assume {rates} TFLOP/s sustained")
+    moved = document["assumed_bytes_per_s"]
+    moves = f", and {moved / 1e9:g} GB/s read and written without a forward pass" if moved else ""
+    lines.append(f"times assume {rates} TFLOP/s sustained{moves}")
     gpu = document["on_a_gpu"]
     if gpu is not None:
         took = duration_text(gpu["seconds"]) if gpu["seconds"] >= 1 else "seconds"

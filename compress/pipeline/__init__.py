@@ -17,7 +17,15 @@ from compress.pipeline.run import (
     unchanged,
 )
 from compress.pipeline.run_dir import LOCK_NAME, RunDir
-from compress.pipeline.steps import Step, build_steps, check_selection, estimates, lock_of, resolve_source
+from compress.pipeline.steps import (
+    Step,
+    build_steps,
+    check_selection,
+    estimates,
+    lock_of,
+    reads_calibration,
+    resolve_source,
+)
 
 __all__ = [
     "LOCK_NAME",
@@ -39,6 +47,7 @@ __all__ = [
     "lock_of",
     "pick_device",
     "publish",
+    "reads_calibration",
     "resolve_source",
     "run",
     "unchanged",

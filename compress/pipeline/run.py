@@ -28,7 +28,7 @@ from compress.registry import transfer
 from compress.registry.model_source import ModelSource
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG
-from compress.stages import STAGES, Input, Inputs, Port, Stage
+from compress.stages import STAGES, Input, Inputs, Port
 
 
 @dataclass(frozen=True)
@@ -218,18 +218,19 @@ def _initial_ports(source: ModelSource) -> dict[Port, Input]:
 
 
 def _inputs(step: Step, ports: Mapping[Port, Input], source: ModelSource) -> Inputs:
-    taken = {port: ports[port] for port in _ports_read(step.stage, ports)}
+    taken = {port: ports[port] for port in _ports_read(step, ports)}
     return Inputs(source, taken)
 
 
-def _ports_read(stage: Stage, ports: Mapping[Port, Input]) -> list[Port]:
-    met = [met_by(need, ports.keys()) for need in stage.takes]
+def _ports_read(step: Step, ports: Mapping[Port, Input]) -> list[Port]:
+    stage = step.stage
+    met = [met_by(need, ports.keys()) for need in stage.needs(step.spec)]
     assert all(port is not None for port in met), "build_steps checks needs"
     return sorted({port for port in met if port is not None} | {port for port in stage.uses if port in ports})
 
 
 def _key(step: Step, ports: Mapping[Port, Input], seed: int, device: str) -> str:
-    inputs = {port.value: ports[port].digest for port in _ports_read(step.stage, ports)} | {
+    inputs = {port.value: ports[port].digest for port in _ports_read(step, ports)} | {
         "source": ports[Port.SOURCE].digest
     }
     spec = step.spec.model_dump(mode="json", serialize_as_any=True)

@@ -2,9 +2,11 @@
 be refused before any work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from compress.errors import RecipeError, UsageError, did_you_mean
 from compress.models.arch import Arch
@@ -40,7 +42,7 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
-        for need in stage.takes:
+        for need in stage.needs(spec):
             if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
                 if implied is None:
@@ -173,6 +175,19 @@ def _check_push(push: Push, file: str) -> None:
             compose_ref(push.to, push.name, tag)
     except UsageError as error:
         raise RecipeError(f"{file}: push: {error}") from None
+
+
+def reads_calibration(kind: str, raw: Mapping[str, Any]) -> bool:
+    """Return whether a stage with these settings takes calibration text.
+
+    Wrong settings count as such, and `build_steps` refuses them with the place of the error.
+    """
+    stage = STAGES.get(kind)
+    try:
+        spec = stage.spec.model_validate(dict(raw))
+    except (ValidationError, UsageError):
+        return True
+    return Port.CALIB in stage.needs(spec)
 
 
 def met_by(need: Need, present: Any) -> Port | None:

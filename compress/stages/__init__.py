@@ -68,7 +68,8 @@ class Estimate:
     """The expected needs of a stage before it runs: bytes at its peak, bytes that it leaves on disk,
     floating-point operations, and small operations that must run one after the other (the columns of GPTQ).
 
-    `in_tiles`: a CPU multiplies in bfloat16 (AMX).
+    `in_tiles`: a CPU multiplies in bfloat16 (AMX). `moved_bytes`: bytes read and written, of a stage whose
+    time they decide.
     """
 
     peak_bytes: int
@@ -77,6 +78,7 @@ class Estimate:
     num_launches: int = 0
     notes: tuple[str, ...] = ()
     in_tiles: bool = False
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def _nothing(spec: Any, device: str) -> Mapping[str, str]:
     return {}
 
 
+def _none(spec: Any) -> tuple[Port, ...]:
+    return ()
+
+
 def _same(spec: Any, arch: Arch) -> Arch:
     return arch
 
@@ -111,6 +117,7 @@ class Stage:
 
     Attributes:
         takes: the ports that must be there.
+        spares: spec -> the ports of `takes` that a stage with this spec does not read.
         uses: ports that are read where they are there.
         depends: (spec, device) -> name -> digest or text of what decides the result besides recipe and
             inputs, such as data files or the machine of a latency; part of the cache key.
@@ -131,6 +138,12 @@ class Stage:
     depends: Callable[[Any, str], Mapping[str, str]] = _nothing
     on_all_ranks: Callable[[Any, Inputs, Context], object] | None = None
     reshape: Callable[[Any, Arch], Arch] = _same
+    spares: Callable[[Any], tuple[Port, ...]] = _none
+
+    def needs(self, spec: Any) -> tuple[Need, ...]:
+        """Return the ports that must be there for a stage with this spec."""
+        spared = self.spares(spec)
+        return tuple(need for need in self.takes if need not in spared)
 
 
 class StageSet(PluginSet[Stage]):
@@ -149,13 +162,27 @@ class StageSet(PluginSet[Stage]):
         depends: Callable[[Any, str], Mapping[str, str]] = _nothing,
         on_all_ranks: Callable[[Any, Inputs, Context], object] | None = None,
         reshape: Callable[[Any, Arch], Arch] = _same,
+        spares: Callable[[Any], tuple[Port, ...]] = _none,
     ) -> Callable[[RunStage], RunStage]:
         """Return a decorator that registers a function as the `run` of a stage."""
 
         def decorate(run: RunStage) -> RunStage:
             self.add(
                 kind,
-                Stage(kind, version, takes, gives, spec, run, estimate, uses, depends, on_all_ranks, reshape),
+                Stage(
+                    kind,
+                    version,
+                    takes,
+                    gives,
+                    spec,
+                    run,
+                    estimate,
+                    uses,
+                    depends,
+                    on_all_ranks,
+                    reshape,
+                    spares,
+                ),
             )
             return run
 

@@ -54,8 +54,8 @@ def render_markdown_card(
     ]
     if digest := artifact.get("digest"):
         sections.append(
-            f"These numbers belong to the artifact `{digest}`. The full report, with plots and per-layer "
-            "errors, is `report.html`."
+            f"These numbers belong to the artifact `{digest}`. The full report, with plots"
+            f"{' and per-layer errors' if report.get('layers') else ''}, is `report.html`."
         )
     return "\n\n".join(sections) + "\n"
 

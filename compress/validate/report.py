@@ -45,6 +45,7 @@ LAYOUT = (
     "layers",
     "guided",
     "tuning",
+    "data_free",
     "kv_cache",
     "mixed",
     "pruning",

@@ -70,7 +70,9 @@ def test_converting_carries_the_scales_and_what_is_known_of_them(
 def test_dense_but_for_some_linears(recipe: Recipe, command: Command, work: Path) -> None:
     code, _, err = command(
         "run",
-        recipe(stages=stages(overrides={"*.ffn.down": "W4A16_G128"}, round={"kind": "rtn"})),
+        recipe(
+            stages=stages(overrides={"*.ffn.down": "W4A16_G128"}, round={"kind": "rtn"}, measure_error=True)
+        ),
         "--until",
         "quantize",
     )

@@ -22,6 +22,7 @@ from tests.support.tiny_run import RECIPE
 Recipe = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
 METHODS: dict[str, dict[str, Any]] = {
+    "data-free": {"scheme": "FP8_BLOCK", "round": {"kind": "rtn"}},
     "balanced": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}},
     "at once": {"preset": "balanced", "refine": {"kind": "descent", "sweeps": 2}, "true_sequential": False},
     "awq": {"smooth": {"kind": "awq", "num_ratios": 4}, "round": {"kind": "rtn", "scale": "hessian"}},
@@ -63,6 +64,7 @@ def alone(command: Command, path: Path) -> str:
     [
         (2, "balanced"),
         (3, "awq"),
+        (2, "data-free"),
         slow(2, "at once"),
         slow(2, "smoothquant"),
     ],
@@ -85,12 +87,12 @@ STOPPED_AT_FIRST = """
 import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
-store = sequential._store
+store = sequential.store_layer
 def stored(out, idx, *rest):
     store(out, idx, *rest)
     if idx == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-sequential._store = stored
+sequential.store_layer = stored
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -54,6 +54,42 @@ def test_a_run_gives_artifact_report_and_tags_and_a_second_run_finds_everything_
     assert second["artifact"] == first["artifact"]
 
 
+def test_rounding_without_activations_reads_no_calibration_text(
+    recipe: Recipe, command: Command, work: Path
+) -> None:
+    calibrate, _, export, validate = RECIPE["stages"]
+    quantize = {"kind": "quantize", "scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}
+    plain = recipe(stages=[quantize, export, validate])
+    code, out, err = command("plan", plain, "--json")
+    assert code == 0, err
+    planned = json.loads(out)
+    assert [row["kind"] for row in planned["stages"]] == ["quantize", "export", "validate"]
+    assert planned["assumed_bytes_per_s"] > 0
+    _, document = run_json(command, plain)
+    evidence = Path(document["report"]).parent
+    report = json.loads((evidence / "report.json").read_text())
+    assert report["data_free"] is True
+    assert "layers" not in report
+    assert "measure_error: true" in (evidence / "report.html").read_text()
+    card = (evidence / "README.md").read_text()
+    assert "per-layer errors" not in card
+
+    # text that the recipe names and no stage reads decides nothing and is not stated
+    named = recipe(stages=[{**calibrate, "num_samples": 5}, quantize, export, validate])
+    _, again = run_json(command, named)
+    assert [stage["cached"] for stage in again["stages"]][:3] == [False, True, True]
+    assert again["artifact"] == document["artifact"]
+    report = json.loads(Path(again["report"]).with_name("report.json").read_text())
+    assert report["calibration"].keys() == {"evaluation_data", "evaluation_digest"}
+
+    measured = recipe(stages=[calibrate, {**quantize, "measure_error": True}, export, validate])
+    _, observed = run_json(command, measured)
+    report = json.loads(Path(observed["report"]).with_name("report.json").read_text())
+    assert len(report["layers"]) == 7 * NUM_LAYERS
+    assert "data_free" not in report
+    assert "digest" in report["calibration"]
+
+
 def test_fresh_workspaces_give_the_same_digest(recipe: Recipe, command: Command) -> None:
     path = recipe()
     digests = {
@@ -141,12 +177,12 @@ KILLED_AT = """
 import os, signal, sys
 import compress.calibrate.sequential as sequential
 from compress.cli.app import main
-store, layer = sequential._store, int(sys.argv[1])
+store, layer = sequential.store_layer, int(sys.argv[1])
 def stored(out, idx, *rest):
     store(out, idx, *rest)
     if idx == layer:
         os.kill(os.getpid(), signal.SIGKILL)
-sequential._store = stored
+sequential.store_layer = stored
 main(sys.argv[2:])
 """
 
@@ -157,14 +193,14 @@ def test_sigterm_ends_at_the_next_layer_with_143_and_the_same_command_resumes(
     import compress.calibrate.sequential as sequential
 
     path = recipe()
-    store = sequential._store
+    store = sequential.store_layer
 
     def asked_to_stop(out: Path, idx: int, *args: Any) -> None:
         store(out, idx, *args)
         if idx == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(sequential, "_store", asked_to_stop)
+    monkeypatch.setattr(sequential, "store_layer", asked_to_stop)
     code, _, err = command("run", path)
     assert code == 143
     assert "resumes" in err
@@ -352,7 +388,7 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
     import compress.calibrate.sequential as sequential
 
     path = recipe()
-    store = sequential._store
+    store = sequential.store_layer
     layers = list[int]()
     _, first = run_json(command, path, "--until", "quantize")
 
@@ -362,7 +398,7 @@ def test_a_rebuild_that_was_cut_goes_on_with_the_same_command(
         if layers == [0]:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(sequential, "_store", noted)
+    monkeypatch.setattr(sequential, "store_layer", noted)
     rebuild = ("run", path, "--until", "quantize", "--from", "quantize", "--json")
     assert command(*rebuild)[0] == 143
     code, out, _ = command(*rebuild)

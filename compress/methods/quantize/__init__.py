@@ -18,7 +18,7 @@ To add a rounder, write one file in this package, for instance `shrunk.py` (comp
             0.98, gt=0, le=1, description="share of the range of a group that codes cover"
         )
 
-        def needs(self) -> tuple[type[Stat], ...]:     # statistics that `round` reads; none if left out
+        def needs(self) -> tuple[type[Stat], ...]:     # what `round` reads; left out: no layer runs
             return (SecondMoment,)
 
         def round(
@@ -68,7 +68,10 @@ class Rounder(Spec):
     """A rule that turns weights into codes and scales."""
 
     def needs(self) -> tuple[type[Stat], ...]:
-        """Return the types of the statistics of the group's input that `round` reads."""
+        """Return the types of the statistics of the group's input that `round` reads.
+
+        Where nothing needs any, no layer runs, and `round` gets some rows of a linear and no statistics.
+        """
         return ()
 
     @abstractmethod

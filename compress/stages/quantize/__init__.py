@@ -2,7 +2,8 @@
 if it has a scheme.
 
 How codes are found is a combination of smoother, rounding target, rounder and refiner, for any scheme. The
-head is rounded to nearest.
+head is rounded to nearest. Where nothing depends on activations, the stage needs no calibration text and runs
+no layer.
 
 spec.py       what a recipe states            layers.py     the linears, compressed layer by layer
 schemes.py    the scheme of each linear       tune.py       scales, trained end to end
@@ -56,10 +57,15 @@ def _depends(spec: Quantize, device: str) -> Mapping[str, str]:
     return {**computes_in(device), **order, **times}
 
 
+def _spares(spec: Quantize) -> tuple[Port, ...]:
+    return () if spec.needs_activations else (Port.CALIB,)
+
+
 @STAGES.stage(
     "quantize",
-    version=7,
+    version=8,
     takes=(Port.DENSE, Port.CALIB),
+    spares=_spares,
     gives=Port.QUANTIZED,
     spec=Quantize,
     estimate=estimate,
@@ -82,11 +88,15 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
     else:
         _quantize_head(ctx.scratch / OUTER_NAME, out.path / OUTER_NAME, scheme.head, torch.device(ctx.device))
     arch, layers = described(source.arch, scheme)
-    linears = [row for row in rows if "linear" in row]
+    observed = (
+        {"layers": [row for row in rows if "linear" in row]}
+        if spec.needs_activations
+        else {"data_free": True}
+    )
     guided = {} if spec.guide is None else {"guided": True}
     facts = {
         "method": spec.method(),
-        "layers": linears,
+        **observed,
         **guided,
         **explained,
         **_cache_facts(spec, rows, ctx),

@@ -3,7 +3,15 @@ and launches."""
 
 from dataclasses import replace
 
-from compress.calibrate.estimate import Workload, flops, guide_effort, host_bytes, num_columns, peak_bytes
+from compress.calibrate.estimate import (
+    STACK_COPIES,
+    Workload,
+    flops,
+    guide_effort,
+    host_bytes,
+    num_columns,
+    peak_bytes,
+)
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
@@ -29,6 +37,10 @@ COLUMNS_PER_LAUNCH = 128
 LOSS_COST = {"cpu": 1.0, "cuda": 1.5}
 """Cost of a product of a weight with its statistic that decides or reports, in products at the assumed rate;
 on a GPU it is three products in bf16 with what surrounds them."""
+PACK_BYTES = 24
+"""Bytes that packing takes for a code while it goes through 64-bit integers."""
+ROUNDING_LIBRARY_BYTES = 20_000_000
+"""Bytes that libraries and threads take on a CPU when they first round; nothing loads those of products."""
 EXACT_COST = {"cpu": 1.0, "cuda": 5.0}
 """Cost of such a product in float32: 51 against 250 TFLOP/s on an H200."""
 
@@ -42,6 +54,8 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     arch = facts.arch
     scheme = possible_schemes(spec, arch)[-1]
     check_model(spec, arch)
+    if not spec.needs_activations:
+        return _data_free(spec, scheme, facts)
     calib = calibration_of(facts)
     work = Workload(
         arch,
@@ -54,15 +68,13 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         true_sequential=spec.true_sequential,
         guided=spec.guide is not None,
     )
-    notes = [_scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}"]
-    if (kv_format := spec.kv_format()) is not None:
-        notes.append(f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token")
+    notes = _notes(spec, scheme, arch)
     layers = Estimate(
         peak_bytes(work),
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
         sum(flops(work, products=_products(spec, facts.device))),
         num_launches=_launches(spec, facts.device, num_columns(work)),
-        notes=tuple(notes),
+        notes=notes,
         in_tiles=work.in_tiles,
     )
     found = layers
@@ -81,6 +93,48 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
     if spec.tune is not None and scheme is not None:
         found = _with_pass(found, *_tuning_effort(spec.tune, work, linear_bytes(arch, scheme)))
     return found
+
+
+def _data_free(spec: Quantize, scheme: ModelScheme | None, facts: PlanFacts) -> Estimate:
+    """Return what quantizing without a forward pass needs: the bytes that are read and written decide its
+    time.
+
+    A CPU holds what is outside of the layers, which is written while the first layer is rounded, the layer
+    that is read ahead, the layer that is rounded and its codes, and what packs the codes of one linear. A
+    GPU holds the layer that is rounded, and the copies of one linear.
+    """
+    arch = facts.arch
+    head = spec.head_scheme
+    written = linear_bytes(arch, scheme) + outer_bytes(arch, head)
+    shapes = [[each.linear_shape(name, arch.hidden_size) for name in each.linears] for each in arch.layers]
+    sizes = [[rows * columns for rows, columns in of_layer] for of_layer in shapes]
+    layer = max(map(sum, sizes))
+    largest = max(map(max, sizes))
+    packs = scheme is not None and any(each.num_bits < 8 for each in scheme.all)
+    copies = PACK_BYTES * largest if packs else 0
+    if facts.device == "cpu":
+        peak = ROUNDING_LIBRARY_BYTES + outer_bytes(arch, None) + (2 + 2 + 1) * layer + copies
+    else:
+        peak = (2 + 1) * layer + max(copies, 4 * STACK_COPIES * largest)
+    note = "no calibration text and no forward pass: read, round, write"
+    head_moved = 0 if head is None else 2 * outer_bytes(arch, None)  # it is read again, and written in codes
+    return Estimate(
+        peak,
+        written,
+        0.0,
+        notes=(*_notes(spec, scheme, arch), note),
+        moved_bytes=2 * arch.num_params + written + head_moved,
+    )
+
+
+def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str, ...]:
+    kv_format = spec.kv_format()
+    cache = (
+        ()
+        if kv_format is None
+        else (f"KV cache {kv_format}, {kv_bytes_per_token(arch, kv_format):,} bytes a token",)
+    )
+    return _scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *cache
 
 
 def _with_pass(found: Estimate, peak: int, operations: float) -> Estimate:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.arithmetic import compute_dtype
+from compress.calibrate.data_free import run_data_free
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
 from compress.calibrate.sequential import Compression, run_sequential
@@ -16,7 +17,7 @@ from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
 from compress.export import open_weights
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
-from compress.methods.quantize.passes import BaselinePass, RoundPass, SmoothPass
+from compress.methods.quantize.passes import BaselinePass, DataFreePass, RoundPass, SmoothPass
 from compress.models.weights import WeightSource
 from compress.quant.kv import FP8_STATIC
 from compress.quant.scheme import ModelScheme, Schemes
@@ -43,13 +44,20 @@ def quantization_passes(
     return passes
 
 
+def data_free_passes(spec: Quantize, schemes: Schemes | None, stored_dtype: torch.dtype) -> list[LayerPass]:
+    """Return the passes of a spec that needs no activations; none where all weights stay dense."""
+    if schemes is None:
+        return []
+    return [DataFreePass(cast(Rounder, spec.round), schemes, stored_dtype)]
+
+
 def quantize_layers(
     spec: Quantize, inputs: Inputs, ctx: Context
 ) -> tuple[ModelScheme | None, dict[str, Any], list[Row]]:
     """Compress every layer into the scratch directory, on all ranks.
 
-    Rank 0 chooses the schemes. Where neither weights nor scales depend on activations, a single token goes
-    through the layers.
+    Rank 0 chooses the schemes. Where nothing depends on activations, rank 0 compresses all layers, and no
+    token goes through any.
 
     Returns:
         The schemes (None: all dense), facts of how they were chosen and tuned, and the rows of the layer
@@ -57,6 +65,11 @@ def quantize_layers(
     """
     source = open_weights(inputs[Port.DENSE].path)
     stored_dtype = getattr(torch, source.arch.dtype)
+    if not spec.needs_activations:
+        scheme = model_scheme(spec, source.arch)
+        if ctx.ranks.rank == 0:
+            run_data_free(source, data_free_passes(spec, scheme, stored_dtype), ctx.scratch, ctx)
+        return scheme, {}, []
     tokens = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
     tokens_NS = tokens.tokens_NS
     chosen, explained = ctx.ranks.from_lead(lambda: _schemes(spec, source, tokens_NS, ctx))
@@ -69,7 +82,7 @@ def quantize_layers(
     kv_scales = spec.kv_format() == FP8_STATIC
     rows = run_sequential(
         source,
-        tokens_NS if passes or kv_scales else tokens_NS[:1, :1],
+        tokens_NS,
         Compression(
             passes,
             scheme=scheme,

@@ -9,10 +9,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from compress.calibrate.guide import Guide
 from compress.errors import UsageError, did_you_mean
-from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Smoother
+from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Rounder, Smoother
 from compress.methods.quantize.descent import Descent
 from compress.methods.quantize.gptq import Gptq
-from compress.quant.kv import KV_CACHES, kv_cache_named
+from compress.quant.kv import FP8_STATIC, KV_CACHES, kv_cache_named
 from compress.quant.scheme import DENSE, SCHEMES, Scheme, scheme_named
 from compress.recipe import ByKind, Spec, checked_by
 from compress.stages import specs_of
@@ -160,6 +160,12 @@ class Quantize(Spec):
         json_schema_extra={"enum": [*KV_CACHES, None]},
         exclude_if=_is_unset,
     )
+    measure_error: bool = Field(
+        False,
+        exclude_if=_is_unset,
+        description="run the calibration text through the layers to report the error of every linear, also "
+        "where rounding reads no activation; methods that read activations report it in any case",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -191,7 +197,7 @@ class Quantize(Spec):
             return self
         optional = ("preset", "guide", "smooth", "target", "refine", "tune", "head")
         given = [name for name in optional if getattr(self, name) is not None]
-        given += ["true_sequential"] if self.true_sequential else []
+        given += [name for name in ("true_sequential", "measure_error") if getattr(self, name)]
         given += ["round"] if self.round != Gptq() else []
         if given:
             raise ValueError(
@@ -228,6 +234,20 @@ class Quantize(Spec):
     def only_cache(self) -> bool:
         """Whether weights stay as they are and the KV cache alone is quantized."""
         return self.scheme == DENSE and not self.overrides
+
+    @property
+    def needs_activations(self) -> bool:
+        """Whether codes, scales or requested errors depend on activations, for which the stage takes
+        calibration text."""
+        if isinstance(self.scheme, Mixed) or self.measure_error or self.kv_format() == FP8_STATIC:
+            return True
+        if self.only_cache:
+            return False
+        if any(each is not None for each in (self.guide, self.smooth, self.target, self.refine, self.tune)):
+            return True
+        schemes = [scheme_or_dense(name) for name in (self.scheme, *self.overrides.values())]
+        has_static_inputs = any(each is not None and each.activation == "tensor" for each in schemes)
+        return has_static_inputs or bool(cast(Rounder, self.round).needs())
 
     @property
     def patterns(self) -> dict[str, Scheme | None]:

@@ -136,7 +136,12 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         LatencyPart(measured.latency.get("source", ()), measured.latency.get("candidate", ())),
         RooflinePart(measured.roofs),
         KernelsPart(measured.candidate.kernel_report()),
-        LayersPart(layer_rows(inputs, scheme), quantized.get("guided", False), quantized.get("tuning")),
+        LayersPart(
+            layer_rows(inputs, scheme),
+            quantized.get("guided", False),
+            quantized.get("tuning"),
+            quantized.get("data_free", False),
+        ),
         ArtifactPart(_artifact(inputs, candidate, manifest, scheme, sizes, kv_cache, draft_bytes)),
         ProvenancePart(
             calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),

@@ -51,7 +51,8 @@ def dense_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def layer_rows(inputs: Inputs, scheme: ModelScheme | None) -> list[dict[str, Any]]:
-    """Return the quantization's row of every linear, with its scheme where linears differ in it."""
+    """Return the quantization's row of every linear, with its scheme where linears differ in it; none where
+    rounding read no activation."""
     rows = quantization(inputs).get("layers", [])
     if scheme is None or not scheme.exceptions:
         return rows
@@ -116,7 +117,7 @@ def calibration_facts(
         "evaluation_data": evaluation_facts["title"],
         "evaluation_digest": evaluation.digest(),
     }
-    if Port.CALIB in inputs.ports:
+    if _is_calibrated(inputs):
         calib = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME)
         num_samples, seq_len = calib.tokens_NS.shape
         facts |= {
@@ -144,6 +145,13 @@ def calibration_facts(
             "draft_overlap": _overlap(inputs, training, evaluation, "draft's training"),
         }
     return facts
+
+
+def _is_calibrated(inputs: Inputs) -> bool:
+    """Return whether the recipe has calibration text and a stage read it: pruning does, and quantization
+    unless it is data-free."""
+    reads_none = quantization(inputs).get("data_free", False) and "pruning" not in dense_facts(inputs)
+    return Port.CALIB in inputs.ports and not reads_none
 
 
 def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) -> str:

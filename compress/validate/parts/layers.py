@@ -29,17 +29,24 @@ class LayersPart(Part):
 
     `rows`: {layer, linear, error_before, error_after} and, where known, damping, error_rtn, ..., and scheme
     where linears differ in it. `guided`: whether tokens were weighted in these errors. `tuning`: facts of
-    training the scales, as `stages/quantize` gives them.
+    training the scales, as `stages/quantize` gives them. `data_free`: no error was measured, because rounding
+    read no activation.
     """
 
     page_order: ClassVar[int] = 110
     rows: Sequence[Mapping[str, Any]]
     guided: bool = False
     tuning: Mapping[str, Any] | None = None
+    data_free: bool = False
 
     def as_json(self) -> Json:
-        """Return the rows and what was done with the scales."""
-        return {"layers": list(self.rows), "guided": self.guided, "tuning": self.tuning}
+        """Return the rows, what was done with the scales, and whether rounding read no activation."""
+        return {
+            "layers": list(self.rows),
+            "guided": self.guided,
+            "tuning": self.tuning,
+            "data_free": self.data_free,
+        }
 
     @staticmethod
     def values(report: Json) -> Json:

@@ -95,7 +95,7 @@ def test_a_layer_that_cannot_be_read_stops_the_run_with_its_reason(
 def test_a_layer_that_cannot_be_written_stops_the_run_before_the_next(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = sequential._store
+    store = sequential.store_layer
     source = tiny_source(tiny_arch(QWEN3, dtype="bfloat16"))
 
     def full(out: Path, idx: int, *args: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_layer_that_cannot_be_written_stops_the_run_before_the_next(
             raise OSError(28, "No space left on device")
         store(out, idx, *args)
 
-    monkeypatch.setattr(sequential, "_store", full)
+    monkeypatch.setattr(sequential, "store_layer", full)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, source)
     assert len(list(tmp_path.glob("layer-*.safetensors"))) == failing

@@ -34,6 +34,8 @@ GPTQ = {"kind": "gptq", "scale": "min_max"}
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "smoothed": ("quantize", {"smooth": {"kind": "awq", "num_ratios": 2}, "round": {"kind": "rtn"}}),
     "factorised": ("quantize", {"round": GPTQ}),
+    "data-free, packed": ("quantize", {"round": {"kind": "rtn"}}),
+    "data-free": ("quantize", {"scheme": "FP8_DYNAMIC", "round": {"kind": "rtn"}}),
     "guided": (
         "quantize",
         {

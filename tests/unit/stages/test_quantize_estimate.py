@@ -89,7 +89,6 @@ def test_a_plan_for_a_cpu_with_amx_is_within_thirty_percent_of_what_was_measured
     facts = PlanFacts(
         family_of(source).read_config(source), "cpu", {"calibrate": Calibrate(num_samples=128, seq_len=512)}
     )
-    planned = stage.estimate(
-        stage.spec.model_validate({"scheme": row["scheme"], **methods.METHODS[str(row["method"])]}), facts
-    )
-    assert seconds_of(planned, "cpu") == pytest.approx(row["seconds"], rel=0.3)
+    settings = {"scheme": row["scheme"], **methods.METHODS[str(row["method"])]}
+    spec = stage.spec.model_validate({**settings, "measure_error": True})  # as every method was when measured
+    assert seconds_of(stage.estimate(spec, facts), "cpu") == pytest.approx(row["seconds"], rel=0.3)

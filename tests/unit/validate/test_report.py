@@ -89,7 +89,7 @@ def test_every_part_is_found_and_has_its_place_and_its_template() -> None:
 def test_the_document_has_the_layout_of_its_schema() -> None:
     names = list(report())
     assert names == [name for name in LAYOUT if name in names]
-    assert set(LAYOUT) - set(names) == {"guided", "tuning"}
+    assert set(LAYOUT) - set(names) == {"guided", "tuning", "data_free"}
 
 
 def test_entries_of_other_parts_come_last() -> None:
