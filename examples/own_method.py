@@ -18,9 +18,7 @@ from compress.quant.scheme import Scheme
 
 @ROUNDERS.register("shrunk")
 class Shrunk(Rounder):
-    """Round to nearest after each group's range was shrunk: the largest weights saturate, all others err
-    less.
-    """
+    """Round to nearest in a shrunk range: the largest weights of a group saturate, all others err less."""
 
     kind: Literal["shrunk"] = "shrunk"
     range_frac: float = Field(0.98, gt=0, le=1, description="share of the range of a group that codes cover")
