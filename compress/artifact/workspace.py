@@ -29,8 +29,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from compress.artifact.atomic import sync_directory, sync_tree
-from compress.artifact.atomic import write_atomic as write_atomic
+from compress.artifact.atomic import sync_directory, sync_tree, write_atomic
 from compress.artifact.disk import explained
 from compress.artifact.leftovers import is_abandoned, owned_name
 from compress.artifact.manifest import (

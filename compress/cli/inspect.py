@@ -167,8 +167,8 @@ def _manifest_of_ref(text: str) -> "Manifest":
     """Return the artifact's manifest from a registry: two small blobs are read, both checked against their
     digests.
     """
-    from compress.artifact.manifest import Manifest
-    from compress.registry.image import ARTIFACT, MAX_MANIFEST_BYTES, Descriptor, ImageManifest
+    from compress.artifact.manifest import MAX_MANIFEST_BYTES, Manifest
+    from compress.registry.image import ARTIFACT, Descriptor, ImageManifest
     from compress.registry.protocol import open_registry
     from compress.registry.transfer import resolve
 

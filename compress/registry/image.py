@@ -27,7 +27,6 @@ FILE_LAYER = "application/vnd.compress.file.v1"
 TITLE = "org.opencontainers.image.title"
 REF_NAME = "org.opencontainers.image.ref.name"
 SUBJECT = "vnd.compress.subject"  # in index.json, so that referrers are found without opening every manifest
-MAX_MANIFEST_BYTES = 64 << 20
 _MAX_BLOB_BYTES = 1 << 60
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 

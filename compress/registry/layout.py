@@ -24,9 +24,10 @@ from filelock import FileLock, Timeout
 
 from compress.artifact.atomic import atomic_file
 from compress.artifact.disk import write_error
+from compress.artifact.manifest import MAX_MANIFEST_BYTES
 from compress.digest import digest_file
 from compress.errors import LockHeld, StorageError, UnsupportedFormat, UsageError
-from compress.registry.image import IMAGE_INDEX, MAX_MANIFEST_BYTES, REF_NAME, SUBJECT, Descriptor
+from compress.registry.image import IMAGE_INDEX, REF_NAME, SUBJECT, Descriptor
 from compress.registry.protocol import REGISTRIES, Tag
 from compress.registry.ref import check_name, check_tag
 from compress.untrusted.files import open_plain

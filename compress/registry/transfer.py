@@ -19,6 +19,7 @@ from compress.artifact.disk import explained
 from compress.artifact.leftovers import neighbour
 from compress.artifact.manifest import (
     MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     Artifact,
     FileRecord,
     Manifest,
@@ -33,7 +34,6 @@ from compress.registry.image import (
     ARTIFACT_CONFIG,
     EMPTY_CONFIG,
     EVIDENCE,
-    MAX_MANIFEST_BYTES,
     Descriptor,
     ImageManifest,
     file_layers,

@@ -6,20 +6,24 @@ What all kinds share (text, steps, the target model as a decoder) is prepared fo
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import Field
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.distill.learn import Curve
 from compress.models.decoder import Decoder
 from compress.plugins import PluginSet
+from compress.recipe import MAX_SIZE
 from compress.registry.model_source import ModelSource
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.models import NamedTeacher
 from compress.stages.distill.text import TrainingText
 from compress.stages.draft.learning import DraftLearning
+
+LayerIdx = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 @dataclass(frozen=True)

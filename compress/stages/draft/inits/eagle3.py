@@ -30,15 +30,12 @@ from compress.quant.scheme import ModelScheme
 from compress.recipe import MAX_SIZE, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
 from compress.stages.distill.estimate import training_estimate
-from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized_head import head_scheme, rounded_head
 
 CALIBRATION_WINDOWS = 64
 """Windows of the training text on which a head in codes is calibrated."""
-
-
-LayerIdx = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 @INITS.register("eagle3")

@@ -39,7 +39,7 @@ from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import Calibrate
 from compress.stages.distill.estimate import training_estimate
 from compress.stages.distill.learning import training_batches
-from compress.stages.draft.inits import INITS, DraftTask, TrainedDraft
+from compress.stages.draft.inits import INITS, DraftTask, LayerIdx, TrainedDraft
 from compress.stages.draft.learning import DraftLearning
 from compress.stages.draft.quantized import quantized
 from compress.stages.prune.round import PruningMethod, prune_round
@@ -49,9 +49,6 @@ from compress.stages.quantize.estimate import estimate as quantize_estimate
 PARTS = "parts"
 START = "start"
 DENSE = "dense"
-
-
-LayerIdx = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 
 
 @INITS.register("pruned")
