@@ -28,9 +28,9 @@ from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
 from compress.errors import UsageError
-from compress.models.arch import LinearGroup
+from compress.models.arch import Arch, LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, RMSNorm
+from compress.models.decoder import DecoderLayer, Norm, capped, embedded, final_norm
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 
@@ -58,7 +58,7 @@ class EmbedAndHead:
     several walks."""
 
     embed_VD: Tensor
-    norm: RMSNorm
+    norm: Norm
     head_VD: Tensor
 
     @staticmethod
@@ -68,7 +68,7 @@ class EmbedAndHead:
         dtype = gradient_dtype(compute_dtype)
         embed_VD = dense(outer["embed.weight"]).to(device)
         head_VD = embed_VD if arch.tied_head else dense(outer["head.weight"]).to(device)
-        norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        norm = final_norm(arch)
         fill_(norm, {"weight": outer["norm.weight"]}, dtype=dtype, device=device)
         return EmbedAndHead(embed_VD, norm.requires_grad_(False), head_VD.to(dtype))
 
@@ -104,7 +104,8 @@ def visit_gradients(
     if device.type == "cpu":
         return_freed_blocks(arch)
     outer_modules = outer_modules or EmbedAndHead.load(source, compute_dtype=compute_dtype, device=device)
-    x_NSD = outer_modules.embed_VD[tokens_NS.to(device=device, dtype=torch.int64)].to(dtype)
+    tokens_NS = tokens_NS.to(device=device, dtype=torch.int64)
+    x_NSD = embedded(arch, outer_modules.embed_VD, tokens_NS).to(dtype)
     inputs = list[Tensor]()
     last = arch.num_layers - 1
     total = 2 * arch.num_layers
@@ -117,7 +118,7 @@ def visit_gradients(
             inputs.append(_to_host(x_NSD))
             _forward_(layer, x_NSD)
         gradient_NSD = x_NSD
-        _replace_by_loss_gradient_(gradient_NSD, outer_modules, draws_NS)
+        _replace_by_loss_gradient_(gradient_NSD, arch, outer_modules, draws_NS)
         for idx in reversed(range(arch.num_layers)):
             ctx.boundary(total - 1 - idx, total, f"sensitivities: backward, layer {idx} of {arch.num_layers}")
             if idx < last:
@@ -146,12 +147,14 @@ def _forward_(layer: DecoderLayer, x_NSD: Tensor) -> None:
         x_1SD.copy_(layer(x_1SD, positions, FullAttention()))
 
 
-def _replace_by_loss_gradient_(x_NSD: Tensor, outer_modules: EmbedAndHead, draws_NS: Tensor) -> None:
+def _replace_by_loss_gradient_(
+    x_NSD: Tensor, arch: Arch, outer_modules: EmbedAndHead, draws_NS: Tensor
+) -> None:
     """Replace outputs of the last layer by the gradients of the loss there. Labels lie at `draws_NS` of the
     cumulative predictions."""
     for kept_SD, draws_S in zip(x_NSD, draws_NS.to(x_NSD.device), strict=True):
         x_SD = kept_SD.clone().requires_grad_(True)
-        logits_SV = F.linear(outer_modules.norm(x_SD), outer_modules.head_VD)
+        logits_SV = capped(arch, F.linear(outer_modules.norm(x_SD), outer_modules.head_VD))
         (gradient_SD,) = torch.autograd.grad(logits_SV, x_SD, _logits_gradient(logits_SV.detach(), draws_S))
         kept_SD.copy_(gradient_SD)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.calibrate.observe import forward
 from compress.context import Context
-from compress.models.decoder import RMSNorm, no_tap
+from compress.models.decoder import capped, embedded, final_norm, no_tap
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 Visit = Callable[[int, Tensor, Tensor], None]
@@ -47,7 +47,9 @@ def walk(
     arch = source.arch
     device = torch.device(ctx.device)
     embed = dense(source.outer()["embed.weight"])
-    x_NSD = torch.stack([embed[sample].to(compute_dtype) for sample in tokens_NS.to(torch.int64)])
+    x_NSD = torch.stack(
+        [embedded(arch, embed, sample).to(compute_dtype) for sample in tokens_NS.to(torch.int64)]
+    )
     for idx in range(arch.num_layers):
         ctx.boundary(idx, arch.num_layers, f"{task}: layer {idx} of {arch.num_layers}")
         layer = build_layer(arch, idx, source.layer(idx), dtype=compute_dtype, device=device)
@@ -65,7 +67,7 @@ def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch
     to those that they make of y."""
     outer = source.outer()
     arch = source.arch
-    norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+    norm = final_norm(arch)
     fill_(norm, {"weight": outer["norm.weight"]}, dtype=x_NSD.dtype, device=device)
     head_VD = dense(outer["embed.weight" if arch.tied_head else "head.weight"]).to(
         device=device, dtype=x_NSD.dtype
@@ -73,7 +75,7 @@ def kl_between(source: WeightSource, x_NSD: Tensor, y_NSD: Tensor, device: torch
     total = 0.0
     for x_SD, y_SD in zip(x_NSD, y_NSD, strict=True):
         p_SV, q_SV = (
-            F.log_softmax(F.linear(norm(each.to(device)), head_VD).to(torch.float32), dim=-1)
+            F.log_softmax(capped(arch, F.linear(norm(each.to(device)), head_VD)).to(torch.float32), dim=-1)
             for each in (x_SD, y_SD)
         )
         total += float((p_SV.exp() * (p_SV - q_SV)).sum(dtype=torch.float64))

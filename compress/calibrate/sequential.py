@@ -58,6 +58,7 @@ from compress.calibrate.true_sequential import compress_true_sequential
 from compress.context import Context
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights, save_weights
+from compress.models.decoder import embedded
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.scheme import Schemes
 
@@ -121,7 +122,9 @@ def run_sequential(
     leads = ctx.ranks.rank == 0
     last = arch.num_layers - 1
     run = _start(source, tokens_NS, compression, out, ctx, compute_dtype)
-    compress = compress_true_sequential if compression.true_sequential else compress_at_once
+    # Halves that run side by side read one input: neither can be compressed before the other is observed.
+    true_sequential = compression.true_sequential and arch.block != "parallel"
+    compress = compress_true_sequential if true_sequential else compress_at_once
     stored = ctx.ranks.from_lead(lambda: [is_stored(out, idx, ctx) for idx in range(arch.num_layers)])
 
     def read(idx: int) -> Weights:
@@ -153,7 +156,7 @@ def run_sequential(
                 del state, on_kv_ready
                 if leads:
                     writer.write(partial(store_layer, out, idx, on_host(weights), rows, ctx))
-            if idx < last and (stored[idx] or not compression.true_sequential):
+            if idx < last and (stored[idx] or not true_sequential):
                 prefetch_next()
                 replay_(run.build_layer(arch_after, idx, weights), run.samples, run)
             del weights  # before the next layer is taken
@@ -225,5 +228,5 @@ def _embedded(
     embed_VD = dense(outer["embed.weight"]).to(device)
     samples = Samples((*tokens_NS.shape, embed_VD.shape[1]), dtype, device)
     for idx, tokens_S in enumerate(tokens_NS.to(device=device, dtype=torch.int64)):
-        samples[idx : idx + 1] = embed_VD[tokens_S].unsqueeze(0)
+        samples[idx : idx + 1] = embedded(source.arch, embed_VD, tokens_S).unsqueeze(0)
     return samples

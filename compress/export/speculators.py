@@ -141,6 +141,8 @@ def _config(
     facts: Eagle3Facts, scheme: ModelScheme | None, *, verifier: str, architectures: list[str], k: int
 ) -> dict[str, Any]:
     arch = facts.arch
+    rope = arch.layers[0].rope
+    assert rope is not None, "an EAGLE-3 layer encodes positions"
     layer = {
         **family_of({"model_type": arch.family}).write_config(arch),
         "attention_bias": False,
@@ -148,7 +150,7 @@ def _config(
         "max_position_embeddings": arch.max_position,
         "mlp_bias": False,
         "rms_norm_eps": arch.norm_eps,
-        "rope_parameters": _rope_parameters(arch.layers[0].rope),
+        "rope_parameters": _rope_parameters(rope),
     }
     if scheme is not None:
         layer["quantization_config"] = FORMATS.get(_CODES).quantization_config(scheme, head=NAMES["head"])

@@ -15,7 +15,9 @@ from compress.errors import StorageError, UnsupportedArch
 from compress.untrusted.fields import Fields
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+NORMS = ("rms", "layer")
+BLOCKS = ("pre", "post", "sandwich", "parallel")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 MAX_SIZE = 1 << 24
 """Largest width, number of heads, and vocabulary that is read: 100 times those of the largest models, and
@@ -25,14 +27,21 @@ MAX_POSITIONS = 1 << 31
 THETAS = (1.01, 1e15)
 FACTORS = (1.0, 1e6)
 """Ranges of a rope's base and of the factor that its positions are stretched by."""
+FREQUENCY_FACTORS = (1e-6, 1e6)
+SCALES = (-1e6, 1e6)
+"""Ranges of the factors of single frequencies (`longrope`), and of scales and caps."""
+RARE_ROPE_FIELDS = ("rotary_dim", "short_factors", "long_factors")
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (arXiv 2104.09864) of one layer and the rescaling of its frequencies.
 
-    The whole head rotates. `linear` divides every frequency by `factor` (arXiv 2306.15595); `llama3`
-    and `yarn` (arXiv 2309.00071) rescale each dimension by its wavelength against `original_max_position`.
+    `rotary_dim` dimensions of a head rotate, 0 for all; the others have frequency zero. `linear` divides
+    every frequency by `factor` (arXiv 2306.15595); `llama3` and `yarn` (arXiv 2309.00071) rescale each
+    dimension by its wavelength against `original_max_position`; `longrope` (arXiv 2402.13753) divides each by
+    its own of `short_factors`, or of `long_factors` once a sequence is longer than `original_max_position`;
+    `proportional` (Gemma 4) keeps the exponents of the whole head.
     """
 
     theta: float
@@ -45,6 +54,9 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    rotary_dim: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,14 +85,14 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The widths of one decoder layer; `window` is the number of positions that a query sees including
-    itself, None for all."""
+    """The widths of one decoder layer. `window` is the number of positions that a query sees including
+    itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
 
     @property
@@ -126,6 +138,18 @@ class Arch:
 
     `config` keeps the source's `config.json` as it was, so that export writes back every field that does
     not change the function here (token ids, initializer range, ...) and rewrites those that do.
+
+    Facts with a default are those of few families:
+        norm: `rms`, or `layer`: the mean is subtracted before (LayerNorm without a bias).
+        norm_offset: is added to the weight of every norm, 1 where checkpoints store w - 1.
+        block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
+            one norm for the inputs of both halves, which run side by side (`parallel`).
+        whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
+        embed_scale, residual_scale, logit_scale: factors of the embedding, of the output of each half-layer,
+            and of the logits.
+        logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
+        attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
+        query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor(p / n)).
     """
 
     family: str
@@ -142,6 +166,17 @@ class Arch:
     qk_norm: bool
     dtype: str
     config: Mapping[str, Any]
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    block: str = "pre"
+    whole_qk_norm: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    attn_scale: float | None = None
+    attn_softcap: float | None = None
+    query_growth: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -185,10 +220,26 @@ class Arch:
         heads = 1 if self.tied_head else 2
         total = heads * self.vocab_size * self.hidden_size + self.hidden_size + self.num_linear_params
         for layer in self.layers:
-            total += 2 * self.hidden_size + (2 * layer.head_dim if self.qk_norm else 0)
+            total += self.num_norms * self.hidden_size
+            if self.qk_norm:
+                total += sum(self.qk_norm_sizes(layer))
             for name in layer.linears:
                 total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
         return total
+
+    @property
+    def num_norms(self) -> int:
+        """Norms over the hidden size that a layer has."""
+        return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block]
+
+    def qk_norm_sizes(self, layer: LayerShape) -> tuple[int, int]:
+        """Return the sizes of the norms of q and of k: those of a head, or of all heads."""
+        q_heads, k_heads = (layer.num_heads, layer.num_kv_heads) if self.whole_qk_norm else (1, 1)
+        return q_heads * layer.head_dim, k_heads * layer.head_dim
+
+    def score_scale(self, layer: LayerShape) -> float:
+        """Return the factor of the attention scores of a layer."""
+        return layer.head_dim**-0.5 if self.attn_scale is None else self.attn_scale
 
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q", "attn.k", "attn.v"):
@@ -199,13 +250,20 @@ class Arch:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the facts as a manifest stores them: those of the model, and those of each layer."""
+        """Return the facts as a manifest stores them: those of the model, and those of each layer. What few
+        models have is left out where a model does not have it."""
         facts = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "layers"
+            if field.name != "layers" and not _is_default(field, getattr(self, field.name))
         }
-        return {**facts, "config": dict(self.config)}, [dataclasses.asdict(layer) for layer in self.layers]
+        layers = [dataclasses.asdict(layer) for layer in self.layers]
+        for layer in layers:
+            if layer["rope"] is not None:
+                for name in RARE_ROPE_FIELDS:
+                    if not layer["rope"][name]:
+                        del layer["rope"][name]
+        return {**facts, "config": dict(self.config)}, layers
 
     @staticmethod
     def from_json(facts: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> "Arch":
@@ -215,8 +273,9 @@ class Arch:
         Raises:
             StorageError: a value is missing, unknown, of another type or out of range.
         """
-        known = {field.name for field in dataclasses.fields(Arch)} - {"layers"}
-        if odd := sorted(facts.keys() ^ known):
+        fields = [field for field in dataclasses.fields(Arch) if field.name != "layers"]
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if odd := sorted((required - facts.keys()) | (facts.keys() - {field.name for field in fields})):
             raise StorageError(f"the arch of a manifest has missing or unknown fields: {', '.join(odd)}.")
         model = Fields(facts, "the arch of a manifest", StorageError)
         for name in ("family", "activation", "dtype"):
@@ -228,12 +287,61 @@ class Arch:
         for name in ("tied_head", "qkv_bias", "o_bias", "ffn_bias", "qk_norm"):
             model.flag(name)
         model.mapping("config")
-        return Arch(**facts, layers=tuple(_layer_of(layer, idx) for idx, layer in enumerate(layers)))
+        rare = _rare_facts(model)
+        return Arch(
+            **{**facts, **rare}, layers=tuple(_layer_of(layer, idx) for idx, layer in enumerate(layers))
+        )
+
+
+PLAIN_FACTS: Mapping[str, Any] = {
+    field.name: field.default
+    for field in dataclasses.fields(Arch)
+    if field.default is not dataclasses.MISSING
+}
+"""What few families have, as it is in a model of the others."""
+
+
+def _is_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
+    return field.default is not dataclasses.MISSING and bool(value == field.default)
+
+
+def _rare_facts(model: Fields) -> dict[str, Any]:
+    """Return the facts with a default that a manifest states."""
+    rare: dict[str, Any] = {}
+    for name, known in (("norm", NORMS), ("block", BLOCKS)):
+        if model.has(name) and model.text(name) not in known:
+            raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
+    if model.has("whole_qk_norm"):
+        model.flag("whole_qk_norm")
+    for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
+        if model.has(name):
+            model.number(name, *SCALES)
+    for name in ("attn_scale", "attn_softcap"):
+        if model.has(name):
+            model.number(name, *SCALES)
+    if model.has("query_growth"):
+        growth = model.numbers("query_growth", 0, MAX_POSITIONS)
+        if len(growth) != 2 or growth[1] < 1:
+            raise model.wrong("query_growth", growth, "a factor and a number of positions")
+        rare["query_growth"] = (growth[0], int(growth[1]))
+    return rare
 
 
 def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
     """Return the shape of a layer that a manifest states."""
     layer = Fields(stored, f"layer {idx} of a manifest", StorageError)
+    return LayerShape(
+        num_heads=layer.integer("num_heads", 1, MAX_SIZE),
+        num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
+        head_dim=layer.integer("head_dim", 1, MAX_SIZE),
+        intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
+        rope=_rope_of(layer) if layer.has("rope") else None,
+        window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
+    )
+
+
+def _rope_of(layer: Fields) -> Rope:
+    """Return the rope of a layer that a manifest states."""
     rope = layer.fields("rope")
     if odd := sorted(set(rope) - {field.name for field in dataclasses.fields(Rope)}):
         raise StorageError(f"{rope.where} has unknown fields: {', '.join(odd)}.")
@@ -241,17 +349,15 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         raise rope.wrong("kind", rope.text("kind"), f"one of {', '.join(ROPE_KINDS)}")
     rope.number("theta", *THETAS)
     stated = set(rope)
-    for name in stated - {"kind", "theta", "truncate", "original_max_position"}:
+    whole = {"original_max_position": MAX_POSITIONS, "rotary_dim": MAX_SIZE}
+    for name in stated - {"kind", "theta", "truncate", "short_factors", "long_factors", *whole}:
         rope.number(name, 0, FACTORS[1])
-    if "original_max_position" in stated:
-        rope.integer("original_max_position", 0, MAX_POSITIONS)
+    for name in stated & whole.keys():
+        rope.integer(name, 0, whole[name])
     if "truncate" in stated:
         rope.flag("truncate")
-    return LayerShape(
-        num_heads=layer.integer("num_heads", 1, MAX_SIZE),
-        num_kv_heads=layer.integer("num_kv_heads", 1, MAX_SIZE),
-        head_dim=layer.integer("head_dim", 1, MAX_SIZE),
-        intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
-        rope=Rope(**layer.mapping("rope")),
-        window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
-    )
+    factors = {
+        name: tuple(rope.numbers(name, *FREQUENCY_FACTORS))
+        for name in stated & {"short_factors", "long_factors"}
+    }
+    return Rope(**{**layer.mapping("rope"), **factors})

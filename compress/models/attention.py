@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, P past, H heads, K kv heads, C head dimension. `win
 including the query itself.
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -19,8 +20,19 @@ from compress.models import causal_gradient
 
 
 class AttentionFn(Protocol):
+    """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x are
+    capped to `softcap` tanh(x / `softcap`) if one is given."""
+
     def __call__(
-        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+        self,
+        layer_idx: int,
+        q_BSHC: Tensor,
+        k_BSKC: Tensor,
+        v_BSKC: Tensor,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -32,29 +44,57 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
     return seen if window is None else seen & (keys > queries - window)
 
 
-def _attend(q_BSHC: Tensor, k_BPKC: Tensor, v_BPKC: Tensor, window: int | None) -> Tensor:
+def _attend(
+    q_BSHC: Tensor,
+    k_BPKC: Tensor,
+    v_BPKC: Tensor,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
+    if softcap is not None:
+        mask = causal_mask(num_queries, num_keys, window, q.device)
+        return _attend_capped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if num_queries == num_keys and (window is None or window >= num_keys):
-        if causal_gradient.is_faster(q, k, v):
+        if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:
         mask = causal_mask(num_queries, num_keys, window, q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
+
+
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask_SP: Tensor, scale: float, softcap: float) -> Tensor:
+    """Return attention [B, S, H, C] with capped scores, of [B, H, S, C] and [B, K, P, C]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.matmul(q, k.mT) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask_SP, -math.inf)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(probs, v).transpose(1, 2)
 
 
 class FullAttention:
     """Each sequence of the batch attends to itself from position 0; nothing is kept."""
 
     def __call__(
-        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+        self,
+        layer_idx: int,
+        q_BSHC: Tensor,
+        k_BSKC: Tensor,
+        v_BSKC: Tensor,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         del layer_idx
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap)
 
 
 class CachedAttention:
@@ -70,11 +110,19 @@ class CachedAttention:
         return self._past[0][0].shape[1] if self._past else 0
 
     def __call__(
-        self, layer_idx: int, q_BSHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, *, window: int | None
+        self,
+        layer_idx: int,
+        q_BSHC: Tensor,
+        k_BSKC: Tensor,
+        v_BSKC: Tensor,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap)

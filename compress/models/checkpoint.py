@@ -20,7 +20,8 @@ from torch import Tensor
 from compress.artifact.tensors import ShardWriter, TensorFiles
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import Family, family_of
+from compress.models.layout import ROTATED, Place, row_order, stacked
 from compress.models.weights import WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -97,6 +98,7 @@ class Checkpoint:
         self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
+        self._stacked: tuple[str, Tensor | QuantizedWeight] | None = None
         self._check_names()
         if not (
             config.get("dtype") or config.get("torch_dtype")
@@ -124,6 +126,33 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor | QuantizedWeight:
         module, _, leaf = name.rpartition(".")
+        place = self._place(name)
+        if place is None:
+            return self._read_stored(name)
+        if self._stacked is None or self._stacked[0] != (stored := f"{self.family.to_disk(module)}.{leaf}"):
+            stored = f"{self.family.to_disk(module)}.{leaf}"
+            self._stacked = stored, self._read_stored(name)
+        try:
+            value = place.read(self._stacked[1])
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"{self.path}: {self._stacked[0]} is not read: {error}") from None
+        if self.family.stacked_modules(module)[-1] == module:
+            self._stacked = None
+        return value
+
+    def _place(self, name: str) -> Place | None:
+        """Return where a parameter lies in the tensor that holds it, None where it is the tensor."""
+        module, _, leaf = name.rpartition(".")
+        members = [f"{each}.{leaf}" for each in self.family.stacked_modules(module)]
+        if len(members) == 1 and not module.endswith(ROTATED):
+            return None
+        return places_of(self.family, self._arch, members, [self._shape_of(each)[0] for each in members])[
+            members.index(name)
+        ]
+
+    def _read_stored(self, name: str) -> Tensor | QuantizedWeight:
+        """Return the tensor that holds a parameter."""
+        module, _, leaf = name.rpartition(".")
         disk = self.family.to_disk(module)
         if leaf == "weight" and disk in self._schemes:
             scheme = self._schemes[disk]
@@ -131,7 +160,7 @@ class Checkpoint:
             assert self._codec is not None
             try:
                 weight = self._codec.decode(leaves, scheme)
-                if weight.shape != (wanted := self._shape_of(name)):
+                if weight.shape != (wanted := self._stored_shape_of(name)):
                     raise UnsupportedFormat(f"it is {list(weight.shape)}, its config says {list(wanted)}.")
                 return _scaled_in(self._arch.dtype, weight)
             except UnsupportedFormat as error:
@@ -147,6 +176,12 @@ class Checkpoint:
             return outer[name]
         _, idx, inner = name.split(".", 2)
         return layers[int(idx)][inner]
+
+    def _stored_shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the tensor that holds a parameter."""
+        module, _, leaf = name.rpartition(".")
+        shapes = [self._shape_of(f"{each}.{leaf}") for each in self.family.stacked_modules(module)]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
 
     def _leaves(self, disk: str) -> dict[str, str]:
         """Leaf of a quantized linear -> the tensor that holds it."""
@@ -231,9 +266,10 @@ class Checkpoint:
         for idx, layer in enumerate(layers):
             named.update({f"layers.{idx}.{name}": shape for name, shape in layer.items()})
         expected: dict[str, tuple[int, ...] | None] = {}
-        for name, shape in named.items():
+        for name in named:
             module, _, leaf = name.rpartition(".")
             disk = self.family.to_disk(module)
+            shape = self._stored_shape_of(name)
             if leaf == "weight" and disk in self._schemes:
                 expected.update(dict.fromkeys(self._leaves(disk).values()))
             else:
@@ -258,10 +294,21 @@ def write_checkpoint(
     arch = source.arch
     family = family_of({"model_type": arch.family})
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
+    waiting: dict[str, Tensor | QuantizedWeight] = {}
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
         module, _, leaf = name.rpartition(".")
         disk = family.to_disk(module)
+        members = [f"{each}.{leaf}" for each in family.stacked_modules(module)]
+        if len(members) > 1 or module.endswith(ROTATED):
+            waiting[name] = value
+            if len(waiting.keys() & set(members)) < len(members):
+                return
+            parts = [waiting.pop(each) for each in members]
+            places = places_of(family, arch, members, [part.shape[0] for part in parts])
+            value = stacked(
+                f"{disk}.{leaf}", [place.stored(part) for place, part in zip(places, parts, strict=True)]
+            )
         if not isinstance(value, QuantizedWeight):
             shards.add(
                 f"{disk}.{leaf}", value if value.dim() else value.reshape(1)
@@ -287,6 +334,21 @@ def write_checkpoint(
     (directory / CONFIG_NAME).write_text(
         json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
     )
+
+
+def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int]) -> list[Place]:
+    """Return where parameters lie in the one tensor that holds them all, in its order."""
+    places = []
+    start = 0
+    for name, size in zip(names, num_rows, strict=True):
+        order = None
+        if name.startswith("layers."):
+            _, idx, module = name.rpartition(".")[0].split(".", 2)
+            shape = arch.layers[int(idx)]
+            order = row_order(shape, module, size, interleaved=family.interleaved_rotary)
+        places.append(Place(start, start + size, order))
+        start += size
+    return places
 
 
 def _linears(arch: Arch) -> Iterator[tuple[str, str]]:

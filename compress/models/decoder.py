@@ -5,11 +5,11 @@
                 h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
     logits = head(norm(h))
 
-q and k may be normed per head. Pre-norm, RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245),
-gated FFN (arXiv 2002.05202); the gates are silu or gelu. Linears are separate (q, k, v, o, gate, up,
-down) so that a method sees each one. Calibration, training and the golden tests run this forward; the
-serving runtime has its own fused step, which is tested against it. Not supported: dropout, parallel
-residuals, encoder-decoder, experts.
+q and k may be normed. RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245), gated FFN (arXiv
+2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer instead, or as well, and the
+halves may run side by side (`Arch.block`). Linears are separate (q, k, v, o, gate, up, down) so that a method
+sees each one. Calibration, training and the golden tests run this forward; the serving runtime has its own
+fused step, which is tested against it. Not supported: dropout, encoder-decoder.
 
 Shapes: B batch, S sequence, D hidden, H heads, K kv heads, C head dimension, F ffn, V vocabulary, O out,
 I in.
@@ -50,7 +50,7 @@ class SmoothingPair:
 
     `producer` is a norm (its weight is divided) or a linear (its rows and bias are). With grouped queries
     the columns of `o` repeat the channels of `v`: column h * C + c reads channel (h // repeat) * C + c,
-    so one s serves `repeat` query heads.
+    so one s serves `repeat` query heads. `offset` is what the norm adds to its weight.
     """
 
     producer: str
@@ -58,6 +58,7 @@ class SmoothingPair:
     linears: tuple[str, ...]
     head_dim: int = 0
     repeat: int = 1
+    offset: float = 0.0
 
 
 class Linear(nn.Linear):
@@ -68,18 +69,67 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), self.bias)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+class Norm(nn.Module):
+    """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm without a
+    bias). `offset` is added to the weight, and the output is multiplied by `scale`."""
+
+    def __init__(
+        self, size: int, eps: float, *, offset: float = 0.0, centered: bool = False, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
         self.eps = eps
+        self.offset = offset
+        self.centered = centered
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return norm_cpu(x, self.weight, self.eps)
-        x_f32 = x.to(torch.float32)
-        normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        plain = not self.centered and not self.offset
+        if plain and x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            normed = norm_cpu(x, self.weight, self.eps)
+        else:
+            x_f32 = x.to(torch.float32)
+            if self.centered:
+                x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
+            normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
+            if plain:
+                normed = self.weight * normed.to(x.dtype)
+            else:  # in float32, as `transformers` computes these
+                normed = ((self.weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
+        return normed if self.scale == 1 else normed * self.scale
+
+
+def norm_of(arch: Arch, size: int, *, scale: float = 1.0) -> Norm:
+    """Return a norm of a model over `size` numbers."""
+    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=arch.norm == "layer", scale=scale)
+
+
+def final_norm(arch: Arch) -> Norm:
+    """Return the norm before the head; its output has the scale of the logits."""
+    return norm_of(arch, arch.hidden_size, scale=arch.logit_scale)
+
+
+def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
+    """Return the embeddings [..., D] of token ids."""
+    x = F.embedding(tokens, embed_VD)
+    return x if arch.embed_scale == 1 else x * arch.embed_scale
+
+
+def capped(arch: Arch, logits: Tensor) -> Tensor:
+    """Return the logits of a model from the products with its head."""
+    cap = arch.logit_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class Embedding(nn.Embedding):
+    """The embedding of a model, with its scale."""
+
+    def __init__(self, arch: Arch) -> None:
+        super().__init__(arch.vocab_size, arch.hidden_size)
+        self.arch = arch
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return embedded(self.arch, self.weight, tokens)
 
 
 class Attention(nn.Module):
@@ -94,9 +144,10 @@ class Attention(nn.Module):
         for name in ("q", "k", "v", "o"):
             self.add_module(name, _linear(arch, shape, f"attn.{name}"))
         if arch.qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, arch.norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim, arch.norm_eps)
-        self.qk_norm = arch.qk_norm
+            q_size, k_size = arch.qk_norm_sizes(shape)
+            self.q_norm = norm_of(arch, q_size)
+            self.k_norm = norm_of(arch, k_size)
+        self.arch = arch
 
     def forward(
         self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, layer_idx: int, tap: Tap
@@ -110,24 +161,38 @@ class Attention(nn.Module):
         """Return the concatenated outputs of all attention heads: the input of `o`."""
         shape = self.shape
         leading = x_BSD.shape[:-1]
-        q_BSHC = self.q(x_BSD).view(*leading, shape.num_heads, shape.head_dim)
-        if self.qk_norm:
-            q_BSHC = self.q_norm(q_BSHC)
+        q_BSHC = self._heads_of("q", x_BSD)
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
         q_BSHC = rotate(q_BSHC, *cos_sin_SC)
+        if self.arch.query_growth is not None:
+            growth_S = query_growth(self.arch.query_growth, positions)
+            q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
         k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC)
-        return attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window).reshape(*leading, -1)
+        facts = {"scale": self.arch.attn_scale, "softcap": self.arch.attn_softcap}
+        rare = {name: value for name, value in facts.items() if value is not None}
+        out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
+        return out_BSHC.reshape(*leading, -1)
 
     def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
-        shape = self.shape
-        k_BSKC, v_BSKC = (
-            each(x_BSD).view(*x_BSD.shape[:-1], shape.num_kv_heads, shape.head_dim)
-            for each in (self.k, self.v)
-        )
-        if self.qk_norm:
-            k_BSKC = self.k_norm(k_BSKC)
-        return rotate(k_BSKC, *cos_sin_SC), v_BSKC
+        v_BSKC = self.v(x_BSD).unflatten(-1, (-1, self.shape.head_dim))
+        return rotate(self._heads_of("k", x_BSD), *cos_sin_SC), v_BSKC
+
+    def _heads_of(self, name: str, x_BSD: Tensor) -> Tensor:
+        """Return queries or keys by head, normed and not rotated."""
+        x = self.get_submodule(name)(x_BSD)
+        if self.arch.qk_norm and self.arch.whole_qk_norm:
+            x = self.get_submodule(f"{name}_norm")(x)
+        x = x.unflatten(-1, (-1, self.shape.head_dim))
+        if self.arch.qk_norm and not self.arch.whole_qk_norm:
+            x = self.get_submodule(f"{name}_norm")(x)
+        return x
+
+
+def query_growth(growth: tuple[float, int], positions: Tensor) -> Tensor:
+    """Return the factor of the query at each position, float32."""
+    factor, num_positions = growth
+    return 1 + factor * torch.log(1 + torch.floor(positions / num_positions))
 
 
 class Ffn(nn.Module):
@@ -154,12 +219,14 @@ class Ffn(nn.Module):
 
 @dataclass(frozen=True)
 class HalfLayer:
-    """x + out(inner(norm(x))), attention or the FFN of a layer, with what its two taps part."""
+    """x + scale * post(out(inner(norm(x)))), attention or the FFN of a layer, with what its two taps part."""
 
     taps: tuple[str, str]
-    norm: nn.Module
+    norm: Callable[[Tensor], Tensor]
     inner: Callable[[Tensor, Tensor, AttentionFn], Tensor]
     out: nn.Linear
+    post: Callable[[Tensor], Tensor]
+    scale: float
 
     def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """To the first tap; x."""
@@ -174,40 +241,70 @@ class HalfLayer:
 
     def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
         """Run a half-layer from its second tap to its end."""
-        return x_BSD + self.out(value)
+        return add_scaled(x_BSD, self.post(self.out(value)), self.scale)
 
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run a whole half-layer, through both taps."""
         return self.leave(x_BSD, self.cross(x_BSD, positions, attention, tap))
 
 
+def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Return x + scale * y."""
+    return x + y if scale == 1 else x + y * scale
+
+
 class DecoderLayer(nn.Module):
     """One decoder layer. `linear(name)` and the parameter names are the canonical ones relative to the layer
-    (`attn.q`, `ffn.down`, ...)."""
+    (`attn.q`, `ffn.down`, ...). Norms that its block does not have are identities."""
 
     def __init__(self, arch: Arch, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.arch = arch
         self.shape = arch.layers[layer_idx]
-        self.attn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        has_pre = arch.block != "post"
+        has_post = arch.block in ("post", "sandwich")
+
+        def norm(exists: bool) -> nn.Module:
+            return norm_of(arch, arch.hidden_size) if exists else nn.Identity()
+
+        self.attn_norm = norm(has_pre)
         self.attn = Attention(arch, self.shape)
-        self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.attn_post_norm = norm(has_post)
+        self.ffn_norm = norm(has_pre and not self.is_parallel)
         self.ffn = Ffn(arch, self.shape)
+        self.ffn_post_norm = norm(has_post)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether both halves read the same input."""
+        return self.arch.block == "parallel"
 
     def forward(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap = no_tap) -> Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), positions, attention, self.layer_idx, tap)
-        return x_BSD + self.ffn(self.ffn_norm(x_BSD), tap)
+        scale = self.arch.residual_scale
+        normed_BSD = self.attn_norm(x_BSD)
+        attended_BSD = self.attn(normed_BSD, positions, attention, self.layer_idx, tap)
+        x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
+        ffn_BSD = self.ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
+        return add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
 
     def halves(self) -> tuple[HalfLayer, HalfLayer]:
-        """Return the two half-layers, attention and FFN, that `forward` runs one after the other."""
+        """Return the two half-layers, attention and FFN, that `forward` runs one after the other; a layer
+        whose halves run side by side has none."""
+        assert not self.is_parallel
         heads = partial(self.attn.heads, layer_idx=self.layer_idx)
+        scale = self.arch.residual_scale
         return (
-            HalfLayer(("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o),
+            HalfLayer(
+                ("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o, self.attn_post_norm, scale
+            ),
             HalfLayer(
                 ("ffn_in", "ffn_mid"),
                 self.ffn_norm,
                 lambda x_BSD, positions, attention: self.ffn.gated(x_BSD),
                 self.ffn.down,
+                self.ffn_post_norm,
+                scale,
             ),
         )
 
@@ -226,11 +323,16 @@ class DecoderLayer(nn.Module):
         qkv, o, gate_up, down = self.shape.groups
         head_dim = self.shape.head_dim
         repeat = self.shape.num_heads // self.shape.num_kv_heads
+        v_to_o = SmoothingPair("attn.v", o.tap, o.linears, head_dim=head_dim, repeat=repeat)
+        up_to_down = SmoothingPair("ffn.up", down.tap, down.linears)
+        if self.arch.block in ("post", "parallel"):
+            # Nothing before q, k and v and before gate and up belongs to one of them alone.
+            return [v_to_o, up_to_down]
         return [
-            SmoothingPair("attn_norm", qkv.tap, qkv.linears),
-            SmoothingPair("attn.v", o.tap, o.linears, head_dim=head_dim, repeat=repeat),
-            SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears),
-            SmoothingPair("ffn.up", down.tap, down.linears),
+            SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset),
+            v_to_o,
+            SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset),
+            up_to_down,
         ]
 
 
@@ -241,9 +343,9 @@ class Decoder(nn.Module):
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         self.arch = arch
-        self.embed = nn.Embedding(arch.vocab_size, arch.hidden_size)
+        self.embed = Embedding(arch)
         self.layers = nn.ModuleList(DecoderLayer(arch, idx) for idx in range(arch.num_layers))
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.norm = final_norm(arch)
         self.head = nn.Linear(arch.hidden_size, arch.vocab_size, bias=False)
         if arch.tied_head:
             self.head.weight = self.embed.weight
@@ -252,12 +354,12 @@ class Decoder(nn.Module):
         self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None
     ) -> Tensor:
         """Return logits [B, S, V]. Positions default to 0..S-1, attention to the whole sequence."""
-        return self.head(self.hidden(tokens_BS, positions, attention))
+        return capped(self.arch, self.head(self.hidden(tokens_BS, positions, attention)))
 
     def hidden(
         self, tokens_BS: Tensor, positions: Tensor | None = None, attention: AttentionFn | None = None
     ) -> Tensor:
-        """Final normed hidden states [B, S, D]."""
+        """Return the final normed hidden states [B, S, D], the input of the head."""
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         attend = attention if attention is not None else FullAttention()

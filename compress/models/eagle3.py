@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from compress.artifact.manifest import Artifact
 from compress.artifact.tensors import save_tensors
 from compress.errors import StorageError, UnsupportedFormat, UsageError
-from compress.models.arch import MAX_LAYERS, MAX_SIZE, Arch
+from compress.models.arch import MAX_LAYERS, MAX_SIZE, PLAIN_FACTS, Arch, Rope
 from compress.models.attention import AttentionFn
 from compress.models.canonical import encoded, load_weights
-from compress.models.decoder import Attention, Ffn, Linear, RMSNorm, Tap, no_tap
+from compress.models.decoder import Attention, Ffn, Linear, Norm, Tap, no_tap
 from compress.models.initialise import INIT_STD
 from compress.models.random_source import random_weight
 from compress.models.weights import Weights, WeightSource, dense, fill_
@@ -95,8 +95,8 @@ class Eagle3Facts:
 def eagle3_facts(
     target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None
 ) -> Eagle3Facts:
-    """Return the facts of a head for this model: a layer like its last one, without biases, windows and
-    norms of heads, that reads `layer_ids` or the default.
+    """Return the facts of a head for this model: a layer like its last one, without biases, windows
+    and norms of heads, and with a rope that a Llama can have, that reads `layer_ids` or the default.
 
     Raises:
         UsageError: layer ids that the model does not have, or that do not rise.
@@ -107,9 +107,12 @@ def eagle3_facts(
             f"eagle3: layers {list(ids)} of a model that has {target.num_layers}; give numbers from 0 (the "
             "embedding) to that, rising."
         )
+    rope = target.layers[-1].rope
+    if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
+        rope = Rope(theta=10000.0 if rope is None else rope.theta)
     arch = target.replace(
         family="llama",
-        layers=(replace(target.layers[-1], window=None),),
+        layers=(replace(target.layers[-1], window=None, rope=rope),),
         activation="silu",
         tied_head=False,
         qkv_bias=False,
@@ -117,6 +120,7 @@ def eagle3_facts(
         ffn_bias=False,
         qk_norm=False,
         config={},
+        **PLAIN_FACTS,
     )
     return Eagle3Facts(arch, ids, min(draft_vocab_size, target.vocab_size))
 
@@ -141,13 +145,13 @@ class Eagle3Layer(nn.Module):
         arch = facts.arch
         shape = facts.arch.layers[0]
         self.norm_before_residual = facts.norm_before_residual
-        self.embed_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.hidden_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.embed_norm = Norm(arch.hidden_size, arch.norm_eps)
+        self.hidden_norm = Norm(arch.hidden_size, arch.norm_eps)
         self.attn = Attention(arch, shape)
         for name in ("q", "k", "v"):
             rows, columns = shape.linear_shape(f"attn.{name}", arch.hidden_size)
             self.attn.add_module(name, Linear(2 * columns, rows, bias=False))
-        self.ffn_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
+        self.ffn_norm = Norm(arch.hidden_size, arch.norm_eps)
         self.ffn = Ffn(arch, shape)
 
     def forward(
@@ -175,7 +179,7 @@ class Eagle3Decoder(nn.Module):
         size = facts.arch.hidden_size
         self.fc = Linear(len(facts.layer_ids) * size, size, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(facts)])
-        self.norm = RMSNorm(size, facts.arch.norm_eps)
+        self.norm = Norm(size, facts.arch.norm_eps)
         self.head = nn.Linear(size, facts.draft_vocab_size, bias=False)
 
     def fuse(self, features_BSE: Tensor) -> Tensor:

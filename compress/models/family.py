@@ -94,29 +94,60 @@ _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
+# Norms of the outputs of the two halves of a layer, as most families with four norms spell them.
+SANDWICH_NORMS = {
+    "attn_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+# q, k and v, and gate and up, as one tensor each.
+STACKED_QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj")
+STACKED_GATE_UP = dict.fromkeys(("ffn.gate", "ffn.up"), "mlp.gate_up_proj")
+
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
+RotatedLayers = Callable[[Fields, int], list[bool]]
+"""(config, number of layers) -> whether a layer encodes positions."""
+RareFacts = Callable[[Fields], dict[str, Any]]
+"""config -> facts of an `Arch` that have a default."""
 
 
 def no_window(config: Fields, num_layers: int) -> list[int | None]:
     return [None] * num_layers
 
 
+def every_layer(config: Fields, num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def no_facts(config: Fields) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture as data. Bias entries name a boolean config field, or are constants of the
-    architecture. `known_fields` are those that the table reads in addition to the shapes; of each of
-    `fixed_fields` the decoder computes one value only. `heads_divide_hidden`: `transformers` refuses a
-    config whose number of heads does not divide the hidden size."""
+    architecture. `facts` reads the facts of few families, of which the config's names are in `known_fields`,
+    those that the table reads in addition to the shapes; of each of `fixed_fields` the decoder computes one
+    value only. `spelled` maps standard names of fields to the family's own.
+
+    Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
+    with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
+    `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
+    size."""
 
     model_type: str
     architecture: str
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     ffn_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     heads_divide_hidden: bool = False
     windows: Windows = no_window
+    rotated_layers: RotatedLayers = every_layer
+    facts: RareFacts = no_facts
+    interleaved_rotary: bool = False
+    spelled: Mapping[str, str] = field(default_factory=dict)
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -133,6 +164,7 @@ class Family:
                 the message names it.
         """
         values = {**self.defaults, **raw}
+        values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         self._refuse_unknown(raw)
         config = Fields(values, f"config.json of this {self.model_type} model", UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
@@ -146,7 +178,12 @@ class Family:
         }
         windows = self.windows(config, num_layers)
         types = _layer_types(config, num_layers)
-        ropes = {kind: read_rope(config, kind) for kind in dict.fromkeys(types)}
+        rotated = self.rotated_layers(config, num_layers)
+        ropes = {kind: read_rope(config, kind, widths["head_dim"]) for kind in dict.fromkeys(types)}
+        if "partial_rotary_factor" not in self.known_fields and any(
+            each.rotary_dim for each in ropes.values()
+        ):
+            raise config.wrong("partial_rotary_factor", "a part of each head", "1 in this family")
         dtype = config.text("dtype", default=config.text("torch_dtype", default="float32"))
         if dtype not in DTYPES:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
@@ -157,8 +194,8 @@ class Family:
             hidden_size=hidden_size,
             max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
             layers=tuple(
-                LayerShape(**widths, rope=ropes[kind], window=window)
-                for kind, window in zip(types, windows, strict=True)
+                LayerShape(**widths, rope=ropes[kind] if rotates else None, window=window)
+                for kind, rotates, window in zip(types, rotated, windows, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=config.text("hidden_act"),
@@ -166,9 +203,10 @@ class Family:
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),
             ffn_bias=_flag(self.ffn_bias, config),
-            qk_norm=self.qk_norm,
+            qk_norm=_flag(self.qk_norm, config),
             dtype=dtype,
             config=dict(raw),
+            **self.facts(config),
         )
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
@@ -209,6 +247,14 @@ class Family:
             return f"{self.layer_prefix}{match[1]}.{self.layer_modules[match[2]]}"
         return self.outer_modules[module]
 
+    def stacked_modules(self, module: str) -> tuple[str, ...]:
+        """Return the canonical modules that one tensor on disk holds, in order, given one of them."""
+        match = _CANONICAL_LAYER.fullmatch(module)
+        if match is None:
+            return (module,)
+        disk = self.layer_modules[match[2]]
+        return tuple(f"layers.{match[1]}.{name}" for name, each in self.layer_modules.items() if each == disk)
+
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody
         reads them; notes on training and token ids are not among them."""
@@ -234,6 +280,7 @@ class Family:
     def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the fields, other than `null`, that the table does not read."""
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
+        read = (read - self.spelled.keys()) | set(self.spelled.values())
         return [(name, value) for name, value in config.items() if name not in read and value is not None]
 
     def _fixed(self) -> Mapping[str, Any]:

@@ -1,9 +1,13 @@
 """Rotary position embeddings (arXiv 2104.09864): frequencies of every supported kind, and their application.
 
 Head dimension c is rotated with its partner c + C/2 by the angle position * inv_freq[c] ("rotate half"
-layout, as in every family here). Angles, cosines and sines are float32 and are cast to the activation
-dtype at the end, as `transformers` does. No scaling that depends on the length of the running sequence
-(dynamic NTK, LongRoPE) is offered: a cached key would change with later tokens.
+layout). Checkpoints with neighbours as partners, and those that rotate a part of each head, are brought to
+this layout on import (`layout.py`): dimensions that do not rotate have frequency zero. Angles, cosines and
+sines are float32 and are cast to the activation dtype at the end, as `transformers` does.
+
+LongRoPE has other frequencies for long sequences. `transformers` chooses by the longest position of a call,
+so that cached keys change their meaning when a sequence grows past the limit; the serving runtime chooses
+once, by the longest sequence that it was started for. Dynamic NTK is not offered.
 
 Shapes: C head dimension, S sequence, B batch, H heads.
 """
@@ -11,22 +15,33 @@ Shapes: C head dimension, S sequence, B batch, H heads.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.models.arch import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Return float32 [C/2] radians per position."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+def inverse_frequencies(
+    rope: Rope | None, head_dim: int, device: torch.device | None = None, *, is_long: bool = False
+) -> Tensor:
+    """Return float32 [C/2] radians per position; zeros without a rope. `is_long`: for sequences longer than
+    a LongRoPE model was first trained for."""
+    if rope is None:
+        return torch.zeros(head_dim // 2, device=device)
+    rotary_dim = rope.rotary_dim or head_dim
+    span = head_dim if rope.kind == "proportional" else rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / span
     plain = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return plain / rope.factor
-    if rope.kind == "llama3":
-        return _llama3(rope, plain)
-    if rope.kind == "yarn":
-        return _yarn(rope, plain, head_dim)
-    return plain
+    if rope.kind in ("linear", "proportional"):
+        plain = plain / rope.factor
+    elif rope.kind == "llama3":
+        plain = _llama3(rope, plain)
+    elif rope.kind == "yarn":
+        plain = _yarn(rope, plain, rotary_dim)
+    elif rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors, device=device)
+        plain = 1.0 / (factors * rope.theta**exponents)
+    return F.pad(plain, (0, (head_dim - rotary_dim) // 2))
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
@@ -65,11 +80,25 @@ def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
     return plain / rope.factor * interpolated_frac + plain * (1 - interpolated_frac)
 
 
-def cos_sin(rope: Rope, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of shape [*positions.shape, C] for integer positions."""
-    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies(rope, head_dim, positions.device)
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * rope.attention_factor).to(dtype), (angles.sin() * rope.attention_factor).to(dtype)
+def cos_sin(
+    rope: Rope | None, head_dim: int, positions: Tensor, dtype: torch.dtype, *, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of shape [*positions.shape, C] for integer positions.
+
+    `length` is that of the longest sequence, by default up to the largest position; only LongRoPE reads it.
+    """
+    is_long = False
+    if rope is not None and rope.kind == "longrope":
+        longest = int(positions.max()) + 1 if length is None else length
+        is_long = longest > rope.original_max_position
+    frequencies = inverse_frequencies(rope, head_dim, positions.device, is_long=is_long)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if rope is not None and rope.attention_factor != 1:
+        num_rotated = (rope.rotary_dim or head_dim) // 2
+        cos = torch.cat((cos[..., :num_rotated] * rope.attention_factor, cos[..., num_rotated:]), dim=-1)
+        sin = sin * rope.attention_factor
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

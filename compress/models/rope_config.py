@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS, Rope
+from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS, Rope
 from compress.untrusted.fields import Fields
 
 ROPE_FIELDS = frozenset(
@@ -29,7 +29,7 @@ ROPE_FIELDS = frozenset(
 _TURNS = (1e-6, 1e6)
 
 
-def read_rope(config: Fields, layer_type: str) -> Rope:
+def read_rope(config: Fields, layer_type: str, head_dim: int) -> Rope:
     """Read the rope of one layer from `rope_parameters` (flat, or one mapping per layer type) or the older
     `rope_theta` + `rope_scaling`.
 
@@ -57,18 +57,44 @@ def read_rope(config: Fields, layer_type: str) -> Rope:
     if kind == "llama3" and low >= high:
         raise rope.wrong("high_freq_factor", high, f"larger than low_freq_factor, {low:g}")
     places = (rope,) if by_layer_type else (config, rope)
+    rotary_dim = _rotary_dim(rope if rope.has("partial_rotary_factor") else config, head_dim)
+    original = _original_max_position(places, config) if kind in ("llama3", "yarn", "longrope") else 0
     return Rope(
         theta=theta,
         kind=kind,
         factor=factor,
-        original_max_position=_original_max_position(places, config) if kind in ("llama3", "yarn") else 0,
+        original_max_position=original,
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=rope.number("beta_fast", *_TURNS, default=32.0),
         beta_slow=rope.number("beta_slow", *_TURNS, default=1.0),
         truncate=rope.flag("truncate", default=True),
-        attention_factor=_yarn_attention_factor(rope, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(kind, rope, config, original),
+        rotary_dim=0 if rotary_dim == head_dim else rotary_dim,
+        short_factors=_frequency_factors(kind, rope, "short_factor", rotary_dim),
+        long_factors=_frequency_factors(kind, rope, "long_factor", rotary_dim),
     )
+
+
+def _rotary_dim(stated: Fields, head_dim: int) -> int:
+    """Return the number of dimensions of a head that rotate; it is even."""
+    fraction = stated.number("partial_rotary_factor", 0, 1, default=1.0)
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise stated.wrong(
+            "partial_rotary_factor", fraction, f"a part of the {head_dim} dimensions of a head that is even"
+        )
+    return rotary_dim
+
+
+def _frequency_factors(kind: str, rope: Fields, name: str, rotary_dim: int) -> tuple[float, ...]:
+    """Return LongRoPE's factors, one for each pair of dimensions that rotates."""
+    if kind != "longrope":
+        return ()
+    factors = rope.numbers(name, *FREQUENCY_FACTORS)
+    if len(factors) != rotary_dim // 2:
+        raise rope.wrong(name, f"{len(factors)} numbers", f"{rotary_dim // 2} numbers, one for each pair")
+    return tuple(factors)
 
 
 def _original_max_position(places: tuple[Fields, ...], config: Fields) -> int:
@@ -81,15 +107,35 @@ def _original_max_position(places: tuple[Fields, ...], config: Fields) -> int:
     return config.integer("max_position_embeddings", 1, MAX_POSITIONS)
 
 
+def _attention_factor(kind: str, rope: Fields, config: Fields, original_max_position: int) -> float:
+    """Return the factor of cos and sin."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor", *_TURNS)
+    if kind == "longrope":
+        return _longrope_attention_factor(rope, config, original_max_position)
+    return _yarn_attention_factor(rope, rope.number("factor", *FACTORS, default=1.0))
+
+
+def _longrope_attention_factor(rope: Fields, config: Fields, original_max_position: int) -> float:
+    """Return sqrt(1 + ln(s) / ln(n)) for n positions stretched by s (arXiv 2402.13753)."""
+    factor = (
+        rope.number("factor", *FACTORS)
+        if rope.has("factor")
+        else config.integer("max_position_embeddings", 1, MAX_POSITIONS) / original_max_position
+    )
+    if factor <= 1 or original_max_position < 2:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+
+
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Return the softmax temperature of YaRN folded into cos and sin: 0.1 ln(factor) + 1, or what the config
-    states."""
+    """Return the softmax temperature of YaRN: 0.1 ln(factor) + 1, or what the config's scales make of it."""
 
     def temperature(scale: float, mscale: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
-    if rope.has("attention_factor"):
-        return rope.number("attention_factor", *_TURNS)
     mscale = rope.number("mscale", 0, FACTORS[1], default=0.0)
     mscale_all_dim = rope.number("mscale_all_dim", 0, FACTORS[1], default=0.0)
     if mscale and mscale_all_dim:

@@ -57,9 +57,10 @@ def fold_(
     name = f"{pair.producer}.weight"
     scale_P = producer_scale(scale_I, pair)
     if weights[name].dim() == 1:
-        rounded = (weights[name] / scale_P).to(stored_dtype).to(torch.float32)
-        scale_I = torch.where(rounded != 0, weights[name] / rounded, scale_I)
-        weights[name] = rounded
+        factor_P = weights[name] + pair.offset
+        weights[name] = (factor_P / scale_P - pair.offset).to(stored_dtype).to(torch.float32)
+        rounded = weights[name] + pair.offset
+        scale_I = torch.where(rounded != 0, factor_P / rounded, scale_I)
     else:
         weights[name] = weights[name] / scale_P.unsqueeze(1)
         bias = f"{pair.producer}.bias"

@@ -182,7 +182,7 @@ def _head_key(shape: LayerShape) -> tuple[int, int]:
     return shape.head_dim, shape.num_heads // shape.num_kv_heads
 
 
-def _rope_key(shape: LayerShape) -> tuple[Rope, int]:
+def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
     return shape.rope, shape.head_dim
 
 

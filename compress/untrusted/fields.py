@@ -79,6 +79,14 @@ class Fields:
             raise self.wrong(name, value, f"a list of whole numbers from {low:,} to {high:,}")
         return value
 
+    def numbers(self, name: str, low: float, high: float) -> list[float]:
+        """Return a list of finite numbers from `low` to `high`, as floats."""
+        values = self.items(name)
+        odd = [each for each in values if type(each) not in (int, float) or not low <= each <= high]
+        if odd:
+            raise self.wrong(name, odd[0], f"a list of numbers from {low:g} to {high:g}")
+        return [float(value) for value in values]
+
     def items(self, name: str, *, default: Sequence[Any] | None = None) -> list[Any]:
         """Return a list of anything."""
         value = self._value(name, default)

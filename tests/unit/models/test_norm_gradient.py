@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.models.decoder import RMSNorm
+from compress.models.decoder import Norm
 
 CASES = [
     ((2, 37, 96), torch.bfloat16, torch.bfloat16),
@@ -30,7 +30,7 @@ def test_bits_of_the_formula_and_gradients_as_near_to_float64_as_autograds(
 ) -> None:
     generator = torch.Generator().manual_seed(len(shape))
     x = (3 * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
-    norm = RMSNorm(shape[-1], 1e-5).to(weight_dtype)
+    norm = Norm(shape[-1], 1e-5).to(weight_dtype)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.3 * torch.randn(shape[-1], generator=generator))
     wanted = [x, norm.weight]
@@ -51,7 +51,7 @@ def test_bits_of_the_formula_and_gradients_as_near_to_float64_as_autograds(
 
 
 def test_an_input_alone_and_a_weight_alone_have_the_gradients_that_they_have_together() -> None:
-    norm = RMSNorm(16, 1e-6)
+    norm = Norm(16, 1e-6)
     x = torch.randn(5, 16)
     g = torch.randn(5, 16)
     of_x, of_weight = torch.autograd.grad(norm(x.requires_grad_()), [x, norm.weight], g)
@@ -61,7 +61,7 @@ def test_an_input_alone_and_a_weight_alone_have_the_gradients_that_they_have_tog
 
 
 def test_a_compiled_step_holds_the_formula() -> None:
-    norm = RMSNorm(16, 1e-6)
+    norm = Norm(16, 1e-6)
     x = torch.randn(5, 16, requires_grad=True)
     g = torch.randn(5, 16)
     wanted = [x, norm.weight]

@@ -1,0 +1,146 @@
+"""Where the canonical parameters of a model lie in the tensors of a checkpoint.
+
+Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
+`gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:
+the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while a checkpoint may take
+neighbours, or may rotate a part of each head only. A permutation of rows changes no bit of a weight, so
+export restores the tensors of the source exactly.
+
+Shapes: O rows of a tensor, C head dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.errors import UnsupportedFormat
+from compress.models.arch import LayerShape
+from compress.quant.scheme import QuantizedWeight
+
+Value = Tensor | QuantizedWeight
+ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
+"""Modules whose outputs, or whose factors of them, are rotated."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows `start` to `stop` of a tensor; canonical row i is row `order[i]` of them, None for the same
+    order."""
+
+    start: int
+    stop: int
+    order: Tensor | None = None
+
+    def read(self, stored: Value) -> Value:
+        """Return a canonical parameter from the tensor that holds it."""
+        num_rows = stored.shape[0]
+        value = stored if (self.start, self.stop) == (0, num_rows) else rows(stored, self.start, self.stop)
+        return value if self.order is None else reordered(value, self.order)
+
+    def stored(self, value: Value) -> Value:
+        """Return the rows of the tensor that hold a canonical parameter: the inverse of `read`."""
+        return value if self.order is None else reordered(value, torch.argsort(self.order))
+
+
+def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: bool) -> Tensor | None:
+    """Return, for each canonical row of a module, its place among the rows that a checkpoint stores; None
+    where all have the same."""
+    rope = shape.rope
+    if module not in ROTATED or rope is None or rope.kind == "proportional":
+        return None
+    head_dim = shape.head_dim
+    rotary_dim = rope.rotary_dim or head_dim
+    if rotary_dim == head_dim and not interleaved:
+        return None
+    rotated = torch.arange(rotary_dim)
+    first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.chunk(2)
+    still = torch.arange(rotary_dim, head_dim).chunk(2) if rotary_dim < head_dim else (rotated[:0],) * 2
+    order_C = torch.cat((first, still[0], second, still[1]))
+    return (torch.arange(0, num_rows, head_dim).unsqueeze(1) + order_C).view(-1)
+
+
+def rows(value: Value, start: int, stop: int) -> Value:
+    """Return rows of a weight.
+
+    Raises:
+        UnsupportedFormat: blocks of rows share scales, and these rows cut one.
+    """
+    if isinstance(value, Tensor):
+        return value[start:stop]
+    block = value.scheme.block_rows
+    last = stop == value.shape[0]
+    if start % block or (stop % block and not last):
+        raise UnsupportedFormat(
+            f"rows {start} to {stop} are a linear of their own, and they cut a block of {block} rows that "
+            "share scales."
+        )
+    scale_rows = slice(start // block, -(-stop // block))
+    zero = value.zero_point_OG
+    return replace(
+        value,
+        codes_OI=value.codes_OI[start:stop],
+        scale_OG=value.scale_OG[scale_rows],
+        zero_point_OG=None if zero is None else zero[start:stop],
+    )
+
+
+def reordered(value: Value, order: Tensor) -> Value:
+    """Return a weight with its rows in another order.
+
+    Raises:
+        UnsupportedFormat: a row would leave the block of rows whose scales it shares.
+    """
+    if isinstance(value, Tensor):
+        return value[order.to(value.device)]
+    order = order.to(value.codes_OI.device)
+    block = value.scheme.block_rows
+    scale_OG = value.scale_OG
+    if block == 1:
+        scale_OG = scale_OG[order]
+    elif not torch.equal(order // block, torch.arange(len(order), device=order.device) // block):
+        raise UnsupportedFormat(
+            f"the rows of its heads have another order on disk, and blocks of {block} rows share scales."
+        )
+    zero = value.zero_point_OG
+    return replace(
+        value,
+        codes_OI=value.codes_OI[order],
+        scale_OG=scale_OG,
+        zero_point_OG=None if zero is None else zero[order],
+    )
+
+
+def stacked(name: str, values: Sequence[Value]) -> Value:
+    """Return the tensor of several parameters, one below the other.
+
+    Raises:
+        UnsupportedFormat: they are of different schemes, or blocks of rows would cross from one to the next.
+    """
+    if len(values) == 1:
+        return values[0]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) == len(values):
+        return torch.cat(tensors)
+    codes = [value for value in values if isinstance(value, QuantizedWeight)]
+    schemes = {each.scheme for each in codes}
+    if len(codes) < len(values) or len(schemes) > 1:
+        raise UnsupportedFormat(
+            f"'{name}' holds linears of several schemes; all of them need one. Give them one by overrides."
+        )
+    scheme = codes[0].scheme
+    if any(each.shape[0] % scheme.block_rows for each in codes[:-1]):
+        raise UnsupportedFormat(
+            f"'{name}' holds linears whose numbers of rows are no multiples of {scheme.block_rows}, the rows "
+            f"that share a scale in {scheme.name}."
+        )
+    input_scales = [each.input_scale for each in codes if each.input_scale is not None]
+    zeros = [each.zero_point_OG for each in codes if each.zero_point_OG is not None]
+    return QuantizedWeight(
+        scheme,
+        torch.cat([each.codes_OI for each in codes]),
+        torch.cat([each.scale_OG for each in codes]),
+        torch.cat(zeros) if zeros else None,
+        torch.stack(input_scales).amax() if input_scales else None,
+    )
