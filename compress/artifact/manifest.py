@@ -27,7 +27,7 @@ from compress.untrusted.text import one_line
 MANIFEST_NAME = "compress.json"
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 23
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _FACTS_BY_NAME = frozenset({"mixed", "kv_cache", "draft", "pruning", "distillation", "speculation"})
 
@@ -295,7 +295,9 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
     tensors = []
     size_bytes = 0
     try:
-        with open_plain(path, follow_links=False) as stream:
+        # A file's digest and its tensors' are computed side by side (hashlib releases the GIL): the largest
+        # file, that of the embeddings, is what all others wait for.
+        with open_plain(path, follow_links=False) as stream, ThreadPoolExecutor(max_workers=1) as other:
             if headers:
                 prefix = stream.read(headers[0].begin)
                 whole.update(prefix)
@@ -304,8 +306,9 @@ def _describe(root: Path, name: str) -> tuple[FileRecord, list[TensorRecord]]:
                 part = hashlib.sha256()
                 remaining = header.end - header.begin
                 while remaining and (chunk := stream.read(min(_CHUNK_BYTES, remaining))):
+                    hashed = other.submit(part.update, chunk)
                     whole.update(chunk)
-                    part.update(chunk)
+                    hashed.result()
                     remaining -= len(chunk)
                 if remaining:
                     raise StorageError(

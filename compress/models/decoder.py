@@ -110,9 +110,12 @@ def final_norm(arch: Arch) -> Norm:
 
 
 def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
-    """Return the embeddings [..., D] of token ids."""
+    """Return the embeddings [..., D] of token ids. Their scale is rounded to their dtype first, as
+    `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
     x = F.embedding(tokens, embed_VD)
-    return x if arch.embed_scale == 1 else x * arch.embed_scale
+    if arch.embed_scale == 1:
+        return x
+    return x * torch.full((), arch.embed_scale, dtype=x.dtype, device=x.device)
 
 
 def capped(arch: Arch, logits: Tensor) -> Tensor:

@@ -90,14 +90,20 @@ LAYER_MODULES = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 # Norms of the outputs of the two halves of a layer, as most families with four norms spell them.
 SANDWICH_NORMS = {
     "attn_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+# All modules of a layer whose two norms follow its halves.
+POST_NORM_MODULES = {
+    **{name: disk for name, disk in LAYER_MODULES.items() if name not in ("attn_norm", "ffn_norm")},
+    "attn_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
 # q, k and v, and gate and up, as one tensor each.
@@ -110,6 +116,10 @@ RotatedLayers = Callable[[Fields, int], list[bool]]
 """(config, number of layers) -> whether a layer encodes positions."""
 RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
+ImpliedFields = Callable[[Fields], dict[str, Any]]
+"""config -> fields in the standard spelling that it implies and does not state so."""
+FIELDS_BY_LAYER = ("layer_types", "no_rope_layers")
+"""Fields that have an entry for each layer."""
 
 
 def no_window(config: Fields, num_layers: int) -> list[int | None]:
@@ -124,12 +134,17 @@ def no_facts(config: Fields) -> dict[str, Any]:
     return {}
 
 
+def nothing_implied(config: Fields) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture as data. Bias entries name a boolean config field, or are constants of the
     architecture. `facts` reads the facts of few families, of which the config's names are in `known_fields`,
     those that the table reads in addition to the shapes; of each of `fixed_fields` the decoder computes one
-    value only. `spelled` maps standard names of fields to the family's own.
+    value only. `spelled` maps standard names of fields to the family's own; `implied` returns the standard
+    fields that follow from older or shorter spellings.
 
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
@@ -148,6 +163,7 @@ class Family:
     facts: RareFacts = no_facts
     interleaved_rotary: bool = False
     spelled: Mapping[str, str] = field(default_factory=dict)
+    implied: ImpliedFields = nothing_implied
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -163,10 +179,8 @@ class Family:
             UnsupportedArch: a field is missing, unknown, or has a value that the decoder does not support;
                 the message names it.
         """
-        values = {**self.defaults, **raw}
-        values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         self._refuse_unknown(raw)
-        config = Fields(values, f"config.json of this {self.model_type} model", UnsupportedArch)
+        config = Fields(self.completed(raw), self._where, UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
         num_heads = config.integer("num_attention_heads", 1, MAX_SIZE)
@@ -177,7 +191,7 @@ class Family:
             "intermediate_size": config.integer("intermediate_size", 1, MAX_SIZE),
         }
         windows = self.windows(config, num_layers)
-        types = _layer_types(config, num_layers)
+        types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
         ropes = {kind: read_rope(config, kind, widths["head_dim"]) for kind in dict.fromkeys(types)}
         if "partial_rotary_factor" not in self.known_fields and any(
@@ -209,6 +223,16 @@ class Family:
             **self.facts(config),
         )
 
+    def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the fields that it leaves to their defaults, in the standard spelling."""
+        values = {**self.defaults, **raw}
+        values |= {name: values[own] for name, own in self.spelled.items() if own in values}
+        return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
+
+    @property
+    def _where(self) -> str:
+        return f"config.json of this {self.model_type} model"
+
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
         facts decide.
@@ -237,8 +261,9 @@ class Family:
         )
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][: arch.num_layers]
+        for name in FIELDS_BY_LAYER:
+            if config.get(name) is not None:
+                config[name] = config[name][: arch.num_layers]
         return config
 
     def to_disk(self, module: str) -> str:
@@ -333,8 +358,37 @@ def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
     window = one_window(config) if config.flag("use_sliding_window", default=True) else None
     first = config.integer("max_window_layers", 0, MAX_POSITIONS, default=0)
     if config.has("layer_types"):
-        return [window if kind == _SLIDING else None for kind in _layer_types(config, num_layers)]
+        return [window if kind == SLIDING else None for kind in layer_types(config, num_layers)]
     return [window if idx >= first else None for idx in range(num_layers)]
+
+
+def same_window(config: Fields, num_layers: int) -> list[int | None]:
+    """Return the one sliding window of families that have it in every layer."""
+    return [one_window(config)] * num_layers
+
+
+def every_nth_full(config: Fields, period: int) -> dict[str, Any]:
+    """Return the `layer_types` of a config, where it states none those of a window in all layers but every
+    `period`-th."""
+    if config.has("layer_types"):
+        return {}
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    return {"layer_types": [SLIDING if idx % period else FULL for idx in range(1, num_layers + 1)]}
+
+
+def rope_by_layer_type(config: Fields, full_theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` of families that scale the rope of full attention only, and whose older
+    configs state it in `rope_scaling`."""
+    stated = config.fields("rope_parameters", default={})
+    if odd := sorted(set(stated) - {FULL, SLIDING}):
+        raise config.wrong("rope_parameters", ", ".join(odd), f"one mapping each for {FULL} and {SLIDING}")
+    scaling = config.mapping("rope_scaling", default={})
+    return {
+        "rope_parameters": {
+            FULL: {"rope_theta": full_theta, **scaling, **stated.mapping(FULL, default={})},
+            SLIDING: {"rope_theta": sliding_theta, **stated.mapping(SLIDING, default={})},
+        }
+    }
 
 
 def one_window(config: Fields) -> int | None:
@@ -342,14 +396,14 @@ def one_window(config: Fields) -> int | None:
     return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
 
 
-def _layer_types(config: Fields, num_layers: int) -> list[str]:
+def layer_types(config: Fields, num_layers: int) -> list[str]:
     """Return the type of each layer; a pruned model may list more than it has."""
     types = config.texts("layer_types", default=())
     if not types:
-        return [_FULL] * num_layers
-    unknown = sorted(set(types) - {_FULL, _SLIDING})
+        return [FULL] * num_layers
+    unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
-        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {_FULL}, {_SLIDING}.")
+        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {FULL}, {SLIDING}.")
     if len(types) < num_layers:
         raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
     return types[:num_layers]

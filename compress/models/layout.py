@@ -136,11 +136,15 @@ def stacked(name: str, values: Sequence[Value]) -> Value:
             f"that share a scale in {scheme.name}."
         )
     input_scales = [each.input_scale for each in codes if each.input_scale is not None]
+    if any(not torch.equal(each, input_scales[0]) for each in input_scales):
+        raise UnsupportedFormat(
+            f"'{name}' holds linears whose inputs have several static scales, and has a place for one."
+        )
     zeros = [each.zero_point_OG for each in codes if each.zero_point_OG is not None]
     return QuantizedWeight(
         scheme,
         torch.cat([each.codes_OI for each in codes]),
         torch.cat([each.scale_OG for each in codes]),
         torch.cat(zeros) if zeros else None,
-        torch.stack(input_scales).amax() if input_scales else None,
+        input_scales[0] if input_scales else None,
     )

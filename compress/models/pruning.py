@@ -22,7 +22,7 @@ from compress.errors import UsageError
 from compress.models.arch import Arch, LayerShape
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
 from compress.models.config_facts import facts_of
-from compress.models.family import family_of
+from compress.models.family import FIELDS_BY_LAYER, family_of
 from compress.models.weights import WeightSource
 from compress.quant.scheme import QuantizedWeight
 
@@ -122,9 +122,11 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
         return arch
     layers = tuple(arch.layers[idx] for idx in kept)
     config = dict(arch.config)
-    if "layer_types" in config and config["layer_types"] is not None:
-        config["layer_types"] = [config["layer_types"][idx] for idx in kept]
-    elif len({each.window for each in arch.layers}) > 1:
+    stated = family_of({"model_type": arch.family}).completed(config)
+    config |= {
+        name: [stated[name][idx] for idx in kept] for name in FIELDS_BY_LAYER if stated.get(name) is not None
+    }
+    if "layer_types" not in config and len({each.window for each in arch.layers}) > 1:
         config["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]

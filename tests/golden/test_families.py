@@ -63,20 +63,33 @@ def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
     model = saved(tmp_path, *CASES[case])
     decoder = build_decoder(Checkpoint(tmp_path), dtype=torch.float32, device=CPU)
     tokens_BS = tokens(2, SEQ_LEN)
+    steps = [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]
     with torch.no_grad():
         expected = model(tokens_BS).logits
         prefill = decoder(tokens_BS)
         cache = CachedAttention()
         pieces = []
-        for begin, end in [(0, 9), (9, 13), *((i, i + 1) for i in range(13, SEQ_LEN))]:
+        for begin, end in steps:
             assert cache.length == begin
             pieces.append(decoder(tokens_BS[:, begin:end], torch.arange(begin, end), cache))
+        decoded = _decoded_by_transformers(model, tokens_BS, steps) if "longrope" in case else expected
     atol = tolerance(expected)
     assert (prefill - expected).abs().max() <= atol
-    assert (torch.cat(pieces, dim=1) - expected).abs().max() <= atol
+    assert (torch.cat(pieces, dim=1) - decoded).abs().max() <= atol
     assert (
         expected - expected.roll(1, dims=1)
     ).abs().max() > 1000 * atol  # the tolerance tells positions apart
+
+
+def _decoded_by_transformers(model: Any, tokens_BS: Tensor, steps: list[tuple[int, int]]) -> Tensor:
+    """Return the logits of a cached decode; LongRoPE's cached keys keep the frequencies of their step."""
+    past = None
+    pieces = []
+    for begin, end in steps:
+        out = model(tokens_BS[:, begin:end], past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        pieces.append(out.logits)
+    return torch.cat(pieces, dim=1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -221,24 +234,32 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         "max_position_embeddings",
     )
     config: dict[str, Any] = {key: SMALL[key] for key in required}
-    config.update(model_type=family, num_attention_heads=64, hidden_size=128)
+    config.update(model_type=family, num_attention_heads=32, hidden_size=128)
     arch = family_of(config).read_config(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     stated = type(build(family, {}).config).from_pretrained(tmp_path)
-    assert arch.norm_eps == stated.rms_norm_eps
-    assert arch.activation == stated.hidden_act
+    spelled = FAMILIES.get(family).spelled
+    assert arch.norm_eps == getattr(stated, spelled.get("rms_norm_eps", "rms_norm_eps"))
+    assert arch.activation == getattr(stated, spelled.get("hidden_act", "hidden_act"))
     assert arch.tied_head == stated.tie_word_embeddings
     assert arch.layers[0].num_kv_heads == stated.num_key_value_heads
-    assert arch.layers[0].rope.theta == stated.rope_parameters["rope_theta"]
     assert arch.layers[0].head_dim == (
         getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads
     )
-    sliding = stated.sliding_window if family == "mistral" else None
-    assert [layer.window for layer in arch.layers] == [sliding] * arch.num_layers
+    types = getattr(stated, "layer_types", None) or ["every layer"] * arch.num_layers
+    window = stated.sliding_window if family == "mistral" or "sliding_attention" in types else None
+    for layer, kind in zip(arch.layers, types, strict=True):
+        assert layer.window == (None if kind == "full_attention" else window)
+        if layer.rope is not None:
+            rope = stated.rope_parameters.get(kind, stated.rope_parameters)
+            assert (layer.rope.theta, layer.rope.kind) == (rope["rope_theta"], rope["rope_type"])
+            assert (layer.rope.rotary_dim or layer.head_dim) == (
+                layer.head_dim * rope.get("partial_rotary_factor", 1)
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())
-def test_canonical_names_map_one_to_one_onto_those_on_disk(family: str) -> None:
+def test_canonical_names_map_onto_those_on_disk_and_back(family: str) -> None:
     model = build(family, {})
     on_disk = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     outer, layers = parameter_names(FAMILIES.get(family).read_config(model.config.to_dict()))
@@ -246,6 +267,8 @@ def test_canonical_names_map_one_to_one_onto_those_on_disk(family: str) -> None:
     canonical |= {
         f"layers.{idx}.{name.rpartition('.')[0]}" for idx, layer in enumerate(layers) for name in layer
     }
-    renamed = [FAMILIES.get(family).to_disk(module) for module in canonical]
-    assert len(set(renamed)) == len(canonical)
-    assert set(renamed) == on_disk
+    table = FAMILIES.get(family)
+    for module in canonical:
+        members = table.stacked_modules(module)
+        assert {each for each in canonical if table.to_disk(each) == table.to_disk(module)} == {*members}
+    assert {table.to_disk(module) for module in canonical} == on_disk

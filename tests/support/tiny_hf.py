@@ -15,6 +15,23 @@ CONFIGS: dict[str, Any] = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "phi3": transformers.Phi3Config,
+    "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "granite": transformers.GraniteConfig,
+    "smollm3": transformers.SmolLM3Config,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "glm": transformers.GlmConfig,
+    "glm4": transformers.Glm4Config,
+    "ministral": transformers.MinistralConfig,
+    "ministral3": transformers.Ministral3Config,
+    "cohere": transformers.CohereConfig,
+    "cohere2": transformers.Cohere2Config,
+    "exaone4": transformers.Exaone4Config,
+    "seed_oss": transformers.SeedOssConfig,
+    "ernie4_5": transformers.Ernie4_5Config,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -27,7 +44,10 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
 }
+# What the modeling code of a family needs and its configuration class does not derive.
+NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 8}}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,6 +59,23 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+# Six dimensions of a head of 8 rotate; sequences of more than 16 tokens take the long factors.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.5],
+    "long_factor": [1.2, 3.0, 7.0],
+}
+GROWING_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,12 +125,171 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "phi3": ("phi3", {"num_key_value_heads": 6}),
+    "phi3-window-gqa": ("phi3", {"sliding_window": 5}),
+    "phi3-partial-tied": (
+        "phi3",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "phi3-longrope-short": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+    "phi3-longrope-long": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma-one-kv-head": ("gemma", {"head_dim": 8, "num_key_value_heads": 1, "attention_bias": True}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    ),
+    "gemma2-narrow-caps": (
+        "gemma2",
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 8,
+            "layer_types": MIXED,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    ),
+    "gemma3-scaled-rope": (
+        "gemma3_text",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "num_key_value_heads": 1,
+            "sliding_window": 4,
+            "layer_types": MIXED,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "granite-tied-biases": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "smollm3-windows-yarn": (
+        "smollm3",
+        {
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": MIXED,
+            "rope_parameters": YARN,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-mha-biases": ("olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 5}),
+    "olmo3-yarn-on-full": (
+        "olmo3",
+        {
+            "sliding_window": 4,
+            "layer_types": MIXED,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "glm": ("glm", {"head_dim": 8}),
+    "glm-wide-heads-no-biases": (
+        "glm",
+        {
+            "head_dim": 16,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 8}),
+    "glm4-whole-rotary-tied": (
+        "glm4",
+        {
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "ministral": ("ministral", {"sliding_window": 5}),
+    "ministral-layer-types": ("ministral", {"sliding_window": 4, "layer_types": MIXED, "head_dim": 12}),
+    "ministral3": ("ministral3", {"head_dim": 8, "rope_parameters": GROWING_YARN}),
+    "ministral3-window": (
+        "ministral3",
+        {"head_dim": 16, "sliding_window": 6, "rope_parameters": {**GROWING_YARN, "mscale": 0.5}},
+    ),
+    "cohere": ("cohere", {"tie_word_embeddings": True}),
+    "cohere-untied-biases": ("cohere", {"attention_bias": True, "logit_scale": 0.7}),
+    "cohere2": ("cohere2", {"sliding_window": 5, "layer_types": MIXED, "tie_word_embeddings": True}),
+    "cohere2-biases": (
+        "cohere2",
+        {"sliding_window": 4, "sliding_window_pattern": 2, "attention_bias": True},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 5, "layer_types": MIXED}),
+    "exaone4-no-window": (
+        "exaone4",
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 12}),
+    "seed_oss-other-biases": (
+        "seed_oss",
+        {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "ernie4_5-biases": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
 }
 
 
 def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of that family on the CPU, in eval mode."""
-    config = CONFIGS[family](**{**SMALL, **changes})
+    config = CONFIGS[family](**{**SMALL, **NEEDED.get(family, {}), **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)

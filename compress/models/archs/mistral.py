@@ -1,20 +1,14 @@
 """Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every
 layer when one is stated."""
 
-from compress.models.family import FAMILIES, Family, one_window
-from compress.untrusted.fields import Fields
-
-
-def _same_window(config: Fields, num_layers: int) -> list[int | None]:
-    return [one_window(config)] * num_layers
-
+from compress.models.family import FAMILIES, Family, same_window
 
 FAMILIES.add(
     "mistral",
     Family(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        windows=_same_window,
+        windows=same_window,
         known_fields=frozenset({"sliding_window"}),
         defaults={
             "hidden_act": "silu",

@@ -1,0 +1,42 @@
+"""Command R and Aya (Cohere): attention and FFN side by side after one LayerNorm without a bias; neighbouring
+dimensions of a head rotate as a pair, and the logits have a factor."""
+
+from typing import Any
+
+from compress.models.arch import SCALES
+from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.untrusted.fields import Fields
+
+
+def _facts(config: Fields) -> dict[str, Any]:
+    return {
+        "norm": "layer",
+        "block": "parallel",
+        "logit_scale": config.number("logit_scale", *SCALES),
+    }
+
+
+FAMILIES.add(
+    "cohere",
+    Family(
+        model_type="cohere",
+        architecture="CohereForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        facts=_facts,
+        interleaved_rotary=True,
+        spelled={"rms_norm_eps": "layer_norm_eps"},
+        layer_modules={name: disk for name, disk in LAYER_MODULES.items() if name != "ffn_norm"},
+        known_fields=frozenset({"attention_bias", "logit_scale", "layer_norm_eps"}),
+        # Command R+ norms q and k by a LayerNorm with a weight of its own for each head.
+        fixed_fields={"use_qk_norm": False},
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "layer_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "max_position_embeddings": 8192,
+            "logit_scale": 0.0625,
+        },
+    ),
+)

@@ -1,0 +1,51 @@
+"""EXAONE 4.0 (arXiv 2507.11407): norms after the halves of a layer and of each head of q and k; of the 32B
+model, the layers without a window do not encode positions."""
+
+from typing import Any
+
+from compress.models.arch import MAX_LAYERS
+from compress.models.family import (
+    FAMILIES,
+    POST_NORM_MODULES,
+    Family,
+    every_nth_full,
+    windows_by_layer_type,
+)
+from compress.untrusted.fields import Fields
+
+
+def _implied(config: Fields) -> dict[str, Any]:
+    if config.has("layer_types"):
+        return {}
+    return every_nth_full(config, config.integer("sliding_window_pattern", 1, MAX_LAYERS))
+
+
+def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
+    windows = windows_by_layer_type(config, num_layers)
+    return [not config.has("sliding_window") or window is not None for window in windows]
+
+
+FAMILIES.add(
+    "exaone4",
+    Family(
+        model_type="exaone4",
+        architecture="Exaone4ForCausalLM",
+        qk_norm=True,
+        windows=windows_by_layer_type,
+        rotated_layers=_rotated_layers,
+        facts=lambda config: {"block": "post"},
+        implied=_implied,
+        layer_modules=POST_NORM_MODULES,
+        known_fields=frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+    ),
+)

@@ -1,0 +1,58 @@
+"""Ministral 3 (Mistral AI, 2025): Mistral with YaRN, and queries that grow with the position beyond the
+length of the first training."""
+
+from typing import Any
+
+from compress.models.arch import MAX_POSITIONS
+from compress.models.family import FAMILIES, Family, same_window
+from compress.untrusted.fields import Fields
+
+# Fields of its `rope_parameters` that are not the rope's; the second one nobody reads.
+_GROWTH = "llama_4_scaling_beta"
+_FOREIGN = (_GROWTH, "max_position_embeddings")
+
+
+def _implied(config: Fields) -> dict[str, Any]:
+    """Return the rope, and the growth of queries as a field of the model."""
+    rope = config.mapping("rope_parameters", default=_DEFAULT_ROPE)
+    plain = {name: value for name, value in rope.items() if name not in _FOREIGN}
+    return {"rope_parameters": plain, _GROWTH: rope.get(_GROWTH)}
+
+
+def _facts(config: Fields) -> dict[str, Any]:
+    original = "original_max_position_embeddings"
+    num_positions = config.fields("rope_parameters").integer(original, 1, MAX_POSITIONS)
+    return {"query_growth": (config.number(_GROWTH, 0, 1e6), num_positions)}
+
+
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
+}
+
+FAMILIES.add(
+    "ministral3",
+    Family(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        windows=same_window,
+        facts=_facts,
+        implied=_implied,
+        known_fields=frozenset({"sliding_window"}),
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+        },
+    ),
+)
