@@ -68,7 +68,7 @@ def config_of(head_dim: int, dtype: torch.dtype) -> Config:
     fit the shared memory of sm_80 (163 KiB)."""
     if head_dim <= 256:
         return CONFIG
-    return replace(CONFIG, tile=16 if dtype == torch.float32 else 32)
+    return replace(CONFIG, tile=16 if dtype == torch.float32 else 32, stages=2)
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))

@@ -1,0 +1,358 @@
+"""What few decoders have, on a GPU: norms after halves, norms of all heads, capped scores, wide heads, and
+whole engines over them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.attention_decode import paged as decode
+from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.operands.paged import FP8_TOKEN_HEAD, PagedKV
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows, RowNorm
+from compress.kernels.post_norm.fused import post_norm
+from compress.kernels.rms_norm.fused import rms_norm
+from compress.kernels.rope_store import fused, reference
+from compress.kernels.select import select
+from compress.kernels.soft_cap.fused import soft_cap_
+from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.decoder import Decoder
+from compress.models.random_source import RandomSource
+from compress.models.weights import MemorySource
+from compress.quant.scheme import SCHEMES
+from compress.runtime.deployment import Deployment
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.request import Request, SamplingParams
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.speculation import Speculative
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LAYER = LayerShape(num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1000, rope=Rope(10000.0))
+LOCAL = replace(LAYER, window=70)
+FACTS: dict[str, dict[str, Any]] = {
+    "gemma 2": {
+        "norm_offset": 1.0,
+        "block": "sandwich",
+        "embed_scale": 19.6,
+        "activation": "gelu_pytorch_tanh",
+        "attn_scale": 0.09,
+        "attn_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "layers": (LOCAL, LAYER),
+    },
+    "gemma 3": {
+        "norm_offset": 1.0,
+        "block": "sandwich",
+        "embed_scale": 19.6,
+        "qk_norm": True,
+        "layers": (replace(LOCAL, head_dim=256, num_heads=4, num_kv_heads=2), LAYER),
+    },
+    "gemma 4": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "logit_softcap": 30.0,
+        "layers": (LOCAL, replace(LAYER, head_dim=512, num_heads=4, num_kv_heads=1)),
+    },
+    "glm 4": {"block": "sandwich", "layers": (replace(LAYER, rope=Rope(1e4, rotary_dim=32)), LAYER)},
+    "olmo 2": {"block": "post", "qk_norm": True, "whole_qk_norm": True},
+    "command r": {
+        "block": "parallel",
+        "norm": "layer",
+        "logit_scale": 0.0625,
+        "layers": (LOCAL, replace(LAYER, rope=None)),
+    },
+    "granite": {"embed_scale": 12.0, "residual_scale": 0.22, "logit_scale": 0.125, "attn_scale": 0.0156},
+    "ministral 3": {"query_growth": (0.1, 64)},
+    "phi 4 mini": {"layers": (replace(LAYER, head_dim=96), replace(LAYER, head_dim=80, num_heads=12))},
+}
+each_fact = pytest.mark.parametrize("facts", FACTS)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that an element a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=CUDA, dtype=dtype)
+
+
+def make_arch(facts: dict[str, Any]) -> Arch:
+    stated: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 1013,
+        "hidden_size": 384,
+        "max_position": 512,
+        "layers": (LAYER, LOCAL),
+        "norm_eps": 1e-6,
+        "activation": "silu",
+        "tied_head": True,
+        "qkv_bias": False,
+        "o_bias": False,
+        "ffn_bias": False,
+        "qk_norm": False,
+        "dtype": "bfloat16",
+        "config": {},
+    }
+    return Arch(**{**stated, **facts})
+
+
+def make_source(facts: dict[str, Any]) -> MemorySource:
+    decoder = Decoder(make_arch(facts)).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in decoder.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(parameter + 0.1 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
+    return MemorySource(decoder, dtype=torch.bfloat16)
+
+
+def make_requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        tuple(torch.randint(1013, (length,), generator=generator).tolist())
+        for length in (40, 1, 300, 128, 127)
+    ]
+    return [
+        Request(str(idx), prompt, SamplingParams(12, temperature=0.8 * (idx % 2), seed=idx, ignore_eos=True))
+        for idx, prompt in enumerate(prompts)
+    ]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], Tensor]:
+    """Logits by (request seed, position of the token they chose)."""
+    rows: dict[tuple[int, int], Tensor] = {}
+
+    def record(requests: Any, positions: Any, logits_RV: Tensor) -> None:
+        for row, request, position in zip(logits_RV, requests, positions, strict=True):
+            rows[request.params.seed, position] = row.clone()
+
+    engine.observer = record
+    engine.generate(requests)
+    return rows
+
+
+@each_fact
+def test_a_request_has_the_same_bits_alone_and_in_any_order_and_no_reference_serves(facts: str) -> None:
+    engine = Engine(make_source(FACTS[facts]), device=CUDA, config=EngineConfig(kv_cache_bytes=1 << 28))
+    requests = make_requests()
+    together = run(engine, requests)
+    reversed_ = run(engine, requests[::-1])
+    alone = {key: row for request in requests[:3] for key, row in run(engine, [request]).items()}
+    assert all(not row.isnan().any() for row in together.values())
+    for key, row in together.items():
+        assert torch.equal(row, reversed_[key]), key
+        assert key not in alone or torch.equal(row, alone[key]), key
+    ops = [row for row in engine.kernel_report() if row["op"] != "linear"]
+    assert [row for row in ops if "reference" in row["kernel"]] == []
+
+
+@each_fact
+def test_scores_are_the_cpus_within_rounding(facts: str) -> None:
+    source = make_source(FACTS[facts])
+    config = EngineConfig(dtype=torch.float32, kv_cache_bytes=1 << 28)
+    tokens_BS = torch.randint(1013, (2, 200), generator=torch.Generator().manual_seed(2))
+    on_cpu = Engine(source, device=torch.device("cpu"), config=config).runner.score(tokens_BS)
+    on_gpu = Engine(source, device=CUDA, config=config).runner.score(tokens_BS).cpu()
+    depth = sum(
+        2 * 384 + layer.num_heads * layer.head_dim + layer.intermediate_size for layer in source.arch.layers
+    )
+    bound = 16 * torch.finfo(torch.float32).eps * depth**0.5 * float(on_cpu.abs().max())
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("facts", ["gemma 3", "gemma 2", "granite", "command r"])
+def test_verified_tokens_and_logprobs_are_those_of_plain_decoding(facts: str) -> None:
+    source = make_source(FACTS[facts])
+    requests = make_requests()
+    config = EngineConfig(kv_cache_bytes=1 << 28)
+    plain = Engine(source, device=CUDA, config=config).generate(requests)
+    speculative = replace(config, speculative=Speculative(DraftModel(source), k=3))
+    verified = Engine(source, device=CUDA, config=speculative).generate(requests)
+    assert [each.tokens for each in verified] == [each.tokens for each in plain]
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("facts", ["gemma 3", "command r", "olmo 2", "granite"])
+def test_graphs_and_overlap_change_no_token(facts: str, scheme: str) -> None:
+    arch = make_arch(FACTS[facts]).replace(hidden_size=512, vocab_size=1024)
+    arch = arch.replace(layers=tuple(replace(layer, intermediate_size=1024) for layer in arch.layers))
+    source = RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
+    done = [
+        Engine(source, device=CUDA, config=EngineConfig(kv_cache_bytes=1 << 28, sync=sync)).generate(
+            make_requests()
+        )
+        for sync in (False, True)
+    ]
+    assert [each.tokens for each in done[0]] == [each.tokens for each in done[1]]
+
+
+@pytest.mark.parametrize("size", [1, 65, 3840])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["weights like rows", "float32 weights"])
+def test_a_post_norm_is_the_norm_the_sum_and_the_norm_that_follows(
+    size: int, dtype: torch.dtype, centered: bool, wide: bool
+) -> None:
+    y, x = (randn(33, size, dtype=dtype, seed=seed) for seed in (0, 1))
+    norm, following = (
+        RowNorm((1 + randn(size, seed=seed)).to(torch.float32 if wide else dtype), eps, centered)
+        for seed, eps in ((2, 1e-5), (3, 1e-3))
+    )
+    normed = rms_norm(y, norm.weight, norm.eps, centered=centered)
+    assert isinstance(normed, Tensor)
+    deviation = y.double() - (y.double().mean(-1, keepdim=True) if centered else 0)
+    expected = deviation / (deviation.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(normed.double(), expected, rtol=4 * eps, atol=4e-6)
+    for quant in (None, ActivationQuant(), ActivationQuant(dtype=INT8)):
+        total, rows = post_norm(y, x, norm, following, quant)
+        exact = dtype != torch.float32  # where sums and products may be fused
+        torch.testing.assert_close(total, x + normed, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6)
+        again = rms_norm(total, following.weight, following.eps, quant, centered=centered)
+        for actual, other in zip(parts(rows), parts(again), strict=True):
+            if exact:
+                assert torch.equal(actual.view(torch.uint8), other.view(torch.uint8))
+        for some in (slice(0, 1), slice(3, 20)):
+            part, part_rows = post_norm(y[some], x[some], norm, following, quant)
+            assert torch.equal(part, total[some])
+            for actual, other in zip(parts(part_rows), parts(rows), strict=True):
+                assert torch.equal(actual.view(torch.uint8), other[some].view(torch.uint8))
+
+
+def parts(rows: Tensor | QuantizedRows | None) -> list[Tensor]:
+    if isinstance(rows, QuantizedRows):
+        return [rows.values_TK, rows.scale_T.unsqueeze(1)]
+    assert rows is not None
+    return [rows]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(40, 40, 128), (9, 3, 80), (16, 8, 256), (4, 1, 512)],
+)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_rope_store_norms_all_heads_and_grows_queries(
+    num_heads: int, num_kv_heads: int, head_dim: int, whole: bool, centered: bool, weights: torch.dtype
+) -> None:
+    qkv = randn(33, (num_heads + 2 * num_kv_heads) * head_dim, dtype=torch.bfloat16)
+    cos, sin = (randn(64, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    positions = torch.arange(33, device=CUDA)
+    facts: dict[str, Any] = {
+        "num_heads": num_heads,
+        "eps": 1e-5,
+        "qk_norm": 1 + randn(num_heads + num_kv_heads, head_dim, dtype=weights, seed=3) / 4,
+        "whole": whole,
+        "centered": centered,
+        "growth_P": (1 + torch.arange(64, device=CUDA) / 16).to(torch.bfloat16),
+    }
+    pages = torch.full((num_kv_heads, 4, 16, head_dim), 3.0, dtype=qkv.dtype, device=CUDA)
+    expected, actual = (PagedKV(pages.clone(), pages.clone()) for _ in range(2))
+    slots = positions + 16
+    q = reference.rope_store(qkv, cos, sin, positions, slots, expected, **facts)
+    got = fused.rope_store(qkv, cos, sin, positions, slots, actual, **facts)
+    torch.testing.assert_close(got, q, rtol=2**-6, atol=2**-5)
+    assert float((got.double() - q.double()).norm() / q.double().norm()) < 2**-9
+    torch.testing.assert_close(actual.k, expected.k, rtol=2**-6, atol=2**-5)
+    assert torch.equal(actual.v, expected.v)
+    one = fused.rope_store(qkv[7:8], cos, sin, positions[7:8], slots[7:8], actual, **facts)
+    assert torch.equal(one, got[7:8])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype", "window", "softcap", "coded"),
+    [
+        (64, 2, torch.bfloat16, None, 3.0, False),
+        (64, 2, torch.bfloat16, 100, 3.0, True),
+        (96, 3, torch.float16, 100, 3.0, False),
+        (256, 2, torch.bfloat16, 100, 3.0, False),
+        (256, 2, torch.bfloat16, None, 3.0, True),
+        (256, 1, torch.float32, None, 3.0, False),
+        (512, 8, torch.bfloat16, None, None, False),
+        (512, 8, torch.bfloat16, 100, 3.0, True),
+        (512, 16, torch.float16, 100, None, False),
+        (512, 2, torch.float32, None, 3.0, False),
+    ],
+)
+def test_attention_of_capped_scores_and_wide_heads(
+    head_dim: int, group: int, dtype: torch.dtype, window: int | None, softcap: float | None, coded: bool
+) -> None:
+    lens = [5, 333]
+    table = torch.arange(1, 13, device=CUDA, dtype=torch.int32).view(2, 6)
+    shape = 2, 13, 64, head_dim
+    k, v = (randn(*shape, seed=seed) for seed in (1, 2))
+    if coded:
+        scales = [each.abs().amax(-1) / 448 for each in (k, v)]
+        codes = [(each / scale.unsqueeze(-1)).to(FP8) for each, scale in zip((k, v), scales, strict=True)]
+        kv = PagedKV(*codes, *scales)
+    else:
+        kv = PagedKV(k.to(dtype), v.to(dtype))
+        for each in (kv.k, kv.v):
+            each[:, 0] = torch.nan
+    q = randn(8, 2 * group, head_dim, dtype=dtype, seed=3)
+    facts: dict[str, Any] = {"window": window, "scale": 0.09, "softcap": softcap}
+    decoded = decode.attention_decode(
+        q, kv, table, torch.tensor(lens, device=CUDA, dtype=torch.int32), q_len=4, **facts
+    )
+    filled = prefill.attention_prefill(q, kv, table, (4, 4), tuple(lens), **facts)
+    tolerance = torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps
+    for idx, length in enumerate(lens):
+        rows = slice(4 * idx, 4 * idx + 4)
+        expected = attention_f64(q[rows], kv, table[idx], length, **facts)
+        for out in (decoded, filled):
+            assert float((out[rows].double() - expected).norm() / expected.norm()) < tolerance
+    for query in range(4):
+        ends = torch.tensor([length - 3 + query for length in lens], device=CUDA, dtype=torch.int32)
+        one = decode.attention_decode(q[query::4].contiguous(), kv, table, ends, q_len=1, **facts)
+        assert torch.equal(one, decoded[query::4])
+
+
+def attention_f64(
+    q: Tensor,
+    kv: PagedKV,
+    blocks: Tensor,
+    length: int,
+    *,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    k, v = kv.gather(blocks, length, torch.float64)
+    s = torch.einsum("qkgc,klc->kgql", q.double().unflatten(1, (k.shape[0], -1)), k) * scale
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    at = torch.arange(length - len(q), length, device=CUDA).unsqueeze(1)
+    keys = torch.arange(length, device=CUDA)
+    unseen = keys > at if window is None else (keys > at) | (keys <= at - window)
+    return torch.einsum("kgql,klc->qkgc", s.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1, 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1030), (1, 262_208)])
+def test_capped_logits(shape: tuple[int, int]) -> None:
+    x = randn(*shape) * 40
+    expected = 30 * torch.tanh(x.double() / 30)
+    torch.testing.assert_close(soft_cap_(x, 30.0).double(), expected, rtol=0, atol=8 * 30 * 2**-24)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("group", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("kv_format", ["BF16", FP8_TOKEN_HEAD])
+def test_every_head_has_a_kernel_that_is_no_reference(head_dim: int, group: int, kv_format: str) -> None:
+    device = Deployment(CUDA, torch.bfloat16, max_batch_size=64, max_step_tokens=2048).kernel_device
+    for softcap in (False, True):
+        decoding = device.problem("attention_decode", n=head_dim, k=group, scheme=kv_format, softcap=softcap)
+        filling = device.problem(
+            "attention_prefill", n=head_dim, k=group, phase="prefill", scheme=kv_format, softcap=softcap
+        )
+        for problem in (decoding, filling):
+            assert "reference" not in select(problem).name
