@@ -153,7 +153,7 @@ def test_rows_of_lanes_are_right_and_keep_their_bits(
             out = hopper.attention_decode(queries, kv, table, ends, q_len=shorter, **facts)
             assert torch.equal(out.view(5, shorter, num_heads, head_dim), whole[:, part])
     eights = hopper.row_eights_of(num_heads // num_kv_heads)
-    for cluster in hopper.CLUSTERS:
+    for cluster in hopper.clusters_of(head_dim):
         out = hopper.attend(
             q[:, 7].contiguous(),
             kv,

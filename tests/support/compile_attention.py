@@ -52,13 +52,14 @@ def compile_all(sm: int) -> list[Any]:
             "launch_pdl": sm >= 90,
         }
     for head_dim in (80, 128, 256, 512):
-        for page_dtype in (torch.bfloat16, FP8):
+        for page_dtype in (torch.bfloat16, FP8, *([torch.float32] if head_dim > 128 else [])):
+            dtype = torch.float32 if page_dtype == torch.float32 else torch.bfloat16
             k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
             scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []
             kv = PagedKV(k, v, *scales)
             table = torch.zeros(2, 3, dtype=torch.int32)
             lens = torch.ones(2, dtype=torch.int32)
-            q = torch.zeros(16, 8, head_dim, dtype=torch.bfloat16)
+            q = torch.zeros(16, 8, head_dim, dtype=dtype)
             for q_len, softcap in ((1, None), (8, None), (8, 50.0)):
                 decode.attention_decode(
                     q[: 2 * q_len], kv, table, lens, q_len=q_len, window=None, scale=1.0, softcap=softcap
@@ -70,7 +71,7 @@ def compile_all(sm: int) -> list[Any]:
             qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
             rope = torch.zeros(8, head_dim, dtype=q.dtype)
             rows = torch.zeros(16).long()
-            for whole, dtype in ((False, q.dtype), (True, torch.float32)):
+            for whole, weights in ((False, q.dtype), (True, torch.float32)):
                 fused.rope_store(
                     qkv,
                     rope,
@@ -79,7 +80,7 @@ def compile_all(sm: int) -> list[Any]:
                     rows,
                     kv,
                     num_heads=8,
-                    qk_norm=torch.zeros(10, head_dim, dtype=dtype),
+                    qk_norm=torch.zeros(10, head_dim, dtype=weights),
                     eps=1e-5,
                     whole=whole,
                     centered=whole,

@@ -22,9 +22,8 @@ from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
 SM = 90
-LANES = 16
 WARPS = 4
-CLUSTERS = (4, 2, 1)
+CLUSTERS = (8, 4, 2, 1)
 """Blocks that may share a request and KV head."""
 BLOCKS_AT_ONCE = 264
 """Blocks that an H200 holds: two on each multiprocessor."""
@@ -79,7 +78,7 @@ class Variant:
             "F16": int(self.dtype == torch.float16),
             "FORMAT": {FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(self.kv_format, 0),
             "C": self.head_dim,
-            "LANES": LANES,
+            "LANES": lanes_of(self.head_dim),
             "KEYS": self.keys,
             "S": self.block_size,
             "NT": self.row_eights,
@@ -136,11 +135,17 @@ def row_eights_of(num_rows: int) -> int:
     return 1 if num_rows <= 8 else 2
 
 
+def lanes_of(head_dim: int) -> int:
+    """Return the number of lanes. The bits depend on it. Wide heads have more: a slice of theirs has as many
+    bytes as two of others, and a single request with eight KV heads would keep 32 multiprocessors busy."""
+    return 16 if head_dim <= 128 else 32
+
+
 def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
     """Return the number of blocks for each pair of request and KV head, given the number of pairs."""
     return next(
         each
-        for each in CLUSTERS
+        for each in clusters_of(head_dim)
         if pairs * each <= BLOCKS_AT_ONCE or each == _least_cluster(row_eights, head_dim)
     )
 
@@ -149,10 +154,16 @@ def _least_cluster(row_eights: int, head_dim: int) -> int:
     """Return the smallest cluster whose accumulators fit the registers. Fewer blocks have more lanes in a
     warp, and each lane holds log2(4 / cluster) sums of others next to its own."""
     sums = head_dim // 4 * row_eights
+    lanes = lanes_of(head_dim) // WARPS
+    clusters = clusters_of(head_dim)
     return next(
-        (each for each in reversed(CLUSTERS) if sums * (LANES // WARPS // each).bit_length() <= _SUMS),
-        CLUSTERS[0],
+        (each for each in reversed(clusters) if sums * (lanes // each).bit_length() <= _SUMS), clusters[0]
     )
+
+
+def clusters_of(head_dim: int) -> tuple[int, ...]:
+    """Return the sizes of clusters that have a lane for every warp."""
+    return tuple(each for each in CLUSTERS if WARPS * each <= lanes_of(head_dim))
 
 
 def attend(

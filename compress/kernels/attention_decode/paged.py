@@ -66,9 +66,11 @@ LOG2_E = 1.4426950408889634
 def config_of(head_dim: int, dtype: torch.dtype) -> Config:
     """Return the configuration of a head dimension; tiles of wide heads are smaller, so that those in flight
     fit the shared memory of sm_80 (163 KiB)."""
-    if head_dim <= 256:
+    if head_dim * dtype.itemsize <= 2 * 256:
         return CONFIG
-    return replace(CONFIG, tile=16 if dtype == torch.float32 else 32, stages=2)
+    if head_dim * dtype.itemsize <= 4 * 256:
+        return replace(CONFIG, tile=32, stages=2)
+    return replace(CONFIG, tile=16, stages=2)
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))

@@ -51,6 +51,8 @@ class Config:
 
 def config_of(head_dim: int, dtype: torch.dtype) -> Config:
     """Return a configuration, which fits the shared memory of sm_80 (163 KiB) too."""
+    if dtype == torch.float32 and head_dim > 256:
+        return Config(rows=16, tile=16, num_warps=4, stages=2)
     if dtype == torch.float32:
         return Config(rows=32, tile=32, num_warps=4, stages=2)
     if head_dim > 256:

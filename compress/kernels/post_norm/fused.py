@@ -4,7 +4,7 @@ and, where the next linear reads the stream normed, that norm too, quantized if 
     s = round(x + norm(y)),   rows = following(s)
 
 One program has one row of each in registers; rounding follows the reference. Weights are constant, so they
-are read before the program waits for the kernel ahead. The rows have the bits of `rms_norm.fused`.
+are read before the program waits for the kernel ahead.
 """
 
 import torch
@@ -83,6 +83,7 @@ def post_norm(
         sum_TD,
         CENTERED=norm.centered,
         FOLLOWING_CENTERED=following is not None and following.centered,
+        enable_fp_fusion=False,  # fused, the sum would keep bits of the norm that the reference rounds away
         **output,
         **row_options(size, x_TD.device),
     )

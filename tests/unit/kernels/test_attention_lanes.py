@@ -8,9 +8,9 @@ import torch
 
 from compress.kernels.attention_decode.hopper import (
     BLOCKS_AT_ONCE,
-    CLUSTERS,
     Variant,
     cluster_of,
+    clusters_of,
     row_eights_of,
 )
 from compress.kernels.compilers import nvrtc
@@ -28,7 +28,8 @@ VARIANT = Variant(torch.bfloat16, "BF16", 128, 64, 1, 4, long_table=True, long_l
         replace(VARIANT, cluster=1, long_lens=False),
         replace(VARIANT, cluster=4, kv_format="FP8_TOKEN_HEAD", block_size=16, row_eights=2),
         replace(VARIANT, kv_format="FP8_STATIC", dtype=torch.float16, head_dim=80, long_table=False),
-        replace(VARIANT, head_dim=256, row_eights=2, cluster=4),
+        replace(VARIANT, head_dim=256, row_eights=2, cluster=8),
+        replace(VARIANT, head_dim=256, row_eights=1, cluster=4),
     ],
     ids=repr,
 )
@@ -57,7 +58,7 @@ def test_a_slice_is_the_same_however_the_work_is_dealt_out() -> None:
         len(
             {
                 replace(VARIANT, cluster=cluster, row_eights=eights).keys
-                for cluster in CLUSTERS
+                for cluster in clusters_of(VARIANT.head_dim)
                 for eights in (1, 2)
             }
         )
@@ -69,6 +70,8 @@ def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> No
     assert [cluster_of(8 * rows, 1, 128) for rows in (1, 8, 16, 32, 64, 128)] == [4, 4, 2, 1, 1, 1]
     assert all(cluster_of(pairs, 1, 128) * pairs <= BLOCKS_AT_ONCE for pairs in (1, 66, 132, 264))
     assert [cluster_of(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
+    assert [cluster_of(8 * rows, 1, 256) for rows in (1, 4, 8, 128)] == [8, 8, 4, 4]
+    assert [cluster_of(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
 
 
 def test_it_serves_hopper_in_sixteen_bits_and_says_why_not_elsewhere() -> None:
