@@ -4,6 +4,7 @@ Norms and biases are perturbed, so that none of them can be dropped or swapped u
 enough that attention is not uniform.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +288,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def build_config(family: str, changes: dict[str, Any]) -> Any:
+    """Return the configuration of a tiny model of that family."""
+    return CONFIGS[family](**copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes}))
+
+
 def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of that family on the CPU, in eval mode."""
-    config = CONFIGS[family](**{**SMALL, **NEEDED.get(family, {}), **changes})
+    config = build_config(family, changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)
