@@ -88,13 +88,24 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
                 _served(
                     op,
                     phase,
-                    [device.problem(op, n=layer.head_dim, k=repeat, phase=phase, scheme=kv_format)],
+                    [
+                        device.problem(
+                            op,
+                            n=layer.head_dim,
+                            k=repeat,
+                            phase=phase,
+                            scheme=kv_format,
+                            softcap=arch.attn_softcap is not None and op != "rope_store",
+                        )
+                    ],
                 )
             )
     row_wise: tuple[tuple[Op, int], ...] = (
         ("rms_norm", arch.hidden_size),
+        ("post_norm", arch.hidden_size),
         ("act_mul", layer.intermediate_size),
         ("quantize_rows", arch.hidden_size),
+        ("soft_cap", arch.vocab_size),
     )
     return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
 

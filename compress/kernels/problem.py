@@ -8,7 +8,15 @@ from typing import Literal, get_args
 import torch
 
 Op = Literal[
-    "linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"
+    "linear",
+    "rms_norm",
+    "post_norm",
+    "act_mul",
+    "quantize_rows",
+    "rope_store",
+    "attention_decode",
+    "attention_prefill",
+    "soft_cap",
 ]
 OPS: tuple[Op, ...] = get_args(Op)
 Phase = Literal["decode", "prefill"]
@@ -25,7 +33,8 @@ class Problem:
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated. `sm` is the compute capability times ten, 0 without a GPU.
+    `activation` makes a linear gated; `softcap` says whether attention scores have a cap. `sm` is the compute
+    capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -39,6 +48,7 @@ class Problem:
     device: str
     sm: int
     activation: str | None = None
+    softcap: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,7 @@ class KernelDevice:
         phase: Phase = "decode",
         scheme: str | None = None,
         activation: str | None = None,
+        softcap: bool = False,
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
         return Problem(
@@ -85,6 +96,7 @@ class KernelDevice:
             device=self.device,
             sm=self.sm,
             activation=activation,
+            softcap=softcap,
         )
 
 

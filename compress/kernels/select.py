@@ -11,16 +11,20 @@ requests, B blocks of a table, P positions; "rows" is a tensor, or `QuantizedRow
                        packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives
                        activation(first half) * second half, [T, O / 2]. The residual is added after rounding
                        to the model's dtype.
-    rms_norm           fn(x, weight, eps, quant=None) -> rows like x
-                       over the last axis; `weight` broadcasts against x
+    rms_norm           fn(x, weight, eps, quant=None, *, centered=False) -> rows like x
+                       over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`)
+    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None) -> (x + norm(y), rows or None)
+                       `norm` and `following` are `RowNorm`; rows = following(x + norm(y))
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
-    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps)
-                       -> q_THC; writes k and v to kv
-    attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale) -> [T, H, C];
-                       T = R q_len, the last q_len positions of each context
-    attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale) -> [T, H, C];
-                       ragged, with lengths as tuples
+    rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
+                          whole=False, centered=False, growth_P=None) -> q_THC; writes k and v to kv
+                       `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
+    attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None)
+                       -> [T, H, C]; T = R q_len, the last q_len positions of each context
+    attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None)
+                       -> [T, H, C]; ragged, with lengths as tuples
+    soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
 """
 
 from collections.abc import Callable, Sequence

@@ -58,7 +58,7 @@ def _attend(
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         mask = causal_mask(num_queries, num_keys, window, q.device)
-        return _attend_capped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        return attend_capped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     if num_queries == num_keys and (window is None or window >= num_keys):
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
@@ -69,7 +69,7 @@ def _attend(
     return out.transpose(1, 2)
 
 
-def _attend_capped(q: Tensor, k: Tensor, v: Tensor, mask_SP: Tensor, scale: float, softcap: float) -> Tensor:
+def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask_SP: Tensor, scale: float, softcap: float) -> Tensor:
     """Return attention [B, S, H, C] with capped scores, of [B, H, S, C] and [B, K, P, C]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT) * scale

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, RowNorm
 from compress.kernels.problem import Phase, Problem
 from compress.kernels.select import Kernel, candidates
 
@@ -95,10 +95,11 @@ class FusedLinear:
         quant = self.slices[0].quant if len(self.slices) == 1 else None
         return None if quant is None or quant.group_size is not None else quant
 
-    def prepares_input(self, phase: Phase) -> bool:
-        """Return whether the kernel normalizes and quantizes its input itself."""
+    def prepares_input(self, phase: Phase, norm: RowNorm) -> bool:
+        """Return whether the kernel normalizes its input by this norm, and quantizes it, itself."""
         bound = self.slices[0].decode if phase == "decode" else self.slices[0].prefill
-        return len(self.slices) == 1 and bound.kernel.prepares
+        plain = not norm.centered and norm.weight.dtype == bound.problem.dtype
+        return plain and len(self.slices) == 1 and bound.kernel.prepares
 
     def applies_gate(self, phase: Phase) -> bool:
         """Return whether the kernel computes activation(gate) * up, and not gate and up."""

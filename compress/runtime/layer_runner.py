@@ -3,24 +3,31 @@
     x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
 
+Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
+and norms the stream for the linear that follows, which is the next layer's or the head. Where both halves
+read one input, it is normed once. The stream x may be a fraction of the hidden states (`loader.py`).
+
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
 whose q, k and v have another input.
 
 Shapes: T rows, D hidden, F outputs of a fused linear, H heads, C head dimension, B blocks of the longest
-sequence, R sequences.
+sequence, R sequences, P positions.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import RawRows
+from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import BLOCKS, NORMS, Arch, LayerShape, Rope
+from compress.models.decoder import query_growth
 from compress.models.rope import cos_sin
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
@@ -32,19 +39,44 @@ Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is."""
+
+    norm: RowNorm | None
+    linear: FusedLinear
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream x [T, D] and, where a kernel has computed it already, the input of its reader."""
+
+    x_TD: Tensor
+    rows: Rows | None = None
+
+
 class LayerRunner:
     """Runs layers of one architecture over pages of one KV cache format.
 
     Raises:
-        EnvironmentUnfit: no kernel here serves a norm, the activation, rotary embeddings or attention.
+        EnvironmentUnfit: no kernel here serves a norm, the activation, rotary embeddings or attention, or the
+            runtime does not know the kind of norm or block.
     """
 
     def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
         self._arch = arch
+        if arch.norm not in NORMS or arch.block not in BLOCKS:
+            raise EnvironmentUnfit(
+                f"the runtime serves norms {', '.join(NORMS)} in blocks {', '.join(BLOCKS)}; this model has "
+                f"norm '{arch.norm}' in block '{arch.block}'."
+            )
 
         def bound(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> BoundKernel:
             phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-            problem = deployment.kernel_device.problem(op, n=n, k=k, phase=phase, scheme=scheme)
+            capped = arch.attn_softcap is not None and op.startswith("attention")
+            problem = deployment.kernel_device.problem(
+                op, n=n, k=k, phase=phase, scheme=scheme, softcap=capped
+            )
             return BoundKernel(select(problem), problem)
 
         widest_ffn = max(layer.intermediate_size for layer in arch.layers)
@@ -52,6 +84,11 @@ class LayerRunner:
             "rms_norm": bound("rms_norm", arch.hidden_size),
             "act_mul": bound("act_mul", widest_ffn),
         }
+        if arch.block in ("post", "sandwich"):
+            self._ops["post_norm"] = bound("post_norm", arch.hidden_size)
+            self._post_norm = self._ops["post_norm"].kernel.fn
+        if arch.logit_softcap is not None:
+            self._ops["soft_cap"] = bound("soft_cap", arch.vocab_size)
         self._rms_norm = self._ops["rms_norm"].kernel.fn
         self._act_mul = self._ops["act_mul"].kernel.fn
         self._head_ops = {
@@ -63,23 +100,36 @@ class LayerRunner:
         # has ended, reads it.
         positions = torch.arange(max_model_len + 1, device=deployment.device)
         self._rope_tables = {
-            key: cos_sin(*key, positions, deployment.dtype)
+            key: cos_sin(*key, positions, deployment.dtype, length=max_model_len)
             for key in {_rope_key(layer) for layer in arch.layers}
         }
+        self._growth_P: Tensor | None = None
+        if arch.query_growth is not None:
+            self._growth_P = query_growth(arch.query_growth, positions).to(deployment.dtype)
 
     def layer(
         self,
         layer: LayerWeights,
-        x_TD: Tensor,
+        stream: Stream,
         positions_T: Tensor,
         slots_T: Tensor,
         kv: PagedKV,
         attend: Attend,
         phase: Phase,
-    ) -> Tensor:
-        """Return the output [T, D] of a layer; its keys and values are in the cache afterwards."""
-        qkv_TF = layer.qkv(self.normed(x_TD, layer.attn_norm, layer.qkv, phase), phase)
-        return self.after_qkv(layer, qkv_TF, x_TD, positions_T, slots_T, kv, attend, phase)
+        reader: Reader | None = None,
+    ) -> Stream:
+        """Return the stream after a layer; its keys and values are in the cache afterwards.
+
+        `reader` reads the stream next. Where the layer ends in a norm, the stream comes with its rows.
+        """
+        if self._arch.block == "parallel":
+            qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
+        else:
+            qkv_rows, ffn_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase), None
+        where = positions_T, slots_T, kv
+        return self.after_qkv(
+            layer, layer.qkv(qkv_rows, phase), stream.x_TD, *where, attend, phase, reader, ffn_rows=ffn_rows
+        )
 
     def after_qkv(
         self,
@@ -91,25 +141,57 @@ class LayerRunner:
         kv: PagedKV,
         attend: Attend,
         phase: Phase,
-    ) -> Tensor:
-        """Return the output [T, D] of a layer from its q, k and v, side by side in `qkv_TF`, and the residual
-        stream.
+        reader: Reader | None = None,
+        *,
+        ffn_rows: Rows | None = None,
+    ) -> Stream:
+        """Return the stream after a layer from its q, k and v, side by side in `qkv_TF`, and the stream
+        before it. `ffn_rows` are given where the FFN reads the same input as attention.
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        x_TD = layer.o(
-            attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1), phase, residual=residual_TD
-        )
-        mid_TF = layer.gate_up(self.normed(x_TD, layer.ffn_norm, layer.gate_up, phase), phase)
+        attended_TF = attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1)
+        ffn = Reader(layer.ffn_norm, layer.gate_up)
+        stream = self._added(layer.o, attended_TF, residual_TD, layer.attn_post_norm, ffn, phase)
+        if ffn_rows is None:
+            ffn_rows = self.rows(stream, ffn, phase)
+        mid_TF = layer.gate_up(ffn_rows, phase)
         if not layer.gate_up.applies_gate(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
-        return layer.down(mid_TF, phase, residual=x_TD)
+        return self._added(layer.down, mid_TF, stream.x_TD, layer.ffn_post_norm, reader, phase)
+
+    def _added(
+        self,
+        linear: FusedLinear,
+        x: Rows,
+        residual_TD: Tensor,
+        post_norm: RowNorm | None,
+        reader: Reader | None,
+        phase: Phase,
+    ) -> Stream:
+        """Return the stream plus the output of a half-layer, normed if it is, and the rows of the reader
+        where that kernel computes them too."""
+        if post_norm is None:
+            return Stream(linear(x, phase, residual=residual_TD))
+        following, quant = (None, None) if reader is None else (reader.norm, reader.linear.quant)
+        return Stream(*self._post_norm(linear(x, phase), residual_TD, post_norm, following, quant))
+
+    def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
+        """Return the inputs of q, k, v and of gate, up where one norm serves both."""
+        norm = layer.attn_norm
+        assert norm is not None
+        qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, layer.gate_up))
+        if qkv.linear.prepares_input(phase, norm) and gate_up.linear.prepares_input(phase, norm):
+            return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
+        quant = qkv.linear.quant if _same_quant(qkv.linear.quant, gate_up.linear.quant) else None
+        rows: Rows = self._rms_norm(x_TD, norm.weight, norm.eps, quant, centered=norm.centered)
+        return rows, rows
 
     def queries(
         self, layer: LayerWeights, qkv_TF: Tensor, positions_T: Tensor, slots_T: Tensor, kv: PagedKV
     ) -> Tensor:
         """Return the rotated queries [T, H, C] and write the rotated keys and the values to the cache."""
         shape = layer.shape
-        eps = self._arch.norm_eps
+        norm = layer.qk_norm
         rope_store = self._head_ops["rope_store", _head_key(shape)].kernel.fn
         tables = self._rope_tables[_rope_key(shape)]
         q_THC: Tensor = rope_store(
@@ -119,25 +201,42 @@ class LayerRunner:
             slots_T,
             kv,
             num_heads=shape.num_heads,
-            qk_norm=layer.qk_norm,
-            eps=eps,
+            qk_norm=None if norm is None else norm.weight,
+            eps=self._arch.norm_eps,
+            whole=self._arch.whole_qk_norm and norm is not None,
+            centered=norm is not None and norm.centered,
+            growth_P=self._growth_P,
         )
         return q_THC
 
-    def normed(self, x_TD: Tensor, weight_D: Tensor, linear: FusedLinear, phase: Phase) -> Rows:
-        """Return the input of a fused linear: x normalized, and quantized as it reads it.
+    def rows(self, stream: Stream, reader: Reader, phase: Phase) -> Rows:
+        """Return the input of a linear: the stream normalized, and quantized as the linear reads it.
 
-        Where the kernel of the linear does both itself, x is returned raw, with the weights of the norm.
+        Where the kernel of the linear does both itself, the stream is returned raw, with the weights of the
+        norm.
         """
-        if linear.prepares_input(phase):
-            return RawRows(x_TD, weight_D, self._arch.norm_eps, linear.quant)
-        normed: Rows = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, linear.quant)
+        norm, linear = reader.norm, reader.linear
+        if stream.rows is not None or norm is None:
+            return stream.x_TD if stream.rows is None else stream.rows
+        if linear.prepares_input(phase, norm):
+            return RawRows(stream.x_TD, norm.weight, norm.eps, linear.quant)
+        normed: Rows = self._rms_norm(
+            stream.x_TD, norm.weight, norm.eps, linear.quant, centered=norm.centered
+        )
         return normed
 
-    def norm(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+    def norm(self, x_TD: Tensor, norm: RowNorm) -> Tensor:
         """Return x normalized, [T, D], without quantization."""
-        normed_TD: Tensor = self._rms_norm(x_TD, weight_D, self._arch.norm_eps, None)
+        normed_TD: Tensor = self._rms_norm(x_TD, norm.weight, norm.eps, None, centered=norm.centered)
         return normed_TD
+
+    def capped(self, logits_TV: Tensor) -> Tensor:
+        """Return float32 logits with the cap of the model, which they may be overwritten by."""
+        cap = self._arch.logit_softcap
+        if cap is None:
+            return logits_TV
+        capped_TV: Tensor = self._ops["soft_cap"].kernel.fn(logits_TV, cap)
+        return capped_TV
 
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
@@ -151,7 +250,8 @@ class LayerRunner:
                 context_lens_R,
                 q_len=q_len,
                 window=shape.window,
-                scale=_scale(shape),
+                scale=self._arch.score_scale(shape),
+                softcap=self._arch.attn_softcap,
             )
             return out
 
@@ -165,7 +265,14 @@ class LayerRunner:
         def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
             out: Tensor = fn(
-                q_THC, kv, block_table_RB, query_lens, context_lens, window=shape.window, scale=_scale(shape)
+                q_THC,
+                kv,
+                block_table_RB,
+                query_lens,
+                context_lens,
+                window=shape.window,
+                scale=self._arch.score_scale(shape),
+                softcap=self._arch.attn_softcap,
             )
             return out
 
@@ -186,5 +293,8 @@ def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
     return shape.rope, shape.head_dim
 
 
-def _scale(shape: LayerShape) -> float:
-    return shape.head_dim**-0.5
+def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:
+    """Return whether two linears quantize a row alike, by nothing but the row."""
+    if first is None or second is None or first.dtype != second.dtype:
+        return False
+    return first.static_scale is None and second.static_scale is None

@@ -3,6 +3,12 @@ layer.
 
 `load_model` streams a `WeightSource` onto the device. `fuse` turns the linears of a linear group into one
 `FusedLinear` (`fused_linear.py`).
+
+Factors of a model are folded here. The embedding table holds scaled embeddings. What a norm adds to its
+weight, and the scale of the logits, are in a float32 weight (`RowNorm`). Where the output h of every
+half-layer is scaled by r, a norm of that output takes r into its weight; in models without one, the residual
+stream is g = h / r (`stream_scale`), so that outputs are added as they are: the embedding is divided by r,
+and eps of a norm of the stream by r^2.
 """
 
 from collections.abc import Sequence
@@ -14,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.rows import ActivationQuant
+from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
@@ -27,21 +33,23 @@ from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer in the layouts of its kernels.
+    """The weights of one layer in the layouts of its kernels. Norms that its block does not have are None.
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
     """
 
     shape: LayerShape
-    attn_norm: Tensor
+    attn_norm: RowNorm | None
     qkv: FusedLinear
-    qk_norm: Tensor | None
+    qk_norm: RowNorm | None
     o: FusedLinear
-    ffn_norm: Tensor
+    ffn_norm: RowNorm | None
     gate_up: FusedLinear
     down: FusedLinear
     kv_scales: tuple[float, float] | None
+    attn_post_norm: RowNorm | None = None
+    ffn_post_norm: RowNorm | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -59,7 +67,7 @@ class ModelWeights:
     deployment: Deployment
     embed_VD: Tensor
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: RowNorm
     head: FusedLinear
 
     @property
@@ -92,13 +100,40 @@ def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
     return ModelWeights(
         arch=source.arch,
         deployment=deployment,
-        embed_VD=_dense(outer, "embed.weight", deployment),
+        embed_VD=_scaled(
+            _dense(outer, "embed.weight", deployment), source.arch.embed_scale / stream_scale(source.arch)
+        ),
         layers=tuple(
             _load_layer(source, layer_idx, deployment) for layer_idx in range(source.arch.num_layers)
         ),
-        norm=_dense(outer, "norm.weight", deployment),
+        norm=_stream_norm(source.arch, outer, "norm", deployment, scale=source.arch.logit_scale),
         head=fuse(("head",), head, deployment),
     )
+
+
+def stream_scale(arch: Arch) -> float:
+    """Return r where the residual stream is h / r, 1 where it is h."""
+    return arch.residual_scale if arch.block in ("pre", "parallel") else 1.0
+
+
+def row_norm(arch: Arch, weight: Tensor, *, eps: float | None = None, scale: float = 1.0) -> RowNorm:
+    """Return a norm of a model, its output multiplied by `scale`, from the weight that a checkpoint has."""
+    centered = arch.norm == "layer"
+    if centered or arch.norm_offset or scale != 1:
+        weight = (weight.to(torch.float32) + arch.norm_offset) * scale
+    return RowNorm(weight, arch.norm_eps if eps is None else eps, centered)
+
+
+def _stream_norm(
+    arch: Arch, weights: Weights, name: str, deployment: Deployment, *, scale: float = 1.0
+) -> RowNorm:
+    """Return a norm of the residual stream."""
+    eps = arch.norm_eps / stream_scale(arch) ** 2
+    return row_norm(arch, _dense(weights, f"{name}.weight", deployment), eps=eps, scale=scale)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
 
 
 def fuse(
@@ -194,18 +229,36 @@ def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) ->
     arch = source.arch
     shape = arch.layers[layer_idx]
     weights = source.layer(layer_idx)
-    qk_norm = None
-    if arch.qk_norm:
-        q_norm, k_norm = (_dense(weights, f"attn.{name}.weight", deployment) for name in ("q_norm", "k_norm"))
-        qk_norm = torch.cat((q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1)))
+
+    def before(name: str) -> RowNorm | None:
+        return _stream_norm(arch, weights, name, deployment) if f"{name}.weight" in weights else None
+
+    def after(name: str) -> RowNorm | None:
+        if f"{name}.weight" not in weights:
+            return None
+        return row_norm(arch, _dense(weights, f"{name}.weight", deployment), scale=arch.residual_scale)
+
     return LayerWeights(
         shape=shape,
-        attn_norm=_dense(weights, "attn_norm.weight", deployment),
-        qk_norm=qk_norm,
-        ffn_norm=_dense(weights, "ffn_norm.weight", deployment),
+        attn_norm=before("attn_norm"),
+        qk_norm=_qk_norm(arch, shape, weights, deployment),
+        ffn_norm=before("ffn_norm"),
         **fuse_groups(arch, shape, weights, deployment),
         kv_scales=_kv_scales(weights),
+        attn_post_norm=after("attn_post_norm"),
+        ffn_post_norm=after("ffn_post_norm"),
     )
+
+
+def _qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> RowNorm | None:
+    """Return the norms of queries and keys with a weight for every head, [H + K, C]."""
+    if not arch.qk_norm:
+        return None
+    q_norm, k_norm = (
+        _dense(weights, f"attn.{name}.weight", deployment).view(-1, shape.head_dim).expand(num_heads, -1)
+        for name, num_heads in (("q_norm", shape.num_heads), ("k_norm", shape.num_kv_heads))
+    )
+    return row_norm(arch, torch.cat((q_norm, k_norm)))
 
 
 def fuse_groups(

@@ -25,8 +25,8 @@ from compress.kernels.operands.paged import FP8_STATIC, PagedKV
 from compress.kernels.problem import Phase
 from compress.runtime.deployment import SHORT_PROMPT_ROWS
 from compress.runtime.kv_cache import KVCache
-from compress.runtime.layer_runner import Attend, LayerRunner
-from compress.runtime.loader import ModelWeights
+from compress.runtime.layer_runner import Attend, LayerRunner, Reader, Stream
+from compress.runtime.loader import ModelWeights, stream_scale
 
 _SCRATCH_BLOCK = 64
 
@@ -53,7 +53,7 @@ class PrefillBatch:
 class Features:
     """The hidden states of a pass that a proposer reads.
 
-    `rows_TE` holds the residual stream after each of `depths` layers (0: the embedding), not normalized,
+    `rows_TE` holds the hidden states after each of `depths` layers (0: the embedding), not normalized,
     concatenated.
     """
 
@@ -65,11 +65,11 @@ class Features:
         """Return features of `num_rows` rows that are yet to be filled in."""
         return Features(tuple(depths), embed_VD.new_empty(num_rows, len(depths) * embed_VD.shape[1]))
 
-    def keep(self, depth: int, x_TD: Tensor) -> None:
-        """Store the hidden states after `depth` layers, if they are wanted."""
+    def keep(self, depth: int, x_TD: Tensor, scale: float) -> None:
+        """Store the hidden states x * scale after `depth` layers, if they are wanted."""
         if depth in self.depths:
             start = self.depths.index(depth) * x_TD.shape[1]
-            self.rows_TE[:, start : start + x_TD.shape[1]] = x_TD
+            self.rows_TE[:, start : start + x_TD.shape[1]] = x_TD if scale == 1 else x_TD * scale
 
 
 class ModelRunner:
@@ -81,11 +81,18 @@ class ModelRunner:
         self._arch = arch
         self._cache = cache
         self._max_model_len = max_model_len
+        self._stream_scale = stream_scale(arch)
+        layers = weights.layers
+        self._readers = [
+            *(Reader(layer.attn_norm, layer.qkv) for layer in layers[1:]),
+            Reader(weights.norm, weights.head),
+        ]
+        """The linear that reads the stream after each layer."""
         self._layers = LayerRunner(arch, weights.deployment, cache.kv_format, max_model_len=max_model_len)
 
     @property
     def embedding(self) -> Tensor:
-        """The token embedding [V, D]; `decode` takes rows of it."""
+        """The embedding table [V, D] of the residual stream, scaled; `decode` takes rows of it."""
         return self._weights.embed_VD
 
     @property
@@ -116,8 +123,8 @@ class ModelRunner:
         filled in. Nothing waits for the host, so a CUDA graph can capture the pass.
         """
         attend = self._layers.attend_decode(block_table_RB, context_lens_R, q_len=q_len)
-        x_TD = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
-        return self._logits(x_TD, "decode")
+        stream = self._hidden(x_TD, positions_T, slots_T, self._cache.layer, attend, "decode", features)
+        return self._logits(stream, "decode")
 
     def prefill(self, batch: PrefillBatch, *, short: bool, features: Features | None = None) -> Tensor:
         """Return float32 logits [W, V] of the wanted rows, and fill in `features` of all rows.
@@ -129,10 +136,10 @@ class ModelRunner:
         attend = self._layers.attend_prefill(batch.block_table_RB, batch.query_lens, batch.context_lens)
         x_TD = F.embedding(batch.tokens_T, self.embedding)
         phase = _prefill_phase(short)
-        x_TD = self._hidden(
-            x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features
+        stream = self._hidden(
+            x_TD, batch.positions_T, batch.slots_T, self._cache.layer, attend, phase, features, all_rows=False
         )
-        return self._logits(x_TD[batch.wanted_rows_W], "decode")
+        return self._logits(Stream(stream.x_TD[batch.wanted_rows_W]), "decode")
 
     def score(self, tokens_BS: Tensor) -> Tensor:
         """Return float32 logits [B, S, V] of whole sequences, prefilled over pages of their own.
@@ -159,10 +166,10 @@ class ModelRunner:
         pages = _ScratchPages(self._cache, 1 + num_sequences * num_columns)
         attend = self._layers.attend_prefill(table_BN, (length,) * num_sequences, (length,) * num_sequences)
         x_TD = F.embedding(tokens_BS.to(device).reshape(-1), self.embedding)
-        x_TD = self._hidden(
+        stream = self._hidden(
             x_TD, positions_BS.reshape(-1), slots_BS.reshape(-1), pages.layer, attend, _prefill_phase(short)
         )
-        return self._logits(x_TD, "prefill").view(num_sequences, length, -1)
+        return self._logits(stream, "prefill").view(num_sequences, length, -1)
 
     def kernel_report(self) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other
@@ -186,21 +193,27 @@ class ModelRunner:
         attend: Attend,
         phase: Phase,
         features: Features | None = None,
-    ) -> Tensor:
-        """Return the hidden states [T, D] after the last layer, before the final norm."""
+        *,
+        all_rows: bool = True,
+    ) -> Stream:
+        """Return the residual stream after the last layer, before the final norm; the head reads `all_rows`
+        of it, or some."""
+        stream = Stream(x_TD)
         for layer_idx, layer in enumerate(self._weights.layers):
             if features is not None:
-                features.keep(layer_idx, x_TD)
-            x_TD = self._layers.layer(layer, x_TD, positions_T, slots_T, pages(layer_idx), attend, phase)
+                features.keep(layer_idx, stream.x_TD, self._stream_scale)
+            is_last = layer_idx == self._arch.num_layers - 1
+            reader = None if is_last and not all_rows else self._readers[layer_idx]
+            where = positions_T, slots_T, pages(layer_idx)
+            stream = self._layers.layer(layer, stream, *where, attend, phase, reader)
         if features is not None:
-            features.keep(self._arch.num_layers, x_TD)
-        return x_TD
+            features.keep(self._arch.num_layers, stream.x_TD, self._stream_scale)
+        return stream
 
-    def _logits(self, x_TD: Tensor, phase: Phase) -> Tensor:
+    def _logits(self, stream: Stream, phase: Phase) -> Tensor:
         head = self._weights.head
-        return head(
-            self._layers.normed(x_TD, self._weights.norm, head, phase), phase, out_dtype=torch.float32
-        )
+        rows = self._layers.rows(stream, Reader(self._weights.norm, head), phase)
+        return self._layers.capped(head(rows, phase, out_dtype=torch.float32))
 
 
 class _ScratchPages:

@@ -1,5 +1,6 @@
 """The serving forward computes what the canonical decoder computes, for every feature of an architecture."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +8,16 @@ import torch
 from torch import Tensor
 
 from compress.models.arch import Rope
+from compress.models.attention import FullAttention
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.request import Request, SamplingParams
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.speculation import Speculative
 from tests.support.tiny_source import tiny_shape, tiny_source
 
 CPU = torch.device("cpu")
@@ -45,6 +50,87 @@ FEATURES: dict[str, dict[str, Any]] = {
         )
     },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
+    "rope of a part of each head": {"layers": (tiny_shape(rope=Rope(10000.0, rotary_dim=8)),)},
+    "no positions": {"layers": (tiny_shape(), tiny_shape(rope=None))},
+    "rope proportional": {
+        "layers": (tiny_shape(rope=Rope(1e6, "proportional", factor=2.0, rotary_dim=8)), tiny_shape())
+    },
+    "norms with an offset": {"norm_offset": 1.0},
+    "layer norms": {"norm": "layer"},
+    "layer norms with an offset": {"norm": "layer", "norm_offset": 1.0},
+    "post norms": {"block": "post"},
+    "sandwich norms": {"block": "sandwich"},
+    "parallel halves": {"block": "parallel"},
+    "normed q and k": {"qk_norm": True, "whole_qk_norm": True},
+    "normed q and k of odd widths": {
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "layers": (tiny_shape(num_heads=6, num_kv_heads=3), tiny_shape(head_dim=24, num_kv_heads=1)),
+    },
+    "normed heads with an offset": {"qk_norm": True, "norm_offset": 1.0},
+    "centered heads": {"qk_norm": True, "norm": "layer"},
+    "scaled embedding": {"embed_scale": 7.5, "tied_head": True},
+    "scaled halves": {"residual_scale": 0.22},
+    "scaled halves with post norms": {"residual_scale": 0.22, "block": "post"},
+    "scaled halves between norms": {"residual_scale": 0.22, "block": "sandwich"},
+    "scaled parallel halves": {"residual_scale": 0.22, "block": "parallel"},
+    "scaled logits": {"logit_scale": 0.0625},
+    "capped logits": {"logit_softcap": 0.8},
+    "capped scores": {"attn_softcap": 0.7},
+    "capped scores in a window": {"attn_softcap": 0.7, "layers": (tiny_shape(window=5), tiny_shape())},
+    "scaled scores": {"attn_scale": 0.11},
+    "growing queries": {"query_growth": (0.1, 16)},
+    "gemma 2": {
+        "norm_offset": 1.0,
+        "block": "sandwich",
+        "embed_scale": 7.5,
+        "tied_head": True,
+        "activation": "gelu_pytorch_tanh",
+        "attn_scale": 0.2,
+        "attn_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "layers": (tiny_shape(window=40), tiny_shape()),
+    },
+    "gemma 3": {
+        "norm_offset": 1.0,
+        "block": "sandwich",
+        "embed_scale": 7.5,
+        "tied_head": True,
+        "qk_norm": True,
+        "activation": "gelu_pytorch_tanh",
+        "attn_scale": 0.2,
+        "layers": (
+            tiny_shape(window=40),
+            tiny_shape(window=40),
+            tiny_shape(rope=Rope(1e6, "linear", factor=8.0)),
+        ),
+    },
+    "gemma 4": {
+        "block": "sandwich",
+        "attn_scale": 1.0,
+        "qk_norm": True,
+        "logit_softcap": 30.0,
+        "layers": (tiny_shape(window=40), tiny_shape(head_dim=32, num_kv_heads=1)),
+    },
+    "olmo 2": {"block": "post", "qk_norm": True, "whole_qk_norm": True},
+    "command r": {
+        "block": "parallel",
+        "norm": "layer",
+        "logit_scale": 0.0625,
+        "tied_head": True,
+        "layers": (tiny_shape(window=40), tiny_shape(rope=None)),
+    },
+    "granite": {
+        "embed_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 0.125,
+        "attn_scale": 0.0078125,
+        "tied_head": True,
+    },
+    "ministral 3": {
+        "query_growth": (0.1, 16),
+        "layers": (tiny_shape(rope=Rope(1e6, "yarn", factor=16.0, original_max_position=64)),),
+    },
 }
 
 
@@ -131,6 +217,74 @@ class Quantized:
         return round_to_nearest(
             weight, scheme, *min_max_scale(grouped(weight, scheme), scheme, torch.float32)
         )
+
+
+@pytest.mark.parametrize(("max_model_len", "is_long"), [(64, False), (65, True)])
+def test_factors_of_longrope_are_chosen_by_the_longest_sequence(max_model_len: int, is_long: bool) -> None:
+    factors = {
+        "short_factors": tuple(1 + 0.1 * idx for idx in range(8)),
+        "long_factors": tuple(2 + 0.3 * idx for idx in range(8)),
+    }
+    rope = Rope(10000.0, "longrope", original_max_position=64, attention_factor=1.19, **factors)
+    chosen = factors["long_factors" if is_long else "short_factors"]
+    oracle = replace(rope, short_factors=chosen, long_factors=chosen)
+    source, oracle_source = (tiny_source(layers=(tiny_shape(rope=each),)) for each in (rope, oracle))
+    decoder = build_decoder(oracle_source, dtype=torch.float32, device=CPU)
+    engine = Engine(source, device=CPU, config=EngineConfig(max_model_len=max_model_len))
+    sequences, served = served_logits(engine, prompts((1, 37)), num_tokens=7)
+    for sequence, logits in zip(sequences, served, strict=True):
+        expected = decoder(sequence.unsqueeze(0))[0, -logits.shape[0] :]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance(expected, source))
+
+
+RARE = ["sandwich norms", "command r", "olmo 2", "granite", "gemma 2", "gemma 3", "gemma 4", "ministral 3"]
+
+
+@pytest.mark.parametrize("feature", RARE)
+def test_rows_keep_their_bits_in_any_company(feature: str) -> None:
+    source = tiny_source(**FEATURES[feature])
+    together = prompts((1, 37, 20))
+    _, served = served_logits(Engine(source, device=CPU), together, num_tokens=5)
+    alone = Engine(source, device=CPU)
+    for prompt, logits in zip(together, served, strict=True):
+        _, (own,) = served_logits(alone, [prompt], num_tokens=5)
+        assert torch.equal(own[1:], logits[1:])
+
+
+@pytest.mark.parametrize("feature", RARE)
+def test_verified_tokens_are_those_of_plain_decoding(feature: str) -> None:
+    source = tiny_source(**FEATURES[feature])
+    requests = [
+        Request(str(idx), prompt, SamplingParams(12, ignore_eos=True))
+        for idx, prompt in enumerate(prompts((1, 37)))
+    ]
+    plain = Engine(source, device=CPU).generate(requests)
+    speculative = Speculative(DraftModel(source), k=3)
+    engine = Engine(source, device=CPU, config=EngineConfig(speculative=speculative))
+    assert [each.tokens for each in engine.generate(requests)] == [each.tokens for each in plain]
+    assert engine.acceptance is not None
+    assert set(engine.acceptance.rates) == {1.0}
+
+
+@pytest.mark.parametrize("feature", ["granite", "scaled halves with post norms", "gemma 3"])
+def test_features_are_the_hidden_states(feature: str) -> None:
+    source = tiny_source(**FEATURES[feature])
+    decoder = build_decoder(source, dtype=torch.float32, device=CPU)
+    engine = Engine(source, device=CPU)
+    tokens = torch.arange(5)
+    rows = torch.arange(5)
+    depths = (0, 1, len(source.arch.layers))
+    features = Features.empty(depths, 5, engine.runner.embedding)
+    batch = PrefillBatch(
+        tokens, rows, rows + engine.config.block_size_on(CPU), rows[1:2].view(1, 1), (5,), (5,), rows
+    )
+    engine.runner.prefill(batch, short=False, features=features)
+    x = decoder.embed(tokens.unsqueeze(0))
+    states = [x]
+    for layer in decoder.layers:
+        states.append(x := layer(x, rows, FullAttention()))
+    expected = torch.cat([states[depth][0] for depth in depths], dim=-1)
+    torch.testing.assert_close(features.rows_TE, expected, rtol=0, atol=tolerance(expected, source))
 
 
 def test_quantized_linears_are_served_as_their_dequantized_weights() -> None:

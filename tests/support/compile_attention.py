@@ -51,7 +51,7 @@ def compile_all(sm: int) -> list[Any]:
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
-    for head_dim in (80, 128, 256):
+    for head_dim in (80, 128, 256, 512):
         for page_dtype in (torch.bfloat16, FP8):
             k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
             scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []
@@ -59,23 +59,32 @@ def compile_all(sm: int) -> list[Any]:
             table = torch.zeros(2, 3, dtype=torch.int32)
             lens = torch.ones(2, dtype=torch.int32)
             q = torch.zeros(16, 8, head_dim, dtype=torch.bfloat16)
-            for q_len in (1, 8):
-                decode.attention_decode(q[: 2 * q_len], kv, table, lens, q_len=q_len, window=None, scale=1.0)
-            prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), window=50, scale=1.0)
+            for q_len, softcap in ((1, None), (8, None), (8, 50.0)):
+                decode.attention_decode(
+                    q[: 2 * q_len], kv, table, lens, q_len=q_len, window=None, scale=1.0, softcap=softcap
+                )
+            for softcap in (None, 50.0):
+                prefill.attention_prefill(
+                    q, kv, table, (7, 9), (70, 9), window=50, scale=1.0, softcap=softcap
+                )
             qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
             rope = torch.zeros(8, head_dim, dtype=q.dtype)
             rows = torch.zeros(16).long()
-            fused.rope_store(
-                qkv,
-                rope,
-                rope,
-                rows,
-                rows,
-                kv,
-                num_heads=8,
-                qk_norm=torch.zeros(10, head_dim, dtype=q.dtype),
-                eps=1e-5,
-            )
+            for whole, dtype in ((False, q.dtype), (True, torch.float32)):
+                fused.rope_store(
+                    qkv,
+                    rope,
+                    rope,
+                    rows,
+                    rows,
+                    kv,
+                    num_heads=8,
+                    qk_norm=torch.zeros(10, head_dim, dtype=dtype),
+                    eps=1e-5,
+                    whole=whole,
+                    centered=whole,
+                    growth_P=rope[:, 0].contiguous() if whole else None,
+                )
     return compiled
 
 

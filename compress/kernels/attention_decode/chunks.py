@@ -2,7 +2,7 @@
 absolute chunks.
 
     chunk j covers positions [j N, (j + 1) N)
-    s = q k^T scale,  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
+    s = q k^T scale (capped: c tanh(s / c)),  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
     m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
 Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
@@ -44,6 +44,7 @@ def attention_decode(
     q_len: int,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
@@ -54,7 +55,7 @@ def attention_decode(
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
         block_table_RB = block_table_RB.repeat_interleave(q_len, dim=0)
         context_lens_R = ends.flatten()
-    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale)
+    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap)
 
 
 def _attend(
@@ -64,6 +65,7 @@ def _attend(
     context_lens_R: Tensor,
     window: int | None,
     scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Return [R, H, C]. A row has J chunks of N positions; the batch of the products is K * (R * J +
     padding), in that order."""
@@ -93,6 +95,8 @@ def _attend(
         return chunks.view(num_kv_heads, num_rows, num_chunks, repeat, -1)
 
     s = product(q_KRGC.unsqueeze(2).expand(-1, -1, num_chunks, -1, -1), k.transpose(1, 2))
+    if softcap is not None:
+        s = torch.tanh(s / softcap) * softcap
     s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()

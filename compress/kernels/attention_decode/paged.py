@@ -5,6 +5,8 @@ order of summation.
     s = q k^T scale log2(e),  m_j = max s,  l_j = sum 2^(s - m_j),  o_j = 2^(s - m_j) v
     m = max_j m_j,            out = sum_j 2^(m_j - m) o_j / sum_j 2^(m_j - m) l_j
 
+With a cap c, c log2(e) tanh(s / (c log2(e))) takes the place of s.
+
 Two launches (split-KV decoding, arXiv 2311.01282). The first has P programs for every request and KV
 head, which walk the chunks p, p + P, ... in tiles and write each chunk's (m, l, o) in float32; all query
 heads of the KV head and all `q_len` queries are rows of one matrix product. The second adds the chunks of
@@ -18,7 +20,7 @@ Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, 
 K.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +40,7 @@ from compress.kernels.operands.e4m3 import decode_even, decode_odd, load_queries
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.kernels.soft_cap.fused import capped
 
 MAX_Q_LEN = 8
 
@@ -57,6 +60,15 @@ class Config:
 
 
 CONFIG = Config()
+LOG2_E = 1.4426950408889634
+
+
+def config_of(head_dim: int, dtype: torch.dtype) -> Config:
+    """Return the configuration of a head dimension; tiles of wide heads are smaller, so that those in flight
+    fit the shared memory of sm_80 (163 KiB)."""
+    if head_dim <= 256:
+        return CONFIG
+    return replace(CONFIG, tile=16 if dtype == torch.float32 else 32)
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))
@@ -76,6 +88,7 @@ def _attend_chunks(
     max_chunks: tl.tensor,
     q_len: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     K: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -86,6 +99,7 @@ def _attend_chunks(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     FORMAT: tl.constexpr,
+    CAPPED: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -183,6 +197,8 @@ def _attend_chunks(
         s *= logit_scale
         if FORMAT == 1:
             s *= tl.load(k_scale_ptr + slot + offsets, mask=real_key, other=0.0)[None, :]
+        if CAPPED:
+            s = capped(s, cap)
         seen = keys[None, :] <= positions[:, None]
         if WINDOW > 0:
             seen &= keys[None, :] > positions[:, None] - WINDOW
@@ -290,11 +306,20 @@ def attention_decode(
     q_len: int,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
     return attend(
-        q_THC, kv, block_table_RB, context_lens_R, q_len=q_len, window=window, scale=scale, config=CONFIG
+        q_THC,
+        kv,
+        block_table_RB,
+        context_lens_R,
+        q_len=q_len,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        config=config_of(q_THC.shape[2], q_THC.dtype),
     )
 
 
@@ -308,6 +333,7 @@ def attend(
     window: int | None,
     scale: float,
     config: Config,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute `attention_decode` in a given configuration."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
@@ -353,10 +379,12 @@ def attend(
         max_chunks,
         q_len,
         scale,
+        0.0 if softcap is None else softcap * LOG2_E,
         ROWS=rows,
         TILE=config.tile,
         BLOCK_SIZE=block_size,
         FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
+        CAPPED=softcap is not None,
         INTERPRETED=interpreted(),
         STAGES=config.stages,
         num_warps=config.num_warps,

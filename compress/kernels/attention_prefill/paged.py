@@ -34,6 +34,9 @@ from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.paged import FP8_STATIC, PagedKV, integers_refused
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.kernels.soft_cap.fused import capped
+
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Config:
 def config_of(head_dim: int, dtype: torch.dtype) -> Config:
     """Return a configuration, which fits the shared memory of sm_80 (163 KiB) too."""
     if dtype == torch.float32:
+        return Config(rows=32, tile=32, num_warps=4, stages=2)
+    if head_dim > 256:
         return Config(rows=32, tile=32, num_warps=4, stages=2)
     if head_dim > 128:
         return Config(rows=64, tile=32, num_warps=4, stages=2)
@@ -72,12 +77,14 @@ def _attend_keys(
     v_tiles: tl.tensor,
     page_row: tl.tensor,
     logit_scale: tl.tensor,
+    cap: tl.tensor,
     C: tl.constexpr,
     C_TILE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -117,16 +124,19 @@ def _attend_keys(
             k = tl.load(k_at, mask=mask, other=0)
             v = tl.load(v_at, mask=mask, other=0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CAPPED:
+            s = capped(s * logit_scale, cap)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
                 seen &= keys[None, :] > positions[:, None] - WINDOW
             s = tl.where(seen, s, float("-inf"))
-        m_next = tl.maximum(m, tl.max(s, axis=1) * logit_scale)
+        s_scale = 1.0 if CAPPED else logit_scale
+        m_next = tl.maximum(m, tl.max(s, axis=1) * s_scale)
         m_finite = m_next
         if MASKED:
             m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
-        p = tl.exp2(s * logit_scale - m_finite[:, None])
+        p = tl.exp2(s * s_scale - m_finite[:, None])
         alpha = tl.exp2(m - m_finite)
         total = total * alpha + tl.sum(p, axis=1)
         o = tl.dot(p.to(q.dtype), v, o * alpha[:, None], input_precision=PRECISION)
@@ -147,6 +157,7 @@ def _attention_prefill(
     table_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     K: tl.constexpr,
     G: tl.constexpr,
     C: tl.constexpr,
@@ -155,6 +166,7 @@ def _attention_prefill(
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -199,8 +211,8 @@ def _attention_prefill(
             end_key = whole_start if PART == 0 else (whole_end if PART == 1 else end)
             m, total, o = _attend_keys(
                 q, m, total, o, positions, first_key, end_key, end, k_ptr, v_ptr, table_ptr,
-                k_tiles, v_tiles, page_row, logit_scale, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1, TMA,
-                STAGES, PRECISION,
+                k_tiles, v_tiles, page_row, logit_scale, cap, C, C_TILE, TILE, BLOCK_SIZE, WINDOW, PART != 1,
+                CAPPED, TMA, STAGES, PRECISION,
             )  # fmt: skip
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -260,12 +272,21 @@ def attention_prefill(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
     config = config_of(q_THC.shape[2], q_THC.dtype)
     return attend(
-        q_THC, kv, block_table_RB, query_lens, context_lens, window=window, scale=scale, config=config
+        q_THC,
+        kv,
+        block_table_RB,
+        query_lens,
+        context_lens,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        config=config,
     )
 
 
@@ -279,6 +300,7 @@ def attend(
     window: int | None,
     scale: float,
     config: Config,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
@@ -307,6 +329,7 @@ def attend(
         block_table_RB.stride(0),
         kv.k.stride(0),
         scale,
+        0.0 if softcap is None else softcap * LOG2_E,
         K=num_kv_heads,
         G=group,
         C=head_dim,
@@ -315,6 +338,7 @@ def attend(
         TILE=config.tile,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
+        CAPPED=softcap is not None,
         TMA=tma,
         STAGES=config.stages,
         PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32",

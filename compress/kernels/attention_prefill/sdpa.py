@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
-from compress.models.attention import causal_mask
+from compress.models.attention import attend_capped, causal_mask
 
 
 def attention_prefill(
@@ -27,24 +27,35 @@ def attention_prefill(
     *,
     window: int | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
     chunks = torch.split(q_THC, list(query_lens))
     outputs = [
-        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale)
+        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale, softcap)
         for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend(
+    q_THC: Tensor,
+    k_KLC: Tensor,
+    v_KLC: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     num_queries = q_THC.shape[0]
     num_keys = k_KLC.shape[1]
     q, k, v = (
         each.clone(memory_format=torch.contiguous_format).unsqueeze(0)
         for each in (q_THC.transpose(0, 1), k_KLC, v_KLC)
     )
+    if softcap is not None:
+        seen = causal_mask(num_queries, num_keys, window, q_THC.device)
+        return attend_capped(q, k, v, seen, scale, softcap).squeeze(0)
     grouped = q.shape[1] != k.shape[1]
     whole = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if whole else causal_mask(num_queries, num_keys, window, q_THC.device)

@@ -65,6 +65,19 @@ class QuantizedRows:
 
 
 @dataclass(frozen=True)
+class RowNorm:
+    """RMSNorm over the last axis, with the mean subtracted before if `centered`.
+
+    A weight in the rows' dtype multiplies rounded quotients; a float32 weight multiplies them before they are
+    rounded, once: norms that add to their weights or scale their output are folded into one.
+    """
+
+    weight: Tensor
+    eps: float
+    centered: bool = False
+
+
+@dataclass(frozen=True)
 class RawRows:
     """Rows x [T, K] before the steps that their linear needs: RMSNorm where `weight_K` is given, then
     rounding where `quant` is. A linear that takes raw rows does both as it reads them."""

@@ -1,11 +1,15 @@
 """RMSNorm (arXiv 1910.07467), one row a program, quantized on the way out if the next linear needs it.
 
     y = round(round(x / sqrt(mean(x^2) + eps)) * weight)    mean and quotient in float32; round: to x's dtype
+    y = round(x / sqrt(mean(x^2) + eps) * weight)           where the weight is float32 and x is not
+
+With `centered` the mean of x is subtracted before (LayerNorm without a bias, arXiv 1607.06450).
 
 Rounding follows the reference. The weight is constant, so it is read before the program waits for the
 kernel ahead.
 """
 
+import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
@@ -15,6 +19,21 @@ from compress.kernels.select import Kernel, register
 
 ALIGNMENT = 16
 """Bytes. Triton gives rows off them another layout, and with it another order of summation."""
+
+
+@jit()
+def normed_row(
+    x: tl.tensor, weight: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, CENTERED: tl.constexpr
+) -> tl.tensor:
+    """Return the norm of a row x [BLOCK], zero beyond SIZE, rounded to its dtype."""
+    x_f32 = x.to(tl.float32)
+    if CENTERED:
+        real = tl.arange(0, x.shape[0]) < SIZE
+        x_f32 = tl.where(real, x_f32 - tl.sum(x_f32, axis=0) / SIZE, 0.0)
+    quotient = x_f32 * tl.rsqrt(tl.sum(x_f32 * x_f32, axis=0) / SIZE + eps)
+    if weight.dtype == tl.float32:
+        return (quotient * weight).to(x.dtype)
+    return (quotient.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @jit()
@@ -30,45 +49,47 @@ def _rms_norm(
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
     CONVERTS: tl.constexpr,
+    CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0).to(
-        tl.float32
-    )
+    weight = tl.load(weight_ptr + row % WEIGHT_ROWS * SIZE + columns, mask=columns < SIZE, other=0.0)
     wait(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    x_f32 = x.to(tl.float32)
-    normed = (x_f32 * tl.rsqrt(tl.sum(x_f32 * x_f32, axis=0) / SIZE + eps)).to(x.dtype)
-    y = (normed.to(tl.float32) * weight).to(x.dtype)
+    y = normed_row(x, weight, eps, SIZE, CENTERED)
     store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
+    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None, *, centered: bool = False
 ) -> Tensor | QuantizedRows:
     """Over the last axis; `weight` has the last axes of `x`. Quantized rows are [other axes, last axis]."""
     size = x.shape[-1]
     assert weight.shape == x.shape[x.dim() - weight.dim() :], (
         f"weight {tuple(weight.shape)} for rows of {tuple(x.shape)}"
     )
-    assert weight.dtype == x.dtype, f"weight is {weight.dtype}, rows are {x.dtype}"
+    assert weight.dtype in (x.dtype, torch.float32), f"weight is {weight.dtype}, rows are {x.dtype}"
     num_rows = x.numel() // size
     out, output = row_output(num_rows, size, x.dtype, x.device, quant)
     weight_rows = weight.numel() // size
-    x = x.contiguous()
-    x = x.clone() if x.data_ptr() % ALIGNMENT else x
     _rms_norm[(num_rows,)](
-        x.contiguous(),
+        aligned(x),
         weight.contiguous(),
         eps,
         WEIGHT_ROWS=weight_rows,
+        CENTERED=centered,
         **output,
         **row_options(size, x.device),
     )
     return out.view(x.shape) if isinstance(out, Tensor) else out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return rows contiguous and at a multiple of `ALIGNMENT`."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 register(Kernel("rms_norm", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=rms_norm))

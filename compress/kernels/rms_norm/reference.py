@@ -1,5 +1,6 @@
 """Reference RMSNorm (arXiv 1910.07467): weight * (x / sqrt(mean(x^2) + eps)), mean and division in float32,
-each row on its own.
+each row on its own; with `centered` the mean of x is subtracted before (LayerNorm without a bias, arXiv
+1607.06450).
 
 torch's general reduction on CUDA splits a row among threads by the number of rows, which changes bits;
 its norm kernel gives every row a block of the same shape.
@@ -14,20 +15,25 @@ from compress.kernels.select import Kernel, anything, register
 
 
 def rms_norm_rows(
-    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None
+    x: Tensor, weight: Tensor, eps: float, quant: ActivationQuant | None = None, *, centered: bool = False
 ) -> Tensor | QuantizedRows:
     """Return the norm, quantized if the next linear needs it."""
-    normed = rms_norm(x, weight, eps)
+    normed = rms_norm(x, weight, eps, centered=centered)
     return normed if quant is None else quantize(normed, quant)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last axis of `x`; `weight` broadcasts against `x`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
+    """Over the last axis of `x`; `weight` broadcasts against `x`. A float32 weight is multiplied before
+    rounding, another one after."""
     x_f32 = x.to(torch.float32)
     if x.is_cuda:
-        normed = F.rms_norm(x_f32, x.shape[-1:], eps=eps)
+        normed = (F.layer_norm if centered else F.rms_norm)(x_f32, x.shape[-1:], eps=eps)
     else:
+        if centered:
+            x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
         normed = x_f32 * x_f32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if weight.dtype == torch.float32:
+        return (normed * weight).to(x.dtype)
     return normed.to(x.dtype) * weight
 
 

@@ -1,11 +1,13 @@
 """Triton kernel from the fused projection to rotated queries and a written cache, in one launch.
 
-    q, k, v = split(qkv);   q, k = rope(norm(q, k));   cache[slot] = format(k, v)
+    q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
 A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head
 is held as its two halves, the partners of the rotation (`models/rope.py`), so that threads exchange
-nothing but a sum of squares and a largest magnitude. Intermediates are rounded to the model's dtype where
-the reference rounds them. A head's result depends on that head alone.
+nothing but a sum of squares and a largest magnitude. Where norms span all heads of q and of k, every program
+reads the row's q or k itself for their sum of squares: a few KB from the second-level cache, and no launch
+of their own. Intermediates are rounded to the model's dtype where
+the reference rounds them. A head's result depends on that head alone, or on those that share its norm.
 
 Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C.
 """
@@ -97,6 +99,28 @@ def _angles(
     )
 
 
+@jit()
+def _moments(
+    row_ptr: tl.tensor, SIZE: tl.constexpr, CENTERED: tl.constexpr, SPAN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the mean of SIZE numbers, 0 unless `CENTERED`, and the mean of the squares around it."""
+    columns = tl.arange(0, SPAN)
+    mean = 0.0
+    if CENTERED:
+        sums = tl.zeros([SPAN], tl.float32)
+        for start in tl.range(0, SIZE, SPAN):
+            sums += tl.load(row_ptr + start + columns, mask=start + columns < SIZE, other=0.0).to(tl.float32)
+        mean = tl.sum(sums, axis=0) / SIZE
+    squares = tl.zeros([SPAN], tl.float32)
+    for start in tl.range(0, SIZE, SPAN):
+        real = start + columns < SIZE
+        x = tl.load(row_ptr + start + columns, mask=real, other=0.0).to(tl.float32)
+        if CENTERED:
+            x = tl.where(real, x - mean, 0.0)
+        squares += x * x
+    return mean, tl.sum(squares, axis=0) / SIZE
+
+
 @jit(varying=("num_positions",), unaligned=("positions_ptr", "slots_ptr"))
 def _rope_store(
     qkv_ptr: tl.tensor,
@@ -105,6 +129,7 @@ def _rope_store(
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     norm_ptr: tl.tensor,
+    growth_ptr: tl.tensor,
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -123,6 +148,9 @@ def _rope_store(
     FORMAT: tl.constexpr,
     FP8_MAX: tl.constexpr,
     TINY_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
@@ -160,12 +188,36 @@ def _rope_store(
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     if norm_ptr is not None:
-        root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
+        if WHOLE:
+            mean = tl.zeros([HEADS, 1], tl.float32)
+            square = tl.zeros([HEADS, 1], tl.float32)
+            if tl.program_id(1) * HEADS < H:
+                q_mean, q_square = _moments(qkv_ptr + row * row_stride, H * C, CENTERED, SPAN)
+                mean = tl.where(heads < H, q_mean, mean)
+                square = tl.where(heads < H, q_square, square)
+            if (tl.program_id(1) + 1) * HEADS > H and tl.program_id(1) * HEADS < H + K:
+                k_mean, k_square = _moments(qkv_ptr + row * row_stride + H * C, K * C, CENTERED, SPAN)
+                mean = tl.where(heads < H, mean, k_mean)
+                square = tl.where(heads < H, square, k_square)
+            if CENTERED:
+                x -= mean
+                y -= mean
+            root = tl.rsqrt(square + eps)
+        else:
+            if CENTERED:
+                mean = tl.sum(x + y, axis=1, keep_dims=True) / C
+                x = tl.where(half, x - mean, 0.0)
+                y = tl.where(half, y - mean, 0.0)
+            root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
         weight_at = norm_ptr + heads * C + columns
         weight_first = tl.load(weight_at, mask=rotated, other=0.0).to(tl.float32)
         weight_second = tl.load(weight_at + C // 2, mask=rotated, other=0.0).to(tl.float32)
-        x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
-        y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
+        if norm_ptr.dtype.element_ty == tl.float32:
+            x = (x * root * weight_first).to(dtype).to(tl.float32)
+            y = (y * root * weight_second).to(dtype).to(tl.float32)
+        else:
+            x = ((x * root).to(dtype).to(tl.float32) * weight_first).to(dtype).to(tl.float32)
+            y = ((y * root).to(dtype).to(tl.float32) * weight_second).to(dtype).to(tl.float32)
     turned_first = (x * cos_first.to(tl.float32)).to(dtype).to(tl.float32) - (
         y * sin_first.to(tl.float32)
     ).to(dtype).to(tl.float32)
@@ -176,6 +228,10 @@ def _rope_store(
     second = tl.where(rotated, turned_second.to(dtype), second)
 
     is_q = mask & (heads < H)
+    if growth_ptr is not None:
+        growth = tl.load(growth_ptr + position).to(tl.float32)
+        first = tl.where(is_q, (first.to(tl.float32) * growth).to(dtype), first)
+        second = tl.where(is_q, (second.to(tl.float32) * growth).to(dtype), second)
     q_at = q_ptr + (row * H + heads) * C + columns
     tl.store(q_at, first, mask=is_q)
     tl.store(q_at + C // 2, second, mask=is_q)
@@ -231,15 +287,18 @@ def rope_store(
     num_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    whole: bool = False,
+    centered: bool = False,
+    growth_P: Tensor | None = None,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
-    weight for each q and k head."""
+    weight for each q and k head, in the dtype of q or float32 (`RowNorm`)."""
     (num_kv_heads, _, _, head_dim) = kv.k.shape
     num_rows = qkv_TF.shape[0]
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
-    assert qk_norm is None or qk_norm.is_contiguous()
+    assert qk_norm is None or (qk_norm.is_contiguous() and qk_norm.dtype in (qkv_TF.dtype, torch.float32))
     pages = [each.view(torch.uint8) if kv.k_scale is not None else each for each in (kv.k, kv.v)]
     q_THC = torch.empty(num_rows, num_heads, head_dim, dtype=qkv_TF.dtype, device=qkv_TF.device)
     half = triton.next_power_of_2(head_dim // 2)
@@ -251,6 +310,7 @@ def rope_store(
         positions_T,
         slots_T,
         qk_norm,
+        growth_P,
         q_THC,
         pages[0],
         pages[1],
@@ -269,6 +329,9 @@ def rope_store(
         FORMAT={FP8_TOKEN_HEAD: 1, FP8_STATIC: 2}.get(kv.format, 0),
         FP8_MAX=FP8_MAX,
         TINY_SCALE=TINY_SCALE,
+        WHOLE=whole,
+        CENTERED=centered,
+        SPAN=TILE_SIZE,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away
         **pdl_options(qkv_TF.device),

@@ -1,7 +1,9 @@
 """Reference of the steps between a fused qkv projection and attention: head norms, rotary embedding (arXiv
 2104.09864), the cache's write.
 
-Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position.
+Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. The
+norms of q and of k span one head, or all heads at once. A query may be multiplied by a factor of its
+position, after it is turned.
 Each step rounds to the model's dtype, as the canonical decoder does.
 """
 
@@ -25,18 +27,35 @@ def rope_store(
     num_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    whole: bool = False,
+    centered: bool = False,
+    growth_P: Tensor | None = None,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
-    each query and key head."""
+    each query and key head, in the dtype of q or float32 (`RowNorm`)."""
     num_kv_heads = kv.k.shape[0]
     head_dim = kv.head_dim
     qkv_THC = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     qk_THC, v_TKC = torch.split(qkv_THC, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-    if qk_norm is not None:
-        qk_THC = rms_norm(qk_THC, qk_norm, eps)
+    if qk_norm is not None and whole:
+        halves = zip(
+            *(x.split([num_heads, num_kv_heads], dim=-2) for x in (qk_THC, qk_norm)),
+            strict=True,
+        )
+        qk_THC = torch.cat(
+            [
+                rms_norm(x.flatten(1), weight.flatten(), eps, centered=centered).view_as(x)
+                for x, weight in halves
+            ],
+            dim=1,
+        )
+    elif qk_norm is not None:
+        qk_THC = rms_norm(qk_THC, qk_norm, eps, centered=centered)
     q_THC, k_TKC = torch.split(
         rotate(qk_THC, cos_PC[positions_T], sin_PC[positions_T]), [num_heads, num_kv_heads], dim=1
     )
+    if growth_P is not None:
+        q_THC = q_THC * growth_P[positions_T].view(-1, 1, 1)
     kv.write_(slots_T, k_TKC, v_TKC)
     return q_THC
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.kernels.operands.paged import DENSE_FORMATS
+from compress.kernels.operands.rows import RowNorm
 from compress.kernels.problem import Phase
 from compress.models.eagle3 import Eagle3Head
 from compress.models.weights import dense
@@ -38,8 +39,8 @@ from compress.runtime.deployment import SHORT_PROMPT_ROWS, Deployment
 from compress.runtime.fused_linear import FusedLinear
 from compress.runtime.graphs import Graphs
 from compress.runtime.kv_cache import KVCache, kv_bytes_per_token
-from compress.runtime.layer_runner import LayerRunner
-from compress.runtime.loader import LayerWeights, fuse, fuse_groups
+from compress.runtime.layer_runner import LayerRunner, Reader, Stream
+from compress.runtime.loader import LayerWeights, fuse, fuse_groups, row_norm, stream_scale
 from compress.runtime.model_runner import Features, PrefillBatch
 from compress.runtime.sampler import SamplingPlan, distribution, sample_rows
 from compress.runtime.scheduler import Generation
@@ -80,9 +81,9 @@ class Eagle3Weights:
     """The weights of a head in the layouts of its kernels. `layer.attn_norm` is the norm of the embedding."""
 
     fc: FusedLinear
-    hidden_norm: Tensor
+    hidden_norm: RowNorm
     layer: LayerWeights
-    norm: Tensor
+    norm: RowNorm
     head: FusedLinear
 
     @property
@@ -91,8 +92,9 @@ class Eagle3Weights:
         return sum(each.weight_bytes for each in (self.fc, *self.layer.fused_linears, self.head))
 
 
-def load_eagle3(head: Eagle3Head, deployment: Deployment) -> Eagle3Weights:
-    """Fuse the linears of a head and repack its weights for a deployment.
+def load_eagle3(head: Eagle3Head, deployment: Deployment, *, target_scale: float = 1.0) -> Eagle3Weights:
+    """Fuse the linears of a head and repack its weights for a deployment. The target's embedding table holds
+    embeddings divided by `target_scale`.
 
     Raises:
         EnvironmentUnfit: no kernel supports a linear.
@@ -103,21 +105,26 @@ def load_eagle3(head: Eagle3Head, deployment: Deployment) -> Eagle3Weights:
         name.removeprefix(prefix): weight for name, weight in head.weights.items() if name.startswith(prefix)
     }
 
-    def vector(name: str) -> Tensor:
-        return dense(head.weights[name]).to(device=deployment.device, dtype=deployment.dtype)
+    def norm(name: str, eps: float | None = None) -> RowNorm:
+        weight = dense(head.weights[f"{name}.weight"]).to(device=deployment.device, dtype=deployment.dtype)
+        return row_norm(arch, weight, eps=eps)
 
+    groups = fuse_groups(arch, arch.layers[0], own, deployment)
     layer = LayerWeights(
         shape=arch.layers[0],
-        attn_norm=vector(f"{prefix}embed_norm.weight"),
+        attn_norm=norm(
+            f"{prefix}embed_norm", None if head.embed_VD is not None else arch.norm_eps / target_scale**2
+        ),
         qk_norm=None,
-        ffn_norm=vector(f"{prefix}ffn_norm.weight"),
-        **fuse_groups(arch, arch.layers[0], own, deployment),
+        ffn_norm=norm(f"{prefix}ffn_norm"),
+        qkv=groups["qkv"],
+        o=groups["o"],
+        gate_up=groups["gate_up"],
+        down=groups["down"],
         kv_scales=None,
     )
     outer = {name: fuse((name,), head.weights, deployment) for name in ("fc", "head")}
-    return Eagle3Weights(
-        outer["fc"], vector(f"{prefix}hidden_norm.weight"), layer, vector("norm.weight"), outer["head"]
-    )
+    return Eagle3Weights(outer["fc"], norm(f"{prefix}hidden_norm"), layer, norm("norm"), outer["head"])
 
 
 class Eagle3Proposer:
@@ -131,7 +138,7 @@ class Eagle3Proposer:
         self.feature_layers = head.facts.layer_ids
         self._head = head
         self._setting = setting
-        self._weights = load_eagle3(head, deployment)
+        self._weights = load_eagle3(head, deployment, target_scale=stream_scale(setting.arch))
         self._kv_format = DENSE_FORMATS[deployment.dtype]
         self._ring = 2 * (setting.k + 1)
         """Positions in the ring of a request: a step reads the last k + 1, and up to k more follow them."""
@@ -282,17 +289,18 @@ class Eagle3Proposer:
             qkv_TF, residual_TD = self._qkv(fed.tokens_T, hidden_TD[fed.rows], "decode")
             attend = self._layers.attend_decode(fed.table_RB, fed.context_lens_R, q_len=q_len)
             where = fed.positions_T, fed.slots_T, self._kv
-            outputs.append(self._layers.after_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode"))
+            after = self._layers.after_qkv(layer, qkv_TF, residual_TD, *where, attend, "decode")
+            outputs.append(after.x_TD)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _qkv(self, tokens_T: Tensor, hidden_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
         """Return q, k and v, concatenated, and the residual that the layer adds to."""
         weights = self._weights
         norm = self._layers.norm
+        embed_norm = weights.layer.attn_norm
+        assert embed_norm is not None
         normed_TD = norm(hidden_TD, weights.hidden_norm)
-        pair = torch.cat(
-            (norm(F.embedding(tokens_T, self._embed_VD), weights.layer.attn_norm), normed_TD), dim=1
-        )
+        pair = torch.cat((norm(F.embedding(tokens_T, self._embed_VD), embed_norm), normed_TD), dim=1)
         residual_TD = normed_TD if self._head.facts.norm_before_residual else hidden_TD
         return weights.layer.qkv(pair, phase), residual_TD
 
@@ -300,7 +308,7 @@ class Eagle3Proposer:
         """Return float32 logits [R, V] of the target's vocabulary, which the next call overwrites."""
         head = self._weights.head
         logits_RV = self._logits_SV[: len(hidden_RD)]
-        normed = self._layers.normed(hidden_RD, self._weights.norm, head, "decode")
+        normed = self._layers.rows(Stream(hidden_RD), Reader(self._weights.norm, head), "decode")
         return logits_RV.index_copy_(1, self._vocabulary_W, head(normed, "decode", out_dtype=torch.float32))
 
     def _ring_slots(self, table_RB: Tensor, positions_RQ: Tensor) -> Tensor:

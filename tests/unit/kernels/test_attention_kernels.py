@@ -74,12 +74,20 @@ if INTERPRETED:
         return PagedKV(k, v)
 
     def expected_f64(
-        q_TC: Tensor, kv: PagedKV, blocks_B: Tensor, context_len: int, window: int | None, scale: float
+        q_TC: Tensor,
+        kv: PagedKV,
+        blocks_B: Tensor,
+        context_len: int,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         """[Q, H, C]: the last Q positions of one context, by the definition."""
         k, v = kv.gather(blocks_B, context_len, torch.float64)
         q = q_TC.double().unflatten(1, (k.shape[0], -1))
         s = torch.einsum("qkgc,klc->kgql", q, k) * scale
+        if softcap is not None:
+            s = softcap * torch.tanh(s / softcap)
         at = torch.arange(context_len - len(q), context_len).unsqueeze(1)
         keys = torch.arange(context_len)
         unseen = (keys > at) | (keys <= at - window if window else torch.tensor(False))
@@ -156,6 +164,39 @@ if INTERPRETED:
             q[2], kv, table[2:, :9].contiguous(), context_lens[2:], q_len=q_len, window=window, scale=0.125
         )
         assert torch.equal(alone, whole[2])
+
+    RARE_CASES = [
+        *((each, 64, 64, 2, 50, torch.float16, 3.0) for each in FORMATS),
+        ("dense", 512, 64, 2, None, torch.float16, None),
+        ("dense", 256, 16, 2, None, torch.float16, 1.5),
+        slow("dense", 80, 32, 5, 40, torch.float32, 2.0),
+    ]
+
+    @pytest.mark.parametrize(
+        ("kv_format", "head_dim", "block_size", "group", "window", "dtype", "softcap"), RARE_CASES
+    )
+    def test_scores_may_be_capped_and_heads_wide(
+        kv_format: str,
+        head_dim: int,
+        block_size: int,
+        group: int,
+        window: int | None,
+        dtype: torch.dtype,
+        softcap: float | None,
+    ) -> None:
+        lens = [4, 133]
+        scale = 0.11
+        table = block_table(2, -(-200 // block_size))
+        kv = pages(kv_format, (1, 1 + table.numel(), block_size, head_dim), dtype)
+        seen = poisoned(kv, table, lens) if kv_format == "dense" else kv
+        q = randn(6, group, head_dim, dtype=dtype, seed=3)
+        facts = {"window": window, "scale": scale, "softcap": softcap}
+        decoded = decode.attention_decode(q, seen, table, torch.tensor(lens), q_len=3, **facts)
+        filled = prefill.attention_prefill(q, seen, table, (3, 3), tuple(lens), **facts)
+        for out in (decoded, filled):
+            for idx, length in enumerate(lens):
+                rows = slice(3 * idx, 3 * idx + 3)
+                assert_close(out[rows], expected_f64(q[rows], kv, table[idx], length, window, scale, softcap))
 
     def test_a_padding_row_gives_zeros_where_it_has_no_position() -> None:
         kv = pages("dense", (1, 2, 16, 64), torch.float32)

@@ -49,6 +49,37 @@ if INTERPRETED:
     def bits(x: Tensor) -> Tensor:
         return x.contiguous().view(torch.uint8)
 
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 128), (9, 3, 80), (2, 2, 512)]
+    )
+    @pytest.mark.parametrize("whole", [False, True])
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("weights", [torch.float16, torch.float32])
+    def test_wide_and_centered_norms_and_growing_queries_are_those_of_the_reference(
+        num_heads: int, num_kv_heads: int, head_dim: int, whole: bool, centered: bool, weights: torch.dtype
+    ) -> None:
+        args = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        facts = {
+            "qk_norm": 1 + randn(num_heads + num_kv_heads, head_dim, dtype=weights, seed=3) / 4,
+            "whole": whole,
+            "centered": centered,
+            "growth_P": 1 + torch.arange(NUM_POSITIONS).to(torch.float16) / 16,
+        }
+        expected, actual = (empty_pages("dense", num_kv_heads, head_dim, torch.float16) for _ in range(2))
+        q = reference.rope_store(*args, expected, num_heads=num_heads, eps=1e-5, **facts)
+        got = rope_store(*args, actual, num_heads=num_heads, eps=1e-5, **facts)
+        # A rounding of float16 before the rotation, and those after it.
+        torch.testing.assert_close(got, q, rtol=2**-9, atol=2**-9)
+        torch.testing.assert_close(actual.k, expected.k, rtol=2**-9, atol=2**-9)
+        assert torch.equal(bits(actual.v), bits(expected.v))
+        for row in range(NUM_ROWS):
+            one = (each[row : row + 1] for each in (args[0], *args[3:]))
+            qkv, positions, slots = one
+            alone = rope_store(
+                qkv, *args[1:3], positions, slots, actual, num_heads=num_heads, eps=1e-5, **facts
+            )
+            assert torch.equal(alone, got[row : row + 1])
+
     @pytest.mark.parametrize("kv_format", FORMATS)
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "head_dim", "normed"),

@@ -70,11 +70,15 @@ if INTERPRETED:
     from compress.kernels.act_mul.fused import act_mul
     from compress.kernels.act_mul.reference import act_mul_rows
     from compress.kernels.linear import prefill_w4a16
-    from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+    from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RowNorm, quantize
+    from compress.kernels.post_norm.fused import post_norm
+    from compress.kernels.post_norm.reference import post_norm as reference_post_norm
     from compress.kernels.quantize_rows.fused import quantize_rows
     from compress.kernels.rms_norm.fused import rms_norm
     from compress.kernels.rms_norm.reference import rms_norm_rows
     from compress.kernels.sample.choose import SPAN, Draw, Filter, choose, choose_drawn
+    from compress.kernels.soft_cap.fused import soft_cap_
+    from compress.kernels.soft_cap.reference import soft_cap_ as reference_soft_cap_
     from compress.quant.scheme import SCHEMES, QuantizedWeight
     from compress.runtime.request import SamplingParams
     from compress.runtime.sampler import gumbel, sample
@@ -138,6 +142,65 @@ if INTERPRETED:
         weight = randn(5, 24, seed=1)
         torch.testing.assert_close(
             rms_norm(x, weight, 1e-5), rms_norm_rows(x, weight, 1e-5), rtol=4e-7, atol=1e-12
+        )
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("centered", [False, True])
+    def test_norms_with_float32_weights_are_the_reference(
+        size: int, dtype: torch.dtype, centered: bool
+    ) -> None:
+        x = extreme_rows(size, dtype)
+        weight = 1 + randn(size, seed=1)
+        actual = rms_norm(x, weight, 1e-5, centered=centered)
+        expected = rms_norm_rows(x, weight, 1e-5, centered=centered)
+        assert isinstance(actual, Tensor)
+        assert isinstance(expected, Tensor)
+        torch.testing.assert_close(
+            actual,
+            expected,
+            rtol=2**-10 if dtype == torch.float16 else 1e-6,
+            atol=1e-6 if centered else 1e-12,
+        )
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("wide", [False, True], ids=["weights like rows", "float32 weights"])
+    @pytest.mark.parametrize("centered", [False, True])
+    @pytest.mark.parametrize("quant", [None, *QUANTS])
+    def test_a_post_norm_is_the_norm_the_sum_and_the_norm_that_follows(
+        size: int, wide: bool, centered: bool, quant: ActivationQuant | None
+    ) -> None:
+        """Bit for bit, by the kernel of single norms."""
+        y = extreme_rows(size, torch.float16)
+        x = extreme_rows(size, torch.float16).flip(1)
+        weights = [(1 + randn(size, seed=seed)).to(torch.float32 if wide else x.dtype) for seed in (1, 2)]
+        norm, following = (
+            RowNorm(weight, eps, centered) for weight, eps in zip(weights, (1e-5, 1e-3), strict=True)
+        )
+        total, rows = post_norm(y, x, norm, following, quant)
+        normed = rms_norm(y, norm.weight, norm.eps, centered=centered)
+        assert isinstance(normed, Tensor)
+        assert torch.equal(total, x + normed)
+        expected = rms_norm(total, following.weight, following.eps, quant, centered=centered)
+        if isinstance(expected, QuantizedRows):
+            assert rows is not None
+            assert_same_rows(rows, expected)
+        else:
+            assert isinstance(rows, Tensor)
+            assert torch.equal(rows, expected)
+        alone, no_rows = post_norm(y[1:2], x[1:2], norm)
+        assert no_rows is None
+        assert torch.equal(alone, total[1:2])
+        reference, _ = reference_post_norm(y, x, norm, following, quant)
+        torch.testing.assert_close(total, reference, rtol=2**-9, atol=2**-14)
+
+    @pytest.mark.parametrize("shape", [(1, 1), (3, 1030), (0, 7)])
+    def test_capped_numbers_are_the_reference(shape: tuple[int, int]) -> None:
+        x = randn(*shape) * 40
+        if x.numel() > 3:
+            x[0, :3] = torch.tensor([float("inf"), float("-inf"), 1e30])
+        torch.testing.assert_close(
+            soft_cap_(x.clone(), 30.0), reference_soft_cap_(x.clone(), 30.0), rtol=0, atol=8 * 30 * 2**-24
         )
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
