@@ -24,6 +24,7 @@ ROPE_FIELDS = frozenset(
         "mscale",
         "mscale_all_dim",
         "truncate",
+        "partial_rotary_factor",
     ]
 )
 _TURNS = (1e-6, 1e6)

@@ -15,6 +15,13 @@ CONFIGS: dict[str, Any] = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "granitemoe": transformers.GraniteMoeConfig,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -40,6 +47,9 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {"rms_norm_eps": 1e-5}),
@@ -88,6 +98,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "mixtral-window": ("mixtral", {**LOCAL_EXPERTS, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "qwen3-moe-listed-dense": (
+        "qwen3_moe",
+        {**EXPERTS, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5},
+    ),
 }
 
 
@@ -98,12 +119,15 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or parameter.dim() == 2 and name.endswith("_bias"):
                 parameter.copy_(parameter + 0.3 * noise)
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 
