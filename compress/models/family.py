@@ -173,6 +173,8 @@ class Family:
                 the message names it.
         """
         values = {**self.defaults, **raw}
+        if "rope_parameters" in self.defaults and raw.get("rope_scaling") and not raw.get("rope_parameters"):
+            del values["rope_parameters"]  # the older name of the same
         values |= {name: values[own] for name, own in self.spelled.items() if own in values}
         values |= self._aliased(raw)
         self._refuse_unknown(raw)
@@ -199,6 +201,7 @@ class Family:
         if dtype not in DTYPES:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)
+        facts = self.facts(config)
         return Arch(
             family=self.model_type,
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
@@ -215,7 +218,7 @@ class Family:
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
-            activation=config.text("hidden_act"),
+            activation=facts.pop("activation", config.text("hidden_act")),
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),
@@ -223,7 +226,7 @@ class Family:
             qk_norm=_flag(self.qk_norm, config),
             dtype=dtype,
             config=dict(raw),
-            **self.facts(config),
+            **facts,
         )
 
     def write_config(self, arch: Arch) -> dict[str, Any]:

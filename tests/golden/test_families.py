@@ -221,12 +221,12 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         "max_position_embeddings",
     )
     config: dict[str, Any] = {key: SMALL[key] for key in required}
-    config.update(model_type=family, num_attention_heads=64, hidden_size=128)
+    config.update(model_type=family, num_attention_heads=64, hidden_size=256)
     arch = family_of(config).read_config(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     stated = type(build(family, {}).config).from_pretrained(tmp_path)
     assert arch.norm_eps == stated.rms_norm_eps
-    assert arch.activation == stated.hidden_act
+    assert arch.activation == ("swiglu_clamped" if family == "gpt_oss" else stated.hidden_act)
     assert arch.tied_head == stated.tie_word_embeddings
     assert arch.layers[0].num_kv_heads == stated.num_key_value_heads
     assert arch.layers[0].rope.theta == stated.rope_parameters["rope_theta"]
@@ -234,7 +234,14 @@ def test_fields_left_to_their_defaults_mean_what_they_mean_to_transformers(
         getattr(stated, "head_dim", None) or stated.hidden_size // stated.num_attention_heads
     )
     sliding = stated.sliding_window if family == "mistral" else None
-    assert [layer.window for layer in arch.layers] == [sliding] * arch.num_layers
+    windows = [sliding] * arch.num_layers
+    if family == "gpt_oss":
+        windows = [stated.sliding_window if idx % 2 == 0 else None for idx in range(arch.num_layers)]
+    assert [layer.window for layer in arch.layers] == windows
+    if arch.has_experts:
+        experts = next(layer.experts for layer in arch.layers if layer.experts is not None)
+        assert experts.top_k == stated.num_experts_per_tok
+        assert experts.num_experts == build(family, {}).config.num_local_experts
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())

@@ -50,6 +50,13 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {"rms_norm_eps": 1e-5}),
@@ -108,6 +115,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-listed-dense": (
         "qwen3_moe",
         {**EXPERTS, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen2-moe-some-dense": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "olmoe": ("olmoe", EXPERTS),
+    "olmoe-biases": ("olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "glm4-moe": ("glm4_moe", {**ROUTED, "routed_scaling_factor": 1.7}),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        {
+            **ROUTED,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 16,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 5}),
+    "gpt-oss-other-layers": (
+        "gpt_oss",
+        {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 4, "layer_types": MIXED, "rope_parameters": YARN},
+    ),
+    "granitemoe": ("granitemoe", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
+    "granitemoe-multipliers": (
+        "granitemoe",
+        {
+            **LOCAL_EXPERTS,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
