@@ -52,6 +52,8 @@ IDLE_FIELDS = frozenset(
 )
 """Fields that programs read, but not for the forward pass of a causal language model: for training, token
 ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
+TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
+"""Fields of mixtures of experts that only training reads."""
 HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}
 """Fields that no configuration class declares, and the one value of each that the decoder computes in every
 family: it rotates the halves of a head and not neighbours, and no position sees a later one."""
@@ -381,7 +383,7 @@ class Family:
     def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the fields, other than `null`, that the table does not read."""
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
-        read |= set(self.aliases.values())
+        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
         read = (read - self.spelled.keys()) | set(self.spelled.values())
         return [(name, value) for name, value in config.items() if name not in read and value is not None]
 

@@ -15,6 +15,8 @@ from compress.errors import UnsupportedFormat
 BLOCK = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+MAX_SCALE = 252
+"""The largest stored scale with which all codes are below the largest number of bfloat16."""
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -24,10 +26,8 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         UnsupportedFormat: blocks and scales are not of their types, or a scale is not a number.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise UnsupportedFormat(
-            f"blocks and scales of MXFP4 are bytes, not {blocks.dtype} and {scales.dtype}."
-        )
-    if bool((scales >= 2 * _BIAS).any()):
+        raise UnsupportedFormat(f"blocks and scales of MXFP4 are bytes, not {blocks.dtype} and {scales.dtype}.")
+    if bool((scales > MAX_SCALE).any()):
         raise UnsupportedFormat("a scale of MXFP4 weights is beyond the range of bfloat16, or not a number.")
     values = torch.tensor([*VALUES, *(-each for each in VALUES)], dtype=torch.bfloat16, device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
