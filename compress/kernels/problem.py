@@ -8,11 +8,21 @@ from typing import Literal, get_args
 import torch
 
 Op = Literal[
-    "linear", "rms_norm", "act_mul", "quantize_rows", "rope_store", "attention_decode", "attention_prefill"
+    "linear",
+    "rms_norm",
+    "act_mul",
+    "quantize_rows",
+    "rope_store",
+    "attention_decode",
+    "attention_prefill",
+    "router",
+    "experts",
 ]
 OPS: tuple[Op, ...] = get_args(Op)
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
+"""The ops that only layers with a mixture of experts have."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -20,12 +30,14 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 @dataclass(frozen=True)
 class Problem:
     """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and
-    rope_store the head dimension and the query heads of a KV head; for other ops the row size, and 0.
+    rope_store the head dimension and the query heads of a KV head; for experts the hidden size D and the
+    size F of one expert; for other ops the row size, and 0.
 
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated. `sm` is the compute capability times ten, 0 without a GPU.
+    `activation` makes a linear gated, and names that of experts. `experts` and `top_k` count the experts of a
+    layer and those that serve one token. `sm` is the compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -39,6 +51,8 @@ class Problem:
     device: str
     sm: int
     activation: str | None = None
+    experts: int = 0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,8 @@ class KernelDevice:
         phase: Phase = "decode",
         scheme: str | None = None,
         activation: str | None = None,
+        experts: int = 0,
+        top_k: int = 0,
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
         return Problem(
@@ -85,6 +101,8 @@ class KernelDevice:
             device=self.device,
             sm=self.sm,
             activation=activation,
+            experts=experts,
+            top_k=top_k,
         )
 
 
