@@ -46,8 +46,9 @@ def prefill_plan(packed: PackedExperts, num_rows: int) -> Plan:
     """Return how the rows of a prompt run."""
     pairs_per_expert = num_rows * 8 // packed.num_experts
     bn = 128 if pairs_per_expert > 96 else 64 if pairs_per_expert > 24 else 32
-    gate_up = Tile(64, bn, columns(packed, packed.gate_up.in_features, 64), 4, 3)
-    down = Tile(128, bn, columns(packed, packed.down.in_features, 64), 8, 3)
+    most = 64 if packed.format == "dense16" else 128
+    gate_up = Tile(64, bn, columns(packed, packed.gate_up.in_features, most), 8, 3)
+    down = Tile(128, bn, columns(packed, packed.down.in_features, most), 8, 3)
     return Plan(
         gate_up,
         down,
@@ -58,9 +59,11 @@ def prefill_plan(packed: PackedExperts, num_rows: int) -> Plan:
     )
 
 
-def columns(packed: PackedExperts, size: int, most: int = BLOCK) -> int:
+def columns(packed: PackedExperts, size: int, most: int = 2 * BLOCK) -> int:
     """Return the columns of a step: at most `most`, and a divisor of `size`."""
-    if packed.format in ("w4", "fp8_block"):
+    if packed.format == "w4":
+        return 2 * BLOCK if most > BLOCK and size % (2 * BLOCK) == 0 else BLOCK
+    if packed.format == "fp8_block":
         return BLOCK
     return next(step for step in (128, 64, 32, 16) if step <= most and size % step == 0)
 

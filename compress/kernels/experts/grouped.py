@@ -162,9 +162,9 @@ def _product(
         b_at = w_ptr + ((second // 16) * row_words + second % 16 * 32)[:, None] + words[None, :]
         a_first = expert * (OUT * SCALES) + (first // 16) * (SCALES * 16) + first % 16
         b_first = expert * (OUT * SCALES) + (second // 16) * (SCALES * 16) + second % 16
-        # A step is one or two blocks of 128 columns, whose scales are loaded a step ahead: Triton pipelines
+        # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton pipelines
         # only what a product reads.
-        PER_STEP: tl.constexpr = 2 if IN % 256 == 0 else 1
+        PER_STEP: tl.constexpr = BK // 128
         LAST: tl.constexpr = IN // 128 - 1
         a_scale = tl.load(scale_ptr + a_first)
         a_scale1 = tl.load(scale_ptr + a_first + (PER_STEP - 1) * 128 // GROUP * 16)
@@ -257,9 +257,9 @@ def _product(
             for at in tl.range(0, IN, BK, num_stages=STAGES):
                 x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
                 if NATIVE:
-                    a = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, a, max_num_imprecise_acc=128)
+                    a = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, a, max_num_imprecise_acc=BK)
                     if TWO:
-                        b = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, b, max_num_imprecise_acc=128)
+                        b = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, b, max_num_imprecise_acc=BK)
                 else:
                     a = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, a)
                     if TWO:
