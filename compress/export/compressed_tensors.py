@@ -247,7 +247,11 @@ class CompressedTensors:
         self, scheme: Scheme, *, quantized: Sequence[str], dense: Sequence[str]
     ) -> dict[str, Any]:
         """Return one group with the names of its linears, because the class of all linears would include
-        heads that have no tensor of their own."""
+        heads that have no tensor of their own.
+
+        Packed codes are decompressed at load: some classes (Falcon, Mamba, T5) initialise the parameter
+        `weight`, which a packed linear does not have.
+        """
         return {
             "quant_method": self.quant_method,
             "format": format_of(scheme),
@@ -256,7 +260,7 @@ class CompressedTensors:
             "ignore": list(dense),
             KV_KEY: None,
             "version": FORMAT_VERSION,
-            **({} if scheme.symmetric else {"dequantize": True}),
+            **({"dequantize": True} if format_of(scheme) == PACK_FORMAT else {}),
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:

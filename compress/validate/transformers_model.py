@@ -82,6 +82,8 @@ class TransformersModel:
                 output_loading_info=True,
             )
         _refuse_incomplete(path, info)
+        if device.type == "cpu" and all(each.dtype.itemsize > 1 for each in model.parameters()):
+            model = model.float()  # blocks of FP8 are decompressed to 16 bits, whatever dtype is asked for
         self._path = path
         self._model = model.to(device).eval()
 

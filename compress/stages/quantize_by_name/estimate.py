@@ -9,13 +9,13 @@ from compress.stages.quantize_by_name.selection import Selection, select
 from compress.stages.quantize_by_name.spec import QuantizeByName
 from compress.validate.display import byte_size
 
-ROUNDED_AT_ONCE = 1 << 22
+ROUNDED_AT_ONCE = 1 << 20
 """Weights that are rounded at once: float32 copies of a whole matrix would be the peak of the stage."""
 ROUNDING_BYTES = 20
 """Bytes that rounding takes for each of them."""
 PACK_BYTES = 24
 """Bytes that packing takes for a code while it goes through 64-bit integers."""
-LIBRARY_BYTES = 20_000_000
+LIBRARY_BYTES = 50_000_000
 """Bytes that libraries and threads take when they first round."""
 MAX_KINDS = 12
 """Kinds of modules that a note names."""
