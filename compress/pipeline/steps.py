@@ -51,6 +51,17 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
+        if stage.gives != Port.DENSE and stage.gives in given:
+            raise entry.where.error(
+                ("kind",),
+                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
+            )
+        if (by_source := _from_source(stage, given, steps)) is not None:
+            raise entry.where.error(
+                ("kind",),
+                f"'{by_source}' reads the recipe's model itself, so what another stage makes of the weights "
+                "would be lost. Leave out one of the two.",
+            )
         for need in stage.needs(spec):
             if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
@@ -63,17 +74,6 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
-        if stage.gives != Port.DENSE and stage.gives in given:
-            raise entry.where.error(
-                ("kind",),
-                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
-            )
-        if (by_source := _from_source(stage, given, steps)) is not None:
-            raise entry.where.error(
-                ("kind",),
-                f"'{by_source}' reads the recipe's model itself, so what another stage makes of the weights "
-                "would be lost. Leave out one of the two.",
-            )
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
                 ("kind",),

@@ -34,7 +34,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "opt": _model("OPTForCausalLM", **SIZES, ffn_dim=256, word_embed_proj_dim=64),
     "mamba": _model("MambaForCausalLM", vocab_size=384, hidden_size=128, num_hidden_layers=2, state_size=16),
     "t5": _model(
-        "T5ForConditionalGeneration", vocab_size=384, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4
+        "T5ForConditionalGeneration",
+        vocab_size=384,
+        d_model=128,
+        d_kv=32,
+        d_ff=256,
+        num_layers=2,
+        num_heads=4,
     ),
     "bert": _model("BertForMaskedLM", **SIZES, **FFN),
     "bert-classifier": _model("BertForSequenceClassification", **SIZES, **FFN, num_labels=48),
