@@ -173,7 +173,8 @@ def _reason(
     module = header.name.removesuffix(WEIGHT)
     parts = module.split(".")
     last = parts[-1]
-    rows, columns = header.shape[0], header.shape[-1]
+    rows = header.shape[0]
+    columns = header.shape[-1]
     is_outer = not _is_in_layer(parts)
     reasons = (
         (len(header.shape) > 2, "convolution" if _any(_CONVOLUTION, parts) else "more than two dimensions"),

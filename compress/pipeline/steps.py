@@ -23,7 +23,7 @@ BY_NAME = (
     "If transformers loads this model, a stage {kind: quantize_by_name, scheme: FP8_DYNAMIC} quantizes its "
     "linears by the names of their tensors."
 )
-"""What a user can do with a model that the decoder does not support."""
+"""Hint for a model that the decoder does not support."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ def build_steps(recipe: Recipe) -> list[Step]:
 
 
 def _from_source(stage: Stage, given: set[Port], steps: Sequence[Step]) -> str | None:
-    """Return the kind of the stage that writes a checkpoint of the recipe's own model beside stages that make
-    other weights of it; None where there are not both."""
+    """Return the kind of the stage that writes a checkpoint of the recipe's own model, where other stages make
+    other weights of it; None where there are not both.
+    """
 
     def writes(each: Stage) -> bool:
         return each.gives == Port.CHECKPOINT and Port.SOURCE in each.takes

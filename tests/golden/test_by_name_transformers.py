@@ -1,5 +1,5 @@
-"""A checkpoint that was quantized by tensor name, as `transformers` sees it: its linears are those of the class,
-no key is stray, and it computes what the class computes of the dequantized weights."""
+"""A checkpoint that was quantized by tensor name, as `transformers` sees it: its linears are those of the
+class, no key is stray, and it computes what the class computes of the dequantized weights."""
 
 from dataclasses import replace
 from pathlib import Path
