@@ -101,8 +101,8 @@ def build_steps(recipe: Recipe) -> list[Step]:
 
 
 def _from_source(stage: Stage, given: set[Port], steps: Sequence[Step]) -> str | None:
-    """Return the kind of the stage that writes a checkpoint of the recipe's own model, where other stages make
-    other weights of it; None where there are not both.
+    """Return the kind of the stage that writes a checkpoint of the recipe's own model, where other stages
+    make other weights of it; None where there are not both.
     """
 
     def writes(each: Stage) -> bool:

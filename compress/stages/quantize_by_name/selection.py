@@ -1,6 +1,6 @@
-"""The choice of a checkpoint's linears by tensor name: the matrices that are quantized, the reasons of those that
-stay dense, and the form of every tensor of the result. Only `config.json` and the headers of the safetensors
-files are read."""
+"""The choice of a checkpoint's linears by tensor name: the matrices that are quantized, the reasons of those
+that stay dense, and the form of every tensor of the result. Only `config.json` and the headers of the
+safetensors files are read."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
