@@ -54,12 +54,57 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 64,
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 64,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "rope_parameters": dict.fromkeys(
+            ("full_attention", "sliding_attention"), {"rope_type": "default", "rope_theta": 1e4}
+        ),
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5, "attention_bias": True},
+    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.25, "layer_norm_eps": 1e-5},
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "logit_scale": 0.25,
+        "layer_norm_eps": 1e-5,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 WRITTEN = (
     ("compressed-tensors", "W4A16_G128"),
@@ -70,6 +115,11 @@ WRITTEN = (
     ("awq", "W4A16_G128_ASYM"),
     ("gptq", "W4A16_G128"),
 )
+ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
+"""The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""
+FEW = (WRITTEN[0], WRITTEN[2], WRITTEN[6])
+OWN_FIELDS = {"hidden_act": "hidden_activation", "rms_norm_eps": "layer_norm_eps"}
+"""Fields of `SMALL` that some families spell otherwise."""
 DTYPES = {
     "compress": {},
     "vllm": {"W4A16_G128": "float16", "W4A16_G128_ASYM": "float16", "FP8_BLOCK": "bfloat16"},
@@ -121,14 +171,18 @@ class Case:
 
 def write_all(directory: Path, families: Iterable[str]) -> Iterator[Case]:
     for family in families:
-        config = {**SMALL, "model_type": family, **FAMILIES[family]}
+        own = FAMILIES[family]
+        common = {name: value for name, value in SMALL.items() if OWN_FIELDS.get(name) not in own}
+        config = {**common, "model_type": family, **own}
         arch = family_of(config).read_config(config)
-        for form, name in WRITTEN:
+        for form, name in WRITTEN if family in ALL_FORMATS else FEW:
             case = Case(family, form, name, directory / f"{family}-{form}-{name}")
             case.path.mkdir()
             source = RandomSource(arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
             write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
             yield case
+        if family not in ALL_FORMATS:
+            continue
         form, name = WRITTEN[0]
         case = Case(family, form, name, directory / f"{family}-pruned", pruned=True)
         case.path.mkdir()

@@ -8,6 +8,7 @@ that was ever looked at, and a disk error would end the process with a signal, w
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +26,7 @@ from compress.untrusted.parse import Malformed, read_json
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_ELSEWHERE = "Free space there, or give another place such as another --workspace."
+ELSEWHERE = "Free space there, or give another place such as another --workspace."
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 # In the order of the reference implementation, whose files start with the last of these.
@@ -61,28 +62,43 @@ def save_tensors(
         UnsupportedFormat: for a dtype that has no place in a safetensors file here.
         StorageError: the disk is full, read-only or not permitted; the file is named.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _RANK:
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    header, places = layout(forms, metadata=metadata)
+    with explained(path, hint=ELSEWHERE), atomic_file(path) as stream:
+        stream.write(header)
+        for name in places:
+            stream.write(raw_bytes(tensors[name]))
+
+
+def layout(
+    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the beginning of a safetensors file of tensors with these dtypes and shapes, and the place of
+    each tensor after it, in the order of the places.
+
+    Raises:
+        UnsupportedFormat: for a dtype that has no place in a safetensors file here.
+    """
+    for name, (dtype, _) in forms.items():
+        if dtype not in _RANK:
             raise UnsupportedFormat(
-                f"tensor '{name}' has dtype {tensor.dtype}, which is not written to safetensors files here."
+                f"tensor '{name}' has dtype {dtype}, which is not written to safetensors files here."
             )
-    ordered = sorted(tensors.items(), key=lambda item: (-_RANK[item[1].dtype][0], item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    places: dict[str, int] = {}
     position = 0
-    for name, tensor in ordered:
-        end = position + tensor.numel() * tensor.element_size()
+    for name, (dtype, shape) in sorted(forms.items(), key=lambda item: (-_RANK[item[1][0]][0], item[0])):
+        end = position + math.prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _RANK[tensor.dtype][1],
-            "shape": list(tensor.shape),
+            "dtype": _RANK[dtype][1],
+            "shape": list(shape),
             "data_offsets": [position, end],
         }
+        places[name] = position
         position = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with explained(path, hint=_ELSEWHERE), atomic_file(path) as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, tensor in ordered:
-            stream.write(raw_bytes(tensor))
+    return len(encoded).to_bytes(8, "little") + encoded, places
 
 
 def raw_bytes(tensor: Tensor) -> Any:
@@ -160,6 +176,11 @@ class TensorFiles:
                 f"{self._file_of[name]} holds tensor '{name}' in dtype '{dtype}', which is not read here."
             )
         return DTYPES[dtype]
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        self.header(name)
+        return self._file_of[name]
 
     def get(self, name: str, *, device: str | torch.device = "cpu") -> Tensor:
         dtype = self.dtype(name)

@@ -2,6 +2,7 @@
 and who loads the result.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 
 from compress.cli.output import JsonFlag, count_text, duration_text, emit, size_text, table
 from compress.cli.run import DEFAULT_WORKSPACE, OfflineOption, RecipeArgument, WorkspaceOption
-from compress.errors import StorageError
+from compress.errors import StorageError, UnsupportedArch
 
 if TYPE_CHECKING:
     from compress.models.arch import Arch
@@ -42,17 +43,18 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what `run` would do. Needs no GPU and no weights; with --offline no network."""
-    from compress.models.family import unread_note
-    from compress.pipeline import build_steps, device_kind, estimates
+    from compress.pipeline import build_steps, device_kind, estimates, shapes_of
     from compress.recipe import load_recipe
 
     loaded = load_recipe(recipe)
     steps = build_steps(loaded)
-    arch, source = _shapes(loaded.model, offline=offline)
+    read, source = _model(loaded.model, offline=offline)
+    shapes = shapes_of(read)
+    directory = None if source is None else source.path
     target = device_kind(device) if device is not None else _default_device()
     cached = _cached(loaded, steps, source, workspace, target)
     rows: list[dict[str, Any]] = []
-    found = list(estimates(steps, arch, target, num_ranks=ranks))
+    found = list(estimates(steps, shapes, target, num_ranks=ranks, source=directory))
     for step, hit, estimate in zip(steps, cached, found, strict=True):
         rows.append(
             {
@@ -67,13 +69,7 @@ def plan(
         )
     document = {
         "recipe": str(recipe),
-        "model": {
-            "name": loaded.model,
-            "params": arch.num_params,
-            "layers": arch.num_layers,
-            "dtype": arch.dtype,
-            "notes": [] if (sentence := unread_note(arch)) is None else [sentence],
-        },
+        "model": {"name": loaded.model, **_model_facts(shapes)},
         "device": target,
         "ranks": ranks,
         "assumed_flops_per_s": sorted({_assumed_rate(each, target) for each in found}),
@@ -82,7 +78,9 @@ def plan(
         "push": loaded.push.model_dump(mode="json") if loaded.push is not None else None,
         "peak_bytes": max(row["peak_bytes"] for row in rows),
         "disk_bytes": sum(row["disk_bytes"] for row in rows),
-        "on_a_gpu": _on_a_gpu(list(estimates(steps, arch, "cuda"))) if target == "cpu" else None,
+        "on_a_gpu": _on_a_gpu(list(estimates(steps, shapes, "cuda", source=directory)))
+        if target == "cpu"
+        else None,
     }
     emit(document, _text(document), as_json=as_json)
 
@@ -103,9 +101,24 @@ def _assumed_rate(estimate: "Estimate", device: str) -> float:
     return ASSUMED_FLOPS_PER_S["tiles" if estimate.in_tiles else device]
 
 
-def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
-    """Return the model's shapes: from its directory, from its config.json on the hub, or from those that ship
-    with the package.
+def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
+    """Return the document's facts of the model; None for those that only the decoder reads."""
+    from compress.models.family import unread_note
+
+    if isinstance(shapes, UnsupportedArch):
+        return {"params": None, "layers": None, "dtype": None, "notes": [shapes.message]}
+    sentence = unread_note(shapes)
+    return {
+        "params": shapes.num_params,
+        "layers": shapes.num_layers,
+        "dtype": shapes.dtype,
+        "notes": [] if sentence is None else [sentence],
+    }
+
+
+def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
+    """Return a function that reads the model's shapes (from its directory, from its config.json on the hub,
+    or from those that ship with the package), and the model where it is on this machine.
     """
     from compress.export import codecs
     from compress.models.checkpoint import arch_of, read_config
@@ -117,18 +130,18 @@ def _shapes(model: str, *, offline: bool) -> "tuple[Arch, ModelSource | None]":
     ref = parse_model_ref(model)
     if ref.scheme != "hf":
         source = resolve_source(model)
-        return arch_of(read_config(source.path), codecs()), source
+        return lambda: arch_of(read_config(source.path), codecs()), source
     shipped = known_config(ref.name)
     if (
         shipped is None or not offline
     ):  # a fine-tune of the same name may have other widths: ask where one may ask
         try:
             config = fetch_config(ref.name, ref.revision, offline=offline, shipped=known_models())
-            return arch_of(config, codecs()), None
+            return lambda: arch_of(config, codecs()), None
         except StorageError:
             if shipped is None:
                 raise
-    return arch_of(shipped, codecs()), None
+    return lambda: arch_of(shipped, codecs()), None
 
 
 def _cached(
@@ -155,12 +168,16 @@ def _machine(device: str, ranks: int) -> str:
     return count_text(ranks, "GPU") if device == "cuda" else f"the CPU, {count_text(ranks, 'rank')}"
 
 
+def _shape_text(model: dict[str, Any]) -> str:
+    if model["params"] is None:
+        return ""
+    return f"{model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
+
+
 def _text(document: dict[str, Any]) -> str:
     model = document["model"]
     lines = [
-        f"{model['name']}: {model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, "
-        f"{model['dtype']}; "
-        f"planned for {_machine(document['device'], document['ranks'])}",
+        f"{model['name']}: {_shape_text(model)}planned for {_machine(document['device'], document['ranks'])}",
         *model["notes"],
         "",
     ]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from compress.data.card import check_at_hand, documents, identity, load_card, pin
 from compress.data.tokenizer import encode, load_tokenizer
 from compress.data.tokens import TokenSet, tokenize
-from compress.errors import UsageError
+from compress.errors import UnsupportedArch, UsageError
 from compress.models.arch import Arch
 from compress.models.checkpoint import read_config
 from compress.models.family import family_of
+from compress.models.named_linears import stated_vocab_size
 from compress.registry.model_source import ModelSource
 
 if TYPE_CHECKING:
@@ -54,13 +55,22 @@ def read_tokens(
 def _check_ids(tokens: TokenSet, source: ModelSource) -> None:
     """Raise UsageError if the tokenizer gives ids that the embedding does not have."""
     config = read_config(source.path)
-    vocab_size = family_of(config).read_config(config).vocab_size
+    vocab_size = _vocab_size(config)
     largest = int(tokens.tokens_NS.max())
-    if largest >= vocab_size:
+    if vocab_size is not None and largest >= vocab_size:
         raise UsageError(
             f"the tokenizer of {source.name} gives the id {largest} and the model has {vocab_size} "
             "embeddings: they do not belong together."
         )
+
+
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    """Return the embeddings that a model has: by its family, or as the config of a model that the decoder
+    does not support states them; None where it states none."""
+    try:
+        return family_of(config).read_config(config).vocab_size
+    except UnsupportedArch:
+        return stated_vocab_size(config)
 
 
 def prepended_bos(tokenizer: "Tokenizer", model_dir: Path) -> int | None:

@@ -9,12 +9,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
-from compress.errors import UnsupportedFormat
+from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint, write_checkpoint
@@ -24,7 +24,7 @@ from compress.models.weights import WeightSource
 from compress.plugins import PluginSet
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, INT4_TOKEN_HEAD, INT8_TOKEN_HEAD
-from compress.quant.scheme import DENSE, ModelScheme, QuantizedWeight
+from compress.quant.scheme import DENSE, ModelScheme, QuantizedWeight, Scheme
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,27 @@ class ExportFormat(Protocol):
         """Return the programs that may load the result."""
 
 
+@runtime_checkable
+class FormatByName(Protocol):
+    """A checkpoint format that can state which modules of any model are quantized, by the names of their
+    tensors."""
+
+    @property
+    def codec(self) -> ForeignCodec: ...
+
+    def refusal_by_name(self, scheme: Scheme) -> str | None:
+        """Return why no model can be written in this scheme, None where one can."""
+
+    def reason_dense(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        """Return why a linear of this shape has to stay dense, None where it can be quantized."""
+
+    def config_by_name(
+        self, scheme: Scheme, *, quantized: Sequence[str], dense: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of a model whose modules `quantized` have this scheme; `dense` are
+        its other matrices."""
+
+
 VLLM_KV_FLAGS = {
     FP8_TOKEN_HEAD: "--kv-cache-dtype fp8_per_token_head",
     INT8_TOKEN_HEAD: "--kv-cache-dtype int8_per_token_head",
@@ -97,6 +118,19 @@ DRAFT_FOLDER = "draft"
 """Folder of a checkpoint that holds its draft."""
 PROPOSED = 4
 """Tokens that a draft proposes in a step by default."""
+
+
+def format_by_name(name: str) -> FormatByName:
+    """Return the format of that name that states modules by the names of their tensors.
+
+    Raises:
+        UsageError: there is no format of that name, or it cannot.
+    """
+    form = FORMATS.get(name)
+    if not isinstance(form, FormatByName):
+        able = [each for each, member in FORMATS.items() if isinstance(member, FormatByName)]
+        raise UsageError(f"{name} is not written by tensor name; {' and '.join(able)} are.")
+    return form
 
 
 def codecs() -> Mapping[str, ForeignCodec]:

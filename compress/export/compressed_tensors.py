@@ -60,6 +60,7 @@ FORMAT_VERSION = "0.20.0"
 DENSE_FORMAT = "dense"
 """Format of dense weights with a quantized KV cache."""
 KV_KEY = "kv_cache_scheme"
+STABLE_BITS = {4, 8}
 STATIC_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _KV_DEFAULTS = {"symmetric": True, "dynamic": False}
 """Defaults of the format's own library where a scheme leaves fields out."""
@@ -234,9 +235,37 @@ class CompressedTensors:
             **({"dequantize": True} if at_load else {}),
         }
 
+    def refusal_by_name(self, scheme: Scheme) -> str | None:
+        return None if scheme.num_bits in STABLE_BITS else f"{scheme.num_bits} bits are not written."
+
+    def reason_dense(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        if in_features % (scheme.group_size or 1):
+            return f"K = {in_features}, no multiple of {scheme.group_size}"
+        return None
+
+    def config_by_name(
+        self, scheme: Scheme, *, quantized: Sequence[str], dense: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return one group with the names of its linears, because the class of all linears would include
+        heads that have no tensor of their own.
+
+        Packed codes are decompressed at load: some classes (Falcon, Mamba, T5) initialise the parameter
+        `weight`, which a packed linear does not have.
+        """
+        return {
+            "quant_method": self.quant_method,
+            "format": format_of(scheme),
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group_of(scheme, list(quantized))},
+            "ignore": list(dense),
+            KV_KEY: None,
+            "version": FORMAT_VERSION,
+            **({"dequantize": True} if format_of(scheme) == PACK_FORMAT else {}),
+        }
+
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = []
-        for bits in sorted({each.num_bits for each in scheme.all} - {4, 8}):
+        for bits in sorted({each.num_bits for each in scheme.all} - STABLE_BITS):
             rules.append(Rule("bits", f"{bits} bits changed packing between versions; 4 and 8 are stable."))
         rules += layout_rules(arch, scheme)
         for name, size, group_size in sorted(

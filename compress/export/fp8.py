@@ -131,6 +131,26 @@ class Fp8:
             "modules_to_not_convert": sorted({*scheme.dense, head}),
         }
 
+    def refusal_by_name(self, scheme: Scheme) -> str | None:
+        return None if scheme == BLOCKS else f"fp8 is written in {BLOCKS.name} alone, not in {scheme.name}."
+
+    def reason_dense(self, scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        for axis, size in (("N", out_features), ("K", in_features)):
+            if size % 128:
+                return f"{axis} = {size}, no multiple of 128"
+        return None
+
+    def config_by_name(
+        self, scheme: Scheme, *, quantized: Sequence[str], dense: Sequence[str]
+    ) -> dict[str, Any]:
+        return {
+            "quant_method": self.quant_method,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": BLOCK_SIZE,
+            "modules_to_not_convert": [name.removeprefix("re:") for name in dense],
+        }
+
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules = layout_rules(arch, scheme)
         if scheme.layers.num_bits != 8:

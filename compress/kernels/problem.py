@@ -17,10 +17,14 @@ Op = Literal[
     "attention_decode",
     "attention_prefill",
     "soft_cap",
+    "router",
+    "experts",
 ]
 OPS: tuple[Op, ...] = get_args(Op)
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+EXPERT_OPS: tuple[Op, ...] = ("router", "experts")
+"""The ops that only layers with a mixture of experts have."""
 DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Scheme names of dense weights, and format names of unquantized KV caches, by dtype."""
 
@@ -28,13 +32,15 @@ DENSE_SCHEMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 @dataclass(frozen=True)
 class Problem:
     """One op, its sizes, and the rows M it must serve. `n` and `k` are a linear's O and I; for attention and
-    rope_store the head dimension and the query heads of a KV head; for other ops the row size, and 0.
+    rope_store the head dimension and the query heads of a KV head; for experts the hidden size D and the
+    size F of one expert; for other ops the row size, and 0.
 
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated; `softcap` says whether attention scores have a cap. `sm` is the compute
-    capability times ten, 0 without a GPU.
+    `activation` makes a linear gated, and names that of experts; `softcap` says whether attention scores have
+    a cap. `experts` and `top_k` count the experts of a layer and those that serve one token. `sm` is the
+    compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -49,6 +55,8 @@ class Problem:
     sm: int
     activation: str | None = None
     softcap: bool = False
+    experts: int = 0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,8 @@ class KernelDevice:
         scheme: str | None = None,
         activation: str | None = None,
         softcap: bool = False,
+        experts: int = 0,
+        top_k: int = 0,
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
         return Problem(
@@ -97,6 +107,8 @@ class KernelDevice:
             sm=self.sm,
             activation=activation,
             softcap=softcap,
+            experts=experts,
+            top_k=top_k,
         )
 
 

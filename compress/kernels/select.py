@@ -5,7 +5,8 @@ the candidate of the highest priority that refuses nothing. Nothing falls back s
 shown (`refusals`, `Engine.kernel_report`).
 
 The signature of `fn`, by op (T rows, O out, I in, D hidden, F ffn, H heads, K kv heads, C head dimension, R
-requests, B blocks of a table, P positions; "rows" is a tensor, or `QuantizedRows` where a `quant` is given):
+requests, B blocks of a table, P positions, E experts, K choices of a token; "rows" is a tensor, or
+`QuantizedRows` where a `quant` is given):
 
     linear             fn(rows_TI, packed, bias_O | None, *, residual_TO=None, out_dtype=None) -> y_TO
                        packed = repack(weights stacked along O). A gated linear (`Problem.activation`) gives
@@ -25,6 +26,10 @@ requests, B blocks of a table, P positions; "rows" is a tensor, or `QuantizedRow
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None)
                        -> [T, H, C]; ragged, with lengths as tuples
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
+    router             fn(x_TD, router, routing) -> (ids_TK int32, weights_TK float32)
+                       router is a `RouterWeights`; distinct experts, the best first
+    experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
+                       packed = repack_experts(experts); the sum over K in the order of K
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +40,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.routing import ExpertWeights
 from compress.kernels.problem import OPS, Op, Problem
 from compress.plugins import PluginSet
 from compress.quant.scheme import QuantizedWeight
@@ -54,6 +60,15 @@ class Repack(Protocol):
     ) -> Any: ...
 
 
+class RepackExperts(Protocol):
+    """A function that stores the experts of a layer, in the order of their ids, in the layout that a kernel
+    reads. A bias is given to all experts or to none."""
+
+    def __call__(
+        self, experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torch.device
+    ) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One implementation of an op. `supports` returns None, or the reason of its refusal.
@@ -61,7 +76,8 @@ class Kernel:
     `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of
     tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
-    the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`.
+    the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
+    experts have `repack_experts` in place of `repack`.
     """
 
     op: Op
@@ -72,6 +88,7 @@ class Kernel:
     fn: Callable[..., Any]
     repack: Repack | None = None
     prepares: bool = False
+    repack_experts: RepackExperts | None = None
 
     def refusal(self, problem: Problem) -> str | None:
         """Return why this kernel cannot serve a problem; None where it can."""

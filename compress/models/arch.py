@@ -9,12 +9,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from compress.errors import StorageError, UnsupportedArch
+from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
 from compress.untrusted.fields import Fields
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu", "swiglu_clamped")
 NORMS = ("rms", "layer")
 BLOCKS = ("pre", "post", "sandwich", "parallel")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
@@ -83,10 +85,23 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
 """The linear groups of a dense layer by name, in execution order."""
 
 
+def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
+    """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate and up, and down. The
+    taps of an expert see only its tokens, those of the shared one see all."""
+    short = name.removeprefix("moe.").replace("experts", "expert")
+    suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
+    taps = ("moe_in", "moe_mid") if suffix else (ALL_TOKENS, SHARED_MID)
+    return (
+        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")),
+        LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
+    )
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The widths of one decoder layer. `window` is the number of positions that a query sees including
-    itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466)."""
+    itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
+    with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,16 +109,30 @@ class LayerShape:
     intermediate_size: int
     rope: Rope | None
     window: int | None = None
+    experts: Experts | None = None
 
-    @property
+    @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
-        """The linear groups of this layer, in execution order."""
-        return tuple(LINEAR_GROUPS.values())
+        """The linear groups of this layer, in execution order. Each expert has two of its own."""
+        if self.experts is None:
+            return tuple(LINEAR_GROUPS.values())
+        attention = (LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"])
+        halves = [expert_groups(name) for name in self.experts.names]
+        return (*attention, *(first for first, _ in halves), *(second for _, second in halves))
+
+    @cached_property
+    def _taps(self) -> dict[str, str]:
+        return {linear: group.tap for group in self.groups for linear in group.linears}
 
     @property
     def linears(self) -> dict[str, str]:
         """Canonical linear name -> the tap that observes its input, in execution order."""
-        return {linear: group.tap for group in self.groups for linear in group.linears}
+        return dict(self._taps)
+
+    @property
+    def ffn(self) -> str:
+        """The name of the module between the FFN norms: `ffn`, or `moe` where the layer has experts."""
+        return "ffn" if self.experts is None else "moe"
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -112,6 +141,10 @@ class LayerShape:
 
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of a canonical linear of this layer."""
+        if self.experts is not None and linear.startswith("moe."):
+            shared = linear.startswith("moe.shared.")
+            width = self.experts.shared_size if shared else self.experts.expert_size
+            return (hidden_size, width) if linear.endswith(".down") else (width, hidden_size)
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         ffn_size = self.intermediate_size
@@ -150,6 +183,8 @@ class Arch:
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
         attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor(p / n)).
+        attn_sinks: each head has a score beside those of the keys, to which it attends without a value
+            (gpt-oss, arXiv 2309.17453).
     """
 
     family: str
@@ -177,6 +212,7 @@ class Arch:
     attn_scale: float | None = None
     attn_softcap: float | None = None
     query_growth: tuple[float, int] | None = None
+    attn_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -197,8 +233,19 @@ class Arch:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same widths, as a stock `config.json` requires."""
-        return len({layer.widths for layer in self.layers}) == 1
+        """Whether all layers have the same widths, as a stock `config.json` requires; dense layers and those
+        with experts each have theirs."""
+        kinds = [
+            {layer.widths for layer in self.layers if layer.experts is None},
+            {(*layer.widths, layer.experts) for layer in self.layers if layer.experts is not None},
+            {layer.widths[:3] for layer in self.layers},
+        ]
+        return all(len(kind) <= 1 for kind in kinds)
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether some layer is a mixture of experts."""
+        return any(layer.experts is not None for layer in self.layers)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -223,6 +270,10 @@ class Arch:
             total += self.num_norms * self.hidden_size
             if self.qk_norm:
                 total += sum(self.qk_norm_sizes(layer))
+            if self.attn_sinks:
+                total += layer.num_heads
+            if layer.experts is not None:
+                total += sum(map(math.prod, layer.experts.dense_shapes(self.hidden_size).values()))
             for name in layer.linears:
                 total += layer.linear_shape(name, self.hidden_size)[0] if self.has_bias(name) else 0
         return total
@@ -244,7 +295,13 @@ class Arch:
     def has_bias(self, linear: str) -> bool:
         if linear in ("attn.q", "attn.k", "attn.v"):
             return self.qkv_bias
+        if linear.startswith("moe.experts."):
+            return self._expert_bias
         return self.o_bias if linear == "attn.o" else self.ffn_bias
+
+    @cached_property
+    def _expert_bias(self) -> bool:
+        return any(layer.experts is not None and layer.experts.expert_bias for layer in self.layers)
 
     def replace(self, **changes: Any) -> "Arch":
         return dataclasses.replace(self, **changes)
@@ -258,7 +315,11 @@ class Arch:
             if field.name != "layers" and not _is_default(field, getattr(self, field.name))
         }
         layers = [dataclasses.asdict(layer) for layer in self.layers]
-        for layer in layers:
+        for shape, layer in zip(self.layers, layers, strict=True):
+            if shape.experts is None:
+                del layer["experts"]
+            else:
+                layer["experts"] = shape.experts.to_json()
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -311,8 +372,9 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name, known in (("norm", NORMS), ("block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
-    if model.has("whole_qk_norm"):
-        model.flag("whole_qk_norm")
+    for name in ("whole_qk_norm", "attn_sinks"):
+        if model.has(name):
+            model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
         if model.has(name):
             model.number(name, *SCALES)
@@ -337,6 +399,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         intermediate_size=layer.integer("intermediate_size", 1, MAX_SIZE),
         rope=_rope_of(layer) if layer.has("rope") else None,
         window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
+        experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
     )
 
 

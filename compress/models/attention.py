@@ -21,7 +21,8 @@ from compress.models import causal_gradient
 
 class AttentionFn(Protocol):
     """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x are
-    capped to `softcap` tanh(x / `softcap`) if one is given."""
+    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] is a score of each head without a value.
+    """
 
     def __call__(
         self,
@@ -33,6 +34,7 @@ class AttentionFn(Protocol):
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -51,14 +53,16 @@ def _attend(
     window: int | None,
     scale: float | None,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     num_queries = q_BSHC.shape[1]
     num_keys = k_BPKC.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHC, k_BPKC, v_BPKC))
     grouped = q.shape[1] != k.shape[1]
-    if softcap is not None:
+    if softcap is not None or sinks_H is not None:
         mask = causal_mask(num_queries, num_keys, window, q.device)
-        return attend_capped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return attend_with_scores(q, k, v, mask, scale, softcap, sinks_H)
     if num_queries == num_keys and (window is None or window >= num_keys):
         if scale is None and causal_gradient.is_faster(q, k, v):
             return causal_gradient.attend(q, k, v).transpose(1, 2)
@@ -69,14 +73,27 @@ def _attend(
     return out.transpose(1, 2)
 
 
-def attend_capped(q: Tensor, k: Tensor, v: Tensor, mask_SP: Tensor, scale: float, softcap: float) -> Tensor:
-    """Return attention [B, S, H, C] with capped scores, of [B, H, S, C] and [B, K, P, C]."""
+def attend_with_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_SP: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Return attention [B, S, H, C] with capped scores, or with a sink beside them, of [B, H, S, C] and [B,
+    K, P, C]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT) * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask_SP, -math.inf)
-    probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(probs, v).transpose(1, 2)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(torch.float32, q.dtype)).to(q.dtype)
+    return torch.matmul(probs[..., : k.shape[2]], v).transpose(1, 2)
 
 
 class FullAttention:
@@ -92,9 +109,10 @@ class FullAttention:
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         del layer_idx
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks)
 
 
 class CachedAttention:
@@ -119,10 +137,11 @@ class CachedAttention:
         window: int | None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if layer_idx in self._past:
             past_k, past_v = self._past[layer_idx]
             k_BSKC = torch.cat((past_k, k_BSKC), dim=1)
             v_BSKC = torch.cat((past_v, v_BSKC), dim=1)
         self._past[layer_idx] = (k_BSKC, v_BSKC)
-        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap)
+        return _attend(q_BSHC, k_BSKC, v_BSKC, window, scale, softcap, sinks)

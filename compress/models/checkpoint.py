@@ -21,10 +21,11 @@ from compress.artifact.tensors import ShardWriter, TensorFiles
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
-from compress.models.layout import ROTATED, Place, row_order, stacked
+from compress.models.layout import ROTATED, Place, expert_places, expert_stack, row_order, stacked
 from compress.models.weights import WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
+from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 from compress.untrusted.files import check_within
@@ -32,6 +33,8 @@ from compress.untrusted.parse import Malformed, read_json
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
+MXFP4 = "mxfp4"
+"""The `quant_method` of gpt-oss, whose experts are read as dense weights."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -94,11 +97,12 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
         self._files = TensorFiles(path)
+        self.family = self.family.as_stored(self._arch, self._files)
+        self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
-        self._stacked: tuple[str, Tensor | QuantizedWeight] | None = None
         self._check_names()
         if not (
             config.get("dtype") or config.get("torch_dtype")
@@ -119,41 +123,44 @@ class Checkpoint:
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: self._read(name) for name in self._names[0]}
+        return {name: self._read(name, {}) for name in self._names[0]}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: self._read(f"layers.{layer_idx}.{name}") for name in self._names[1][layer_idx]}
+        stacks: dict[str, Tensor | QuantizedWeight] = {}
+        return {name: self._read(f"layers.{layer_idx}.{name}", stacks) for name in self._names[1][layer_idx]}
 
-    def _read(self, name: str) -> Tensor | QuantizedWeight:
-        module, _, leaf = name.rpartition(".")
-        place = self._place(name)
+    def _read(self, name: str, stacks: dict[str, Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
+        """Return a parameter; tensors that hold several are kept in `stacks`."""
+        place = self._places(name).get(name)
         if place is None:
             return self._read_stored(name)
-        if self._stacked is None or self._stacked[0] != (stored := f"{self.family.to_disk(module)}.{leaf}"):
-            stored = f"{self.family.to_disk(module)}.{leaf}"
-            self._stacked = stored, self._read_stored(name)
+        tensor = self.family.tensor(name)
+        if tensor not in stacks:
+            stacks[tensor] = self._read_stored(name)
         try:
-            value = place.read(self._stacked[1])
+            return place.read(stacks[tensor])
         except UnsupportedFormat as error:
-            raise UnsupportedFormat(f"{self.path}: {self._stacked[0]} is not read: {error}") from None
-        if self.family.stacked_modules(module)[-1] == module:
-            self._stacked = None
-        return value
+            raise UnsupportedFormat(f"{self.path}: {tensor} is not read: {error}") from None
 
-    def _place(self, name: str) -> Place | None:
-        """Return where a parameter lies in the tensor that holds it, None where it is the tensor."""
-        module, _, leaf = name.rpartition(".")
-        members = [f"{each}.{leaf}" for each in self.family.stacked_modules(module)]
-        if len(members) == 1 and not module.endswith(ROTATED):
-            return None
-        return places_of(self.family, self._arch, members, [self._shape_of(each)[0] for each in members])[
-            members.index(name)
-        ]
+    def _places(self, name: str) -> Mapping[str, Place]:
+        """Return where the parameters lie in the tensor that holds this one, empty where that is the
+        tensor."""
+        tensor = self.family.tensor(name)
+        if tensor not in self._placed:
+            members = members_of(self.family, self._arch, name)
+            module = name.rpartition(".")[0]
+            is_whole = len(members) == 1 and not module.endswith(ROTATED)
+            whole = is_whole and not self.family.holds_all_experts(module)
+            sizes = [] if whole else [self._shape_of(each)[0] for each in members]
+            places = [] if whole else places_of(self.family, self._arch, members, sizes)
+            self._placed[tensor] = dict(zip(members, places, strict=False))
+        return self._placed[tensor]
 
     def _read_stored(self, name: str) -> Tensor | QuantizedWeight:
         """Return the tensor that holds a parameter."""
         module, _, leaf = name.rpartition(".")
-        disk = self.family.to_disk(module)
+        disk = self.family.to_disk(module) if leaf == "weight" else ""
+        stored = self.family.tensor(name)
         if leaf == "weight" and disk in self._schemes:
             scheme = self._schemes[disk]
             leaves = {leaf: self._files.get(name) for leaf, name in self._leaves(disk).items()}
@@ -166,8 +173,17 @@ class Checkpoint:
             except UnsupportedFormat as error:
                 raise UnsupportedFormat(f"{self.path}: {disk} is not read: {error}") from None
         if name.endswith(tuple(KV_SCALES.values())):
-            return read_kv_scale(self._files.get(f"{disk}.{leaf}"), f"{disk}.{leaf}")
-        return self._files.get(f"{disk}.{leaf}")
+            return read_kv_scale(self._files.get(stored), stored)
+        if self._is_mxfp4(name):
+            return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
+        return self._files.get(stored)
+
+    def _is_mxfp4(self, name: str) -> bool:
+        """Return whether a parameter is stored in blocks of four-bit floats."""
+        module, _, leaf = name.rpartition(".")
+        return (
+            leaf == "weight" and self.family.holds_all_experts(module) and self.family.expert_layouts[0].mxfp4
+        )
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter, by its canonical name."""
@@ -180,8 +196,15 @@ class Checkpoint:
     def _stored_shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor that holds a parameter."""
         module, _, leaf = name.rpartition(".")
-        shapes = [self._shape_of(f"{each}.{leaf}") for each in self.family.stacked_modules(module)]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+        shapes = [self._shape_of(each) for each in members_of(self.family, self._arch, name)]
+        if not shapes[0]:
+            return ()
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        if not self.family.holds_all_experts(module):
+            return shape
+        num_experts = _num_experts(self._arch, name)
+        shape = (shape[0] // num_experts, *shape[1:])
+        return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))
 
     def _leaves(self, disk: str) -> dict[str, str]:
         """Leaf of a quantized linear -> the tensor that holds it."""
@@ -268,13 +291,34 @@ class Checkpoint:
         expected: dict[str, tuple[int, ...] | None] = {}
         for name in named:
             module, _, leaf = name.rpartition(".")
-            disk = self.family.to_disk(module)
-            shape = self._stored_shape_of(name)
+            disk = self.family.to_disk(module) if leaf == "weight" else ""
+            stored = self.family.tensor(name)
             if leaf == "weight" and disk in self._schemes:
+                if self.family.holds_all_experts(module):
+                    raise UnsupportedFormat(
+                        f"{self.path}: {disk} holds the weights of all experts of a layer in one tensor, and "
+                        f"codes are read of single linears only."
+                    )
                 expected.update(dict.fromkeys(self._leaves(disk).values()))
-            else:
-                expected[f"{disk}.{leaf}"] = shape or None  # a scalar may be [] or [1]
+            elif stored not in expected:
+                shape = self._stored_shape_of(name)
+                if self._is_mxfp4(name):
+                    self._check_blocks(stored, shape)
+                    expected.update(dict.fromkeys((f"{stored}_blocks", f"{stored}_scales")))
+                else:
+                    expected[stored] = shape or None  # a scalar may be [] or [1]
         return expected
+
+    def _check_blocks(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check the shapes of the blocks of a weight and of their scales."""
+        blocks = (*shape[:-1], shape[-1] // BLOCK)
+        for part, wanted in (("blocks", (*blocks, BLOCK // 2)), ("scales", blocks)):
+            stored = f"{name}_{part}"
+            if stored in self._files and self._files.shape(stored) != wanted:
+                raise UnsupportedArch(
+                    f"{self.path}: tensor '{stored}' is {list(self._files.shape(stored))}, its config says "
+                    f"{list(wanted)}."
+                )
 
 
 def write_checkpoint(
@@ -292,26 +336,29 @@ def write_checkpoint(
         UnsupportedFormat: the source has quantized weights and no codec was given.
     """
     arch = source.arch
-    family = family_of({"model_type": arch.family})
+    family = _family_of_source(source)
     shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
     waiting: dict[str, Tensor | QuantizedWeight] = {}
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
         module, _, leaf = name.rpartition(".")
-        disk = family.to_disk(module)
-        members = [f"{each}.{leaf}" for each in family.stacked_modules(module)]
-        if len(members) > 1 or module.endswith(ROTATED):
+        stored = family.tensor(name)
+        members = members_of(family, arch, name)
+        all_experts = family.holds_all_experts(module)
+        if len(members) > 1 or module.endswith(ROTATED) or all_experts:
             waiting[name] = value
-            if len(waiting.keys() & set(members)) < len(members):
+            if name != members[-1] or not waiting.keys() >= set(members):
                 return
             parts = [waiting.pop(each) for each in members]
             places = places_of(family, arch, members, [part.shape[0] for part in parts])
-            value = stacked(
-                f"{disk}.{leaf}", [place.stored(part) for place, part in zip(places, parts, strict=True)]
+            value = (
+                expert_stack(places, parts, stored)
+                if all_experts
+                else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
             )
         if not isinstance(value, QuantizedWeight):
             shards.add(
-                f"{disk}.{leaf}", value if value.dim() else value.reshape(1)
+                stored, value if value.dim() else value.reshape(1)
             )  # scales of the KV cache: consumers want [1]
         elif codec is None:
             raise UnsupportedFormat(
@@ -320,7 +367,7 @@ def write_checkpoint(
             )
         else:
             for each, tensor in codec.encode(value).items():
-                shards.add(f"{disk}.{each}", tensor)
+                shards.add(f"{family.to_disk(module)}.{each}", tensor)
 
     for name, value in source.outer().items():
         add(name, value)
@@ -336,8 +383,42 @@ def write_checkpoint(
     )
 
 
+def _family_of_source(source: WeightSource) -> Family:
+    """Return the family, with the layout of experts that the source was read in."""
+    family = family_of({"model_type": source.arch.family})
+    if isinstance(source, Checkpoint) and not (
+        source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
+    ):
+        return source.family
+    return family
+
+
+def members_of(family: Family, arch: Arch, name: str) -> list[str]:
+    """Return the parameters that one tensor on disk holds, in order, given one of them."""
+    module, _, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        return [name]
+    stacked_modules = family.stacked_modules(module, _num_experts(arch, name))
+    return [f"{each}.{leaf}" for each in stacked_modules]
+
+
+def _num_experts(arch: Arch, name: str) -> int:
+    """Return the number of experts of the layer that a parameter belongs to, 0 for none."""
+    if not name.startswith("layers."):
+        return 0
+    experts = arch.layers[int(name.split(".", 2)[1])].experts
+    return 0 if experts is None else experts.num_experts
+
+
 def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int]) -> list[Place]:
     """Return where parameters lie in the one tensor that holds them all, in its order."""
+    if family.holds_all_experts(names[0].rpartition(".")[0]):
+        layout = family.expert_layouts[0]
+        num_experts = _num_experts(arch, names[0])
+        of_one = num_rows[: len(num_rows) // num_experts]
+        return expert_places(
+            num_experts, of_one, transposed=layout.transposed, interleaved=layout.interleaved
+        )
     places = []
     start = 0
     for name, size in zip(names, num_rows, strict=True):
@@ -370,6 +451,8 @@ def _codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> 
     if not quantization:
         return None
     method = str(quantization.get("quant_method"))
+    if method == MXFP4:
+        return None  # a layout of experts whose weights bfloat16 holds exactly
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(

@@ -18,6 +18,7 @@ I in.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +26,18 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch, LayerShape, LinearGroup
 from compress.models.attention import AttentionFn, FullAttention
+from compress.models.moe import Moe
 from compress.models.norm_gradient import norm_cpu
 from compress.models.rope import cos_sin, rotate
 
 Tap = Callable[[str, Tensor], None]
 """A hook that is called with (tap name, input of a linear group); the names are attn_in, attn_out, ffn_in
-and ffn_mid."""
+and ffn_mid, and in a mixture of experts also moe_in.E and moe_mid.E, with the tokens of expert E."""
+
+
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+"""The slope of the sigmoid and the range of values in `swiglu_clamped`."""
 
 
 def no_tap(name: str, x: Tensor) -> None:
@@ -41,6 +48,15 @@ def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
+
+
+def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the input of `down`: act(gate) * up, or gpt-oss's clamped form of it."""
+    if name != "swiglu_clamped":
+        return activation(name, gate) * up
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,8 @@ class Attention(nn.Module):
             q_size, k_size = arch.qk_norm_sizes(shape)
             self.q_norm = norm_of(arch, q_size)
             self.k_norm = norm_of(arch, k_size)
+        if arch.attn_sinks:
+            self.sinks = nn.Parameter(torch.zeros(shape.num_heads))
         self.arch = arch
 
     def forward(
@@ -171,8 +189,12 @@ class Attention(nn.Module):
             growth_S = query_growth(self.arch.query_growth, positions)
             q_BSHC = q_BSHC * growth_S.to(q_BSHC.dtype).view(-1, 1, 1)
         k_BSKC, v_BSKC = self.keys_values(x_BSD, cos_sin_SC)
-        facts = {"scale": self.arch.attn_scale, "softcap": self.arch.attn_softcap}
-        rare = {name: value for name, value in facts.items() if value is not None}
+        facts = {
+            "scale": self.arch.attn_scale,
+            "softcap": self.arch.attn_softcap,
+            "sinks": self.sinks if self.arch.attn_sinks else None,
+        }
+        rare: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         out_BSHC = attention(layer_idx, q_BSHC, k_BSKC, v_BSKC, window=shape.window, **rare)
         return out_BSHC.reshape(*leading, -1)
 
@@ -203,10 +225,10 @@ class Ffn(nn.Module):
     up: nn.Linear
     down: nn.Linear
 
-    def __init__(self, arch: Arch, shape: LayerShape) -> None:
+    def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
         super().__init__()
         for name in ("gate", "up", "down"):
-            self.add_module(name, _linear(arch, shape, f"ffn.{name}"))
+            self.add_module(name, _linear(arch, shape, f"{module}.{name}"))
         self.activation = arch.activation
 
     def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
@@ -217,7 +239,7 @@ class Ffn(nn.Module):
 
     def gated(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
-        return activation(self.activation, self.gate(x_BSD)) * self.up(x_BSD)
+        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))
 
 
 @dataclass(frozen=True)
@@ -275,7 +297,10 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(arch, self.shape)
         self.attn_post_norm = norm(has_post)
         self.ffn_norm = norm(has_pre and not self.is_parallel)
-        self.ffn = Ffn(arch, self.shape)
+        if self.shape.experts is None:
+            self.ffn = Ffn(arch, self.shape)
+        else:
+            self.moe = Moe(self.shape.experts, arch.hidden_size, partial(Ffn, arch, self.shape))
         self.ffn_post_norm = norm(has_post)
 
     @property
@@ -288,7 +313,8 @@ class DecoderLayer(nn.Module):
         normed_BSD = self.attn_norm(x_BSD)
         attended_BSD = self.attn(normed_BSD, positions, attention, self.layer_idx, tap)
         x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
-        ffn_BSD = self.ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
+        ffn = self.ffn if self.shape.experts is None else self.moe
+        ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
         return add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
 
     def halves(self) -> tuple[HalfLayer, HalfLayer]:
@@ -323,10 +349,13 @@ class DecoderLayer(nn.Module):
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Return the places where a per-channel scale can be moved into the producer without changing the
         function, in execution order."""
-        qkv, o, gate_up, down = self.shape.groups
+        qkv, o, *others = self.shape.groups
         head_dim = self.shape.head_dim
         repeat = self.shape.num_heads // self.shape.num_kv_heads
         v_to_o = SmoothingPair("attn.v", o.tap, o.linears, head_dim=head_dim, repeat=repeat)
+        if self.shape.experts is not None:
+            return self._expert_pairs(v_to_o)
+        gate_up, down = others
         up_to_down = SmoothingPair("ffn.up", down.tap, down.linears)
         if self.arch.block in ("post", "parallel"):
             # Nothing before q, k and v and before gate and up belongs to one of them alone.
@@ -336,6 +365,24 @@ class DecoderLayer(nn.Module):
             v_to_o,
             SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset),
             up_to_down,
+        ]
+
+    def _expert_pairs(self, v_to_o: SmoothingPair) -> list[SmoothingPair]:
+        """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads it,
+        too, and its columns would change; nor is an `up` that is clamped."""
+        qkv = self.shape.groups[0]
+        pairs = [v_to_o]
+        if self.arch.block not in ("post", "parallel"):
+            pairs.insert(0, SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset))
+        if self.arch.activation == "swiglu_clamped":
+            return pairs
+        downs = [group for group in self.shape.groups if group.name.endswith(".down")]
+        return [
+            *pairs,
+            *(
+                SmoothingPair(f"{down.linears[0].removesuffix('.down')}.up", down.tap, down.linears)
+                for down in downs
+            ),
         ]
 
 

@@ -7,13 +7,15 @@ which fields change nothing. Families are data, one file each in `archs/`, found
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch, LayerShape
 from compress.models.config_facts import facts_of, is_same
+from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields, shown
@@ -50,6 +52,8 @@ IDLE_FIELDS = frozenset(
 )
 """Fields that programs read, but not for the forward pass of a causal language model: for training, token
 ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
+TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
+"""Fields of mixtures of experts that only training reads."""
 HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}
 """Fields that no configuration class declares, and the one value of each that the decoder computes in every
 family: it rotates the halves of a head and not neighbours, and no position sees a later one."""
@@ -92,6 +96,7 @@ LAYER_MODULES = {
 }
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+_EXPERT = re.compile(r"moe\.experts\.(\d+)\.")
 _CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 # Norms of the outputs of the two halves of a layer, as most families with four norms spell them.
@@ -148,6 +153,9 @@ class Family:
 
     Canonical modules that `layer_modules` gives one name are stacked in that tensor, in the table's order;
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
+    `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
+    the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
+    `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size."""
 
@@ -162,8 +170,11 @@ class Family:
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
     interleaved_rotary: bool = False
+    mixture: Mixture | None = None
+    expert_layouts: tuple[ExpertLayout, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
+    aliases: Mapping[str, str] = field(default_factory=dict)
     known_fields: frozenset[str] = frozenset()
     fixed_fields: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -188,8 +199,9 @@ class Family:
             "num_heads": num_heads,
             "num_kv_heads": config.integer("num_key_value_heads", 1, MAX_SIZE, default=num_heads),
             "head_dim": _head_dim(config, hidden_size, num_heads),
-            "intermediate_size": config.integer("intermediate_size", 1, MAX_SIZE),
         }
+        experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
+        ffn_size = config.integer("intermediate_size", 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
@@ -202,17 +214,24 @@ class Family:
         if dtype not in DTYPES:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")
         eos_token_ids(config)
+        facts = self.facts(config)
         return Arch(
             family=self.model_type,
             vocab_size=config.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
             max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
             layers=tuple(
-                LayerShape(**widths, rope=ropes[kind] if rotates else None, window=window)
-                for kind, rotates, window in zip(types, rotated, windows, strict=True)
+                LayerShape(
+                    **widths,
+                    intermediate_size=ffn_size if mixture is None else mixture.expert_size,
+                    rope=ropes[kind] if rotates else None,
+                    window=window,
+                    experts=mixture,
+                )
+                for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
-            activation=config.text("hidden_act"),
+            activation=facts.pop("activation", config.text("hidden_act")),
             tied_head=config.flag("tie_word_embeddings", default=False),
             qkv_bias=_flag(self.qkv_bias, config),
             o_bias=_flag(self.o_bias, config),
@@ -220,13 +239,16 @@ class Family:
             qk_norm=_flag(self.qk_norm, config),
             dtype=dtype,
             config=dict(raw),
-            **self.facts(config),
+            **facts,
         )
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""
         values = {**self.defaults, **raw}
+        if "rope_parameters" in self.defaults and raw.get("rope_scaling") and not raw.get("rope_parameters"):
+            del values["rope_parameters"]  # the older name of the same
         values |= {name: values[own] for name, own in self.spelled.items() if own in values}
+        values |= self._aliased(raw)
         return {**values, **self.implied(Fields(values, self._where, UnsupportedArch))}
 
     @property
@@ -251,7 +273,6 @@ class Family:
             model_type=self.model_type,
             vocab_size=arch.vocab_size,
             hidden_size=arch.hidden_size,
-            intermediate_size=first.intermediate_size,
             num_hidden_layers=arch.num_layers,
             num_attention_heads=first.num_heads,
             num_key_value_heads=first.num_kv_heads,
@@ -259,6 +280,15 @@ class Family:
             tie_word_embeddings=arch.tied_head,
             dtype=arch.dtype,
         )
+        dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
+        if dense:
+            config["intermediate_size"] = dense[0]
+        if self.mixture is not None:
+            values = {**self.defaults, **config, **self._aliased(config)}
+            stated = Fields(values, "the source's config", UnsupportedArch)
+            experts = self.mixture.write([layer.experts for layer in arch.layers], stated)
+            used = {name: other for name, other in self.aliases.items() if other in config}
+            config.update({used.get(name, name): value for name, value in experts.items()})
         config.pop("torch_dtype", None)
         config.pop("quantization_config", None)
         for name in FIELDS_BY_LAYER:
@@ -269,16 +299,64 @@ class Family:
     def to_disk(self, module: str) -> str:
         """Disk name of a canonical module: `layers.3.attn.q` -> `model.layers.3.self_attn.q_proj`."""
         if match := _CANONICAL_LAYER.fullmatch(module):
-            return f"{self.layer_prefix}{match[1]}.{self.layer_modules[match[2]]}"
+            pattern, expert = _without_expert(match[2])
+            disk = self._modules[pattern]
+            return f"{self.layer_prefix}{match[1]}.{disk.replace('*', expert) if expert else disk}"
         return self.outer_modules[module]
 
-    def stacked_modules(self, module: str) -> tuple[str, ...]:
-        """Return the canonical modules that one tensor on disk holds, in order, given one of them."""
+    def tensor(self, parameter: str) -> str:
+        """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
+        match = _CANONICAL_LAYER.fullmatch(parameter)
+        if match is not None and match[2] in self._modules:
+            return self.to_disk(parameter)
+        module, _, leaf = parameter.rpartition(".")
+        suffix = f".{leaf}"
+        if match is not None and _without_expert(match[2])[1]:
+            suffix = self.expert_layouts[0].suffixes[leaf]
+        return self.to_disk(module) + suffix
+
+    def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
+        """Return the canonical modules that one tensor on disk holds, in order, given one of them;
+        `num_experts` is that of its layer."""
         match = _CANONICAL_LAYER.fullmatch(module)
         if match is None:
             return (module,)
-        disk = self.layer_modules[match[2]]
-        return tuple(f"layers.{match[1]}.{name}" for name, each in self.layer_modules.items() if each == disk)
+        pattern, expert = _without_expert(match[2])
+        disk = self._modules[pattern]
+        names = [name for name, each in self._modules.items() if each == disk]
+        if expert and "*" in disk:
+            names = [name.replace("*", expert) for name in names]
+        elif expert:
+            names = [name.replace("*", str(idx)) for idx in range(num_experts) for name in names]
+        return tuple(f"layers.{match[1]}.{name}" for name in names)
+
+    def holds_all_experts(self, module: str) -> bool:
+        """Return whether a canonical module is one of an expert and its tensor holds those of all."""
+        match = _CANONICAL_LAYER.fullmatch(module)
+        pattern, expert = _without_expert(match[2]) if match else ("", "")
+        return bool(expert) and "*" not in self._modules[pattern]
+
+    def as_stored(self, arch: Arch, names: Container[str]) -> "Family":
+        """Return the family with the layout of experts in which tensors of these names are stored; without
+        any of them the layout that is written."""
+        first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
+        if first is None:
+            return self
+        for layout in self.expert_layouts:
+            family = self.with_layout(layout)
+            name = family.tensor(f"layers.{first}.moe.experts.0.down.weight")
+            if (f"{name}_blocks" if layout.mxfp4 else name) in names:
+                return family
+        return self
+
+    def with_layout(self, layout: ExpertLayout) -> "Family":
+        """Return the family with another layout of experts."""
+        return replace(self, expert_layouts=(layout,))
+
+    @cached_property
+    def _modules(self) -> Mapping[str, str]:
+        """Canonical module of a layer -> module on disk, those of experts with `*` for their index."""
+        return {**self.layer_modules, **(self.expert_layouts[0].modules if self.expert_layouts else {})}
 
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody
@@ -305,11 +383,22 @@ class Family:
     def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the fields, other than `null`, that the table does not read."""
         read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
+        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
         read = (read - self.spelled.keys()) | set(self.spelled.values())
         return [(name, value) for name, value in config.items() if name not in read and value is not None]
 
+    def _aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a config states by another name."""
+        return {name: config[other] for name, other in self.aliases.items() if other in config}
+
     def _fixed(self) -> Mapping[str, Any]:
         return {**HONOURED_FIELDS, **self.fixed_fields}
+
+
+def _without_expert(module: str) -> tuple[str, str]:
+    """Return a module with `*` for the index of its expert, and that index, empty if it is of none."""
+    match = _EXPERT.match(module)
+    return (module, "") if match is None else (f"moe.experts.*.{module[match.end() :]}", match[1])
 
 
 def unread_note(arch: Arch) -> str | None:

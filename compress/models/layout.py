@@ -3,7 +3,8 @@
 Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
 `gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:
 the canonical rotation takes dimensions c and c + C/2 of a head as a pair, while a checkpoint may take
-neighbours, or may rotate a part of each head only. A permutation of rows changes no bit of a weight, so
+neighbours, or may rotate a part of each head only. Experts may be matrices of one tensor of three dimensions,
+transposed, with the rows of gate and up in turns. A permutation of rows changes no bit of a weight, so
 export restores the tensors of the source exactly.
 
 Shapes: O rows of a tensor, C head dimension.
@@ -26,15 +27,22 @@ ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
 
 @dataclass(frozen=True)
 class Place:
-    """The rows `start` to `stop` of a tensor; canonical row i is row `order[i]` of them, None for the same
-    order."""
+    """The rows `start` to `stop` of a tensor, every `step`-th; canonical row i is row `order[i]` of them, None
+    for the same order. Of a tensor with a matrix for each expert they are rows of that of `expert`, which
+    may be stored `transposed`."""
 
     start: int
     stop: int
     order: Tensor | None = None
+    step: int = 1
+    expert: int | None = None
+    transposed: bool = False
 
     def read(self, stored: Value) -> Value:
         """Return a canonical parameter from the tensor that holds it."""
+        if self.expert is not None:
+            assert isinstance(stored, Tensor)
+            return self._rows_of(stored).contiguous()
         num_rows = stored.shape[0]
         value = stored if (self.start, self.stop) == (0, num_rows) else rows(stored, self.start, self.stop)
         return value if self.order is None else reordered(value, self.order)
@@ -42,6 +50,58 @@ class Place:
     def stored(self, value: Value) -> Value:
         """Return the rows of the tensor that hold a canonical parameter: the inverse of `read`."""
         return value if self.order is None else reordered(value, torch.argsort(self.order))
+
+    def write_(self, stored: Tensor, value: Tensor) -> None:
+        """Put a canonical parameter into the tensor of all experts."""
+        self._rows_of(stored).copy_(value)
+
+    def _rows_of(self, stored: Tensor) -> Tensor:
+        matrix = stored[self.expert]
+        matrix = matrix.t() if self.transposed and matrix.dim() == 2 else matrix
+        return matrix[self.start : self.stop : self.step]
+
+
+def expert_places(
+    num_experts: int, num_rows: Sequence[int], *, transposed: bool, interleaved: bool
+) -> list[Place]:
+    """Return where the parameters of all experts lie in the one tensor that holds them; `num_rows` is that
+    of each parameter of one expert."""
+    places = []
+    for expert in range(num_experts):
+        start = 0
+        for idx, size in enumerate(num_rows):
+            if interleaved and len(num_rows) > 1:
+                rows_of = (idx, sum(num_rows), len(num_rows))
+            else:
+                rows_of = (start, start + size, 1)
+            begin, stop, step = rows_of
+            places.append(Place(begin, stop, step=step, expert=expert, transposed=transposed))
+            start += size
+    return places
+
+
+def expert_stack(places: Sequence[Place], values: Sequence[Value], name: str) -> Tensor:
+    """Return the tensor that holds the parameters of all experts.
+
+    Raises:
+        UnsupportedFormat: they are quantized; no format stores codes in such a tensor.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) < len(values):
+        raise UnsupportedFormat(
+            f"'{name}' holds the weights of all experts of a layer in one tensor, and no format here stores "
+            "codes so. Leave the experts dense."
+        )
+    shapes = {place.expert: 0 for place in places}
+    for place, tensor in zip(places, tensors, strict=True):
+        shapes[place.expert] += tensor.shape[0]
+    first = tensors[0]
+    size = (shapes[0], *first.shape[1:])
+    size = size[::-1] if places[0].transposed else size
+    stored = first.new_empty((len(shapes), *size))
+    for place, tensor in zip(places, tensors, strict=True):
+        place.write_(stored, tensor)
+    return stored
 
 
 def row_order(shape: LayerShape, module: str, num_rows: int, *, interleaved: bool) -> Tensor | None:

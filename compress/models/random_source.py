@@ -87,7 +87,7 @@ class RandomSource:
         return (
             vector.normal_(0.0, _BIAS_STD, generator=generator)
             if name.endswith("bias")
-            else vector.fill_(1.0)
+            else vector.fill_(1.0 - self._arch.norm_offset)
         )
 
     def _generator(self, layer_idx: int) -> torch.Generator:

@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.models.arch import Arch
+from compress.models.arch import Arch, LayerShape
 from compress.models.decoder import Decoder, DecoderLayer
+from compress.models.experts import FLOAT32_PARAMETERS
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
@@ -47,6 +48,11 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
     return tensor if dtype is None else tensor.to(dtype)
 
 
+def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a model of `dtype` stores a parameter."""
+    return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
+
+
 def without_codes(arch: Arch) -> Arch:
     """Return the facts of a model without the parts of its config that describe codes."""
     return arch.replace(
@@ -73,7 +79,7 @@ class Dense:
     def _dense(self, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
         dtype: torch.dtype = getattr(torch, self.arch.dtype)
         return {
-            name: dense(value, dtype)
+            name: dense(value, stored_as(name, dtype))
             for name, value in weights.items()
             if not name.endswith(tuple(KV_SCALES.values()))
         }
@@ -93,7 +99,13 @@ def fill_(
             continue
         tensor = dense(value)
         kept = (
-            tensor.dtype if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize else dtype
+            torch.float32
+            if name.endswith(FLOAT32_PARAMETERS)
+            else (
+                tensor.dtype
+                if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize
+                else dtype
+            )
         )
         state[name] = tensor.to(device=device, dtype=kept)
     module.load_state_dict(state, strict=True, assign=True)
@@ -143,11 +155,12 @@ def parameter_names(arch: Arch) -> tuple[dict[str, tuple[int, ...]], list[dict[s
         outer = {"embed.weight": (arch.vocab_size, arch.hidden_size), "norm.weight": (arch.hidden_size,)}
         if not arch.tied_head:
             outer["head.weight"] = (arch.vocab_size, arch.hidden_size)
-        layers = [
-            {name: tuple(parameter.shape) for name, parameter in DecoderLayer(arch, idx).named_parameters()}
-            for idx in range(arch.num_layers)
-        ]
-    return outer, layers
+        shapes: dict[LayerShape, dict[str, tuple[int, ...]]] = {}
+        for idx, shape in enumerate(arch.layers):
+            if shape not in shapes:
+                layer = DecoderLayer(arch, idx)
+                shapes[shape] = {name: tuple(each.shape) for name, each in layer.named_parameters()}
+    return outer, [dict(shapes[shape]) for shape in arch.layers]
 
 
 class MemorySource:
@@ -169,5 +182,6 @@ class MemorySource:
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         return {
-            name: p.detach().to(self._dtype) for name, p in self._decoder.layers[layer_idx].named_parameters()
+            name: p.detach().to(stored_as(name, self._dtype))
+            for name, p in self._decoder.layers[layer_idx].named_parameters()
         }

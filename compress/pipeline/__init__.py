@@ -25,6 +25,7 @@ from compress.pipeline.steps import (
     lock_of,
     reads_calibration,
     resolve_source,
+    shapes_of,
 )
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "reads_calibration",
     "resolve_source",
     "run",
+    "shapes_of",
     "unchanged",
 ]

@@ -14,12 +14,20 @@ from pathlib import Path
 from compress.artifact.workspace import Workspace
 from compress.context import OneRank, Ranks, never
 from compress.export import open_weights
+from compress.models.arch import Arch
 from compress.models.family import unread_note
 from compress.pipeline.provenance import provenance
 from compress.pipeline.result import Result, Status
 from compress.pipeline.run import RunOptions, RunResult, StepResult, Watch, publish, run, unchanged
 from compress.pipeline.run_dir import RunDir
-from compress.pipeline.steps import build_steps, check_selection, estimates, lock_of, resolve_source
+from compress.pipeline.steps import (
+    build_steps,
+    check_selection,
+    estimates,
+    lock_of,
+    resolve_source,
+    shapes_of,
+)
 from compress.recipe import load_recipe
 from compress.registry.protocol import open_registry
 from compress.stages import Port
@@ -63,8 +71,8 @@ def execute(job: Job, watch: Watch) -> Result:
     steps = build_steps(recipe)
     check_selection(steps, until=job.until, rebuild_from=job.rebuild_from)
     source = resolve_source(recipe.model, offline=job.offline)
-    arch = open_weights(source.path).arch
-    estimates(steps, arch, job.device)
+    shapes = shapes_of(lambda: open_weights(source.path).arch)
+    estimates(steps, shapes, job.device, source=source.path)
     workspace = Workspace(job.workspace)
     directory.check()
     if recipe.push is not None:
@@ -76,7 +84,7 @@ def execute(job: Job, watch: Watch) -> Result:
         directory.write_lock(lock_of(recipe, steps, source))
         directory.link_workspace(job.workspace)
         directory.log(f"start {job.recipe_file} seed {recipe.seed} model {source.name} on {job.device}")
-        if (sentence := unread_note(arch)) is not None:
+        if isinstance(shapes, Arch) and (sentence := unread_note(shapes)) is not None:
             directory.log(f"note: {sentence}")
             job.note(sentence)
         options = RunOptions(

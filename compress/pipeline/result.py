@@ -77,7 +77,7 @@ class Result:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of validation, one sentence each."""
+        """Warnings of validation, or of the checkpoint where nothing was measured, one sentence each."""
         return self.run.warnings
 
     @property

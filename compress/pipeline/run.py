@@ -60,8 +60,9 @@ class RunResult:
 
     @property
     def warnings(self) -> list[str]:
-        evidence = self.latest(Port.EVIDENCE)
-        return evidence.manifest.facts.get("warnings", []) if evidence is not None else []
+        """Sentences of the report, or of the checkpoint where nothing was measured."""
+        artifact = self.latest(Port.EVIDENCE) or self.latest(Port.CHECKPOINT)
+        return artifact.manifest.facts.get("warnings", []) if artifact is not None else []
 
     @property
     def gates_failed(self) -> list[str]:

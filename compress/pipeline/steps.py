@@ -2,19 +2,28 @@
 be refused before any work.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from compress.errors import RecipeError, UsageError, did_you_mean
+from compress.errors import RecipeError, UnsupportedArch, UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.recipe import Push, Recipe, Spec, parse_model_ref, parse_spec, unknown_kind_error
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.registry.protocol import open_registry
 from compress.registry.ref import DEFAULT_TAG, compose_ref
 from compress.stages import STAGES, Estimate, Need, PlanFacts, Port, Stage
+
+_OF_WEIGHTS = {Port.DENSE, Port.QUANTIZED, Port.DRAFT}
+"""Ports of weights that stages make of the recipe's model."""
+BY_NAME = (
+    "If transformers loads this model, a stage {kind: quantize_by_name, scheme: FP8_DYNAMIC} quantizes its "
+    "linears by the names of their tensors."
+)
+"""Hint for a model that the decoder does not support."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,17 @@ def build_steps(recipe: Recipe) -> list[Step]:
             raise unknown_kind_error(entry, STAGES.names())
         stage = STAGES.get(entry.kind)
         spec = parse_spec(stage.spec, entry.raw, entry.where)
+        if stage.gives != Port.DENSE and stage.gives in given:
+            raise entry.where.error(
+                ("kind",),
+                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
+            )
+        if (by_source := _from_source(stage, given, steps)) is not None:
+            raise entry.where.error(
+                ("kind",),
+                f"'{by_source}' reads the recipe's model itself, so what another stage makes of the weights "
+                "would be lost. Leave out one of the two.",
+            )
         for need in stage.needs(spec):
             if met_by(need, given if isinstance(need, tuple) else present) is None:
                 implied = _default_for(need)
@@ -54,11 +74,6 @@ def build_steps(recipe: Recipe) -> list[Step]:
                     )
                 steps.append(implied)
                 present.add(implied.stage.gives)
-        if stage.gives != Port.DENSE and stage.gives in given:
-            raise entry.where.error(
-                ("kind",),
-                f"a second '{entry.kind}' would replace what the first one made. Leave one of them out.",
-            )
         if stage.gives == Port.DENSE and Port.QUANTIZED in given:
             raise entry.where.error(
                 ("kind",),
@@ -85,6 +100,21 @@ def build_steps(recipe: Recipe) -> list[Step]:
     return steps
 
 
+def _from_source(stage: Stage, given: set[Port], steps: Sequence[Step]) -> str | None:
+    """Return the kind of the stage that writes a checkpoint of the recipe's own model, where other stages
+    make other weights of it; None where there are not both.
+    """
+
+    def writes(each: Stage) -> bool:
+        return each.gives == Port.CHECKPOINT and Port.SOURCE in each.takes
+
+    if writes(stage) and given & _OF_WEIGHTS:
+        return stage.kind
+    if stage.gives not in _OF_WEIGHTS:
+        return None
+    return next((step.stage.kind for step in steps if writes(step.stage)), None)
+
+
 def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: str | None) -> None:
     """Check the stages that a run is to stop after and to rebuild from.
 
@@ -103,7 +133,24 @@ def check_selection(steps: Sequence[Step], *, until: str | None, rebuild_from: s
         raise UsageError(f"--until {until} stops before --from {rebuild_from}: nothing would be built again.")
 
 
-def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int = 1) -> list[Estimate]:
+def shapes_of(read: Callable[[], Arch]) -> Arch | UnsupportedArch:
+    """Return the shapes that `read` returns, or its refusal of a model that the decoder does not support,
+    which names the way that is left.
+    """
+    try:
+        return read()
+    except UnsupportedArch as error:
+        return UnsupportedArch(error.message, where=error.where, hint=BY_NAME)
+
+
+def estimates(
+    steps: Sequence[Step],
+    shapes: Arch | UnsupportedArch,
+    device: str,
+    *,
+    num_ranks: int = 1,
+    source: Path | None = None,
+) -> list[Estimate]:
     """Return what each step will need, for the model that the steps before it leave. This is also the last
     check before any work, because a stage refuses here what this model cannot do.
 
@@ -111,17 +158,17 @@ def estimates(steps: Sequence[Step], arch: Arch, device: str, *, num_ranks: int 
         RecipeError: a data card that is wrong or not there.
         UsageError: the model is too short for a window, a width does not fit a group, a consumer's rule is
             broken, ...
+        UnsupportedArch: the decoder does not support the model, and a stage needs it to.
     """
     specs = {step.stage.kind: step.spec for step in steps}
-    source_arch = arch
+    source_arch = None if isinstance(shapes, UnsupportedArch) else shapes
+    kind = device.partition(":")[0]
     found = []
     for step in steps:
-        found.append(
-            step.stage.estimate(
-                step.spec, PlanFacts(arch, device.partition(":")[0], specs, num_ranks, source_arch)
-            )
-        )
-        arch = step.stage.reshape(step.spec, arch)
+        facts = PlanFacts(shapes, kind, specs, num_ranks, source_arch, source)
+        found.append(step.stage.estimate(step.spec, facts))
+        if not isinstance(shapes, UnsupportedArch):
+            shapes = step.stage.reshape(step.spec, shapes)
     return found
 
 

@@ -109,7 +109,7 @@ class FusedLinear:
     @property
     def weight_bytes(self) -> int:
         """Bytes that one decode step reads of these weights."""
-        return sum(_num_bytes(each.decode.packed) for each in self.slices)
+        return sum(packed_bytes(each.decode.packed) for each in self.slices)
 
     def report(self, layer: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each slice and phase."""
@@ -117,10 +117,10 @@ class FusedLinear:
         return [each.report(layer=layer, linear="+".join(part.linears)) for part, each in bound]
 
 
-def _num_bytes(packed: Any) -> int:
+def packed_bytes(packed: Any) -> int:
     """Return the bytes of all tensors in a packed weight."""
     if isinstance(packed, Tensor):
         return packed.numel() * packed.element_size()
     if is_dataclass(packed):
-        return sum(_num_bytes(getattr(packed, each.name)) for each in fields(packed))
-    return sum(_num_bytes(each) for each in packed) if isinstance(packed, tuple) else 0
+        return sum(packed_bytes(getattr(packed, each.name)) for each in fields(packed))
+    return sum(packed_bytes(each) for each in packed) if isinstance(packed, tuple) else 0

@@ -1,7 +1,7 @@
 """The forward of one decoder layer in serving, with the kernels selected for it.
 
     x = x + o(attention(q, cache)),  q = rope_store(qkv(norm(x)))
-    x = x + down(act(gate) * up),    gate, up = gate_up(norm(x))
+    x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
 and norms the stream for the linear that follows, which is the next layer's or the head. Where both halves
@@ -16,6 +16,7 @@ sequence, R sequences, P positions.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,22 @@ _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_pr
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is."""
+    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
+    A mixture of experts is no linear and takes rows that are not quantized."""
 
     norm: RowNorm | None
-    linear: FusedLinear
+    linear: FusedLinear | None
+
+    @property
+    def quant(self) -> ActivationQuant | None:
+        """How the linear wants its rows quantized."""
+        return None if self.linear is None else self.linear.quant
+
+    def prepares_input(self, phase: Phase) -> bool:
+        """Return whether the linear norms and quantizes the stream itself."""
+        return (
+            self.linear is not None and self.norm is not None and self.linear.prepares_input(phase, self.norm)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,12 @@ class LayerRunner:
             )
             return BoundKernel(select(problem), problem)
 
-        widest_ffn = max(layer.intermediate_size for layer in arch.layers)
+        widest_ffn = max(
+            layer.linear_shape(linear, arch.hidden_size)[1]
+            for layer in arch.layers
+            for linear in layer.linears
+            if linear.endswith(".down")
+        )
         self._ops = {
             "rms_norm": bound("rms_norm", arch.hidden_size),
             "act_mul": bound("act_mul", widest_ffn),
@@ -150,39 +168,60 @@ class LayerRunner:
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
         attended_TF = attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1)
-        ffn = Reader(layer.ffn_norm, layer.gate_up)
-        stream = self._added(layer.o, attended_TF, residual_TD, layer.attn_post_norm, ffn, phase)
+        ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
+        stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
-        mid_TF = layer.gate_up(ffn_rows, phase)
+        half = self._ffn if layer.experts is None else self._mixture
+        return self._added(partial(half, layer, ffn_rows, phase), stream.x_TD, layer.ffn_post_norm, reader)
+
+    def _ffn(
+        self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the output [T, D] of the FFN, or of the shared expert, plus `residual` if given."""
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        mid_TF = layer.gate_up(rows, phase)
         if not layer.gate_up.applies_gate(phase):
             mid_TF = self._act_mul(mid_TF, self._arch.activation, layer.down.quant)
-        return self._added(layer.down, mid_TF, stream.x_TD, layer.ffn_post_norm, reader, phase)
+        return layer.down(mid_TF, phase, residual=residual)
+
+    def _mixture(
+        self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
+        assert layer.experts is not None
+        assert isinstance(rows, Tensor)
+        if layer.shared_gate is not None:
+            gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
+            shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
+            residual = shared_TD if residual is None else residual + shared_TD
+        elif layer.down is not None:
+            residual = self._ffn(layer, rows, phase, residual=residual)
+        return layer.experts(rows, phase, residual=residual)
 
     def _added(
         self,
-        linear: FusedLinear,
-        x: Rows,
+        half: Callable[..., Tensor],
         residual_TD: Tensor,
         post_norm: RowNorm | None,
         reader: Reader | None,
-        phase: Phase,
     ) -> Stream:
         """Return the stream plus the output of a half-layer, normed if it is, and the rows of the reader
-        where that kernel computes them too."""
+        where that kernel computes them too. `half` adds a `residual` to its output if it is given one."""
         if post_norm is None:
-            return Stream(linear(x, phase, residual=residual_TD))
-        following, quant = (None, None) if reader is None else (reader.norm, reader.linear.quant)
-        return Stream(*self._post_norm(linear(x, phase), residual_TD, post_norm, following, quant))
+            return Stream(half(residual=residual_TD))
+        following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
+        return Stream(*self._post_norm(half(), residual_TD, post_norm, following, quant))
 
     def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
         """Return the inputs of q, k, v and of gate, up where one norm serves both."""
         norm = layer.attn_norm
         assert norm is not None
         qkv, gate_up = (Reader(norm, each) for each in (layer.qkv, layer.gate_up))
-        if qkv.linear.prepares_input(phase, norm) and gate_up.linear.prepares_input(phase, norm):
+        if qkv.prepares_input(phase) and gate_up.prepares_input(phase):
             return self.rows(Stream(x_TD), qkv, phase), self.rows(Stream(x_TD), gate_up, phase)
-        quant = qkv.linear.quant if _same_quant(qkv.linear.quant, gate_up.linear.quant) else None
+        quant = qkv.quant if _same_quant(qkv.quant, gate_up.quant) else None
         rows: Rows = self._rms_norm(x_TD, norm.weight, norm.eps, quant, centered=norm.centered)
         return rows, rows
 
@@ -215,13 +254,13 @@ class LayerRunner:
         Where the kernel of the linear does both itself, the stream is returned raw, with the weights of the
         norm.
         """
-        norm, linear = reader.norm, reader.linear
+        norm = reader.norm
         if stream.rows is not None or norm is None:
             return stream.x_TD if stream.rows is None else stream.rows
-        if linear.prepares_input(phase, norm):
-            return RawRows(stream.x_TD, norm.weight, norm.eps, linear.quant)
+        if reader.prepares_input(phase):
+            return RawRows(stream.x_TD, norm.weight, norm.eps, reader.quant)
         normed: Rows = self._rms_norm(
-            stream.x_TD, norm.weight, norm.eps, linear.quant, centered=norm.centered
+            stream.x_TD, norm.weight, norm.eps, reader.quant, centered=norm.centered
         )
         return normed
 

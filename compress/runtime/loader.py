@@ -12,28 +12,36 @@ and eps of a norm of the stream by r^2.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
+from compress.kernels.operands.routing import ExpertWeights, Routing
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
 from compress.models.arch import Arch, LayerShape
+from compress.models.experts import Experts
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
+from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, SchemeSlice
+
+GATE_ROWS = 64
+"""Rows of the gate of a shared expert, of which the first counts."""
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """The weights of one layer in the layouts of its kernels. Norms that its block does not have are None.
+    The FFN is `gate_up` and `down`, or `experts`; a mixture of experts with a shared one has all of them.
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
@@ -45,16 +53,30 @@ class LayerWeights:
     qk_norm: RowNorm | None
     o: FusedLinear
     ffn_norm: RowNorm | None
-    gate_up: FusedLinear
-    down: FusedLinear
+    gate_up: FusedLinear | None
+    down: FusedLinear | None
     kv_scales: tuple[float, float] | None
     attn_post_norm: RowNorm | None = None
     ffn_post_norm: RowNorm | None = None
+    experts: ExpertLinears | None = None
+    shared_gate: FusedLinear | None = None
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """The four fused linears in execution order."""
-        return self.qkv, self.o, self.gate_up, self.down
+        """The fused linears in execution order."""
+        linears = (self.qkv, self.o, self.shared_gate, self.gate_up, self.down)
+        return tuple(each for each in linears if each is not None)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a decode step of one row reads."""
+        experts = 0 if self.experts is None else self.experts.expected_bytes(1)
+        return experts + sum(each.weight_bytes for each in self.fused_linears)
+
+    def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`."""
+        rows = [row for each in self.fused_linears for row in each.report(layer_idx)]
+        return rows if self.experts is None else rows + self.experts.report(layer_idx)
 
 
 @dataclass(frozen=True)
@@ -78,11 +100,9 @@ class ModelWeights:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one decode step reads: all linears and the head, as their decode kernels store them."""
-        return (
-            sum(each.weight_bytes for layer in self.layers for each in layer.fused_linears)
-            + self.head.weight_bytes
-        )
+        """Bytes that a decode step of one row reads: all linears and the head, as their decode kernels store
+        them; of experts those that one row is routed to."""
+        return sum(layer.weight_bytes for layer in self.layers) + self.head.weight_bytes
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
@@ -238,12 +258,18 @@ def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) ->
             return None
         return row_norm(arch, _dense(weights, f"{name}.weight", deployment), scale=arch.residual_scale)
 
+    fused = fuse_groups(arch, shape, weights, deployment)
     return LayerWeights(
         shape=shape,
         attn_norm=before("attn_norm"),
         qk_norm=_qk_norm(arch, shape, weights, deployment),
         ffn_norm=before("ffn_norm"),
-        **fuse_groups(arch, shape, weights, deployment),
+        qkv=fused.qkv,
+        o=fused.o,
+        gate_up=fused.gate_up,
+        down=fused.down,
+        experts=None if shape.experts is None else _experts(arch, shape.experts, weights, deployment),
+        shared_gate=_shared_gate(weights, deployment),
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
@@ -261,19 +287,72 @@ def _qk_norm(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deploy
     return row_norm(arch, torch.cat((q_norm, k_norm)))
 
 
-def fuse_groups(
-    arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment
-) -> dict[str, FusedLinear]:
-    """Return the fused linear of every linear group of a layer, by the name of the group."""
-    return {
-        group.name: fuse(
-            group.linears,
-            weights,
-            deployment,
-            activation=arch.activation if group.name == "gate_up" else None,
+@dataclass(frozen=True)
+class FusedGroups:
+    """The fused linears that all rows of a layer go through; a mixture without a shared expert has none in
+    place of its FFN."""
+
+    qkv: FusedLinear
+    o: FusedLinear
+    gate_up: FusedLinear | None
+    down: FusedLinear | None
+
+
+def fuse_groups(arch: Arch, shape: LayerShape, weights: Weights, deployment: Deployment) -> FusedGroups:
+    """Fuse the linear groups of a layer that all rows go through."""
+    groups = {group.name: group for group in shape.groups}
+
+    def fused(name: str, activation: str | None = None) -> FusedLinear:
+        return fuse(groups[name].linears, weights, deployment, activation=activation)
+
+    prefix = "" if shape.experts is None else "shared."
+    has_ffn = f"{prefix}down" in groups
+    return FusedGroups(
+        fused("qkv"),
+        fused("o"),
+        fused(f"{prefix}gate_up", arch.activation) if has_ffn else None,
+        fused(f"{prefix}down") if has_ffn else None,
+    )
+
+
+def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deployment) -> ExpertLinears:
+    """Return the router and the experts of a layer."""
+
+    def rare(name: str) -> Tensor | None:
+        return dense(weights[name]) if name in weights else None
+
+    def expert(idx: int) -> ExpertWeights:
+        gate, up, down = (f"moe.experts.{idx}.{linear}" for linear in ("gate", "up", "down"))
+        return ExpertWeights(
+            weights[f"{gate}.weight"],
+            weights[f"{up}.weight"],
+            weights[f"{down}.weight"],
+            rare(f"{gate}.bias"),
+            rare(f"{up}.bias"),
+            rare(f"{down}.bias"),
         )
-        for group in shape.groups
-    }
+
+    routing = Routing(**{each.name: getattr(facts, each.name) for each in fields(Routing)})
+    return ExpertLinears.bind(
+        routing,
+        dense(weights["moe.router.weight"]),
+        [expert(idx) for idx in range(facts.num_experts)],
+        deployment,
+        activation=arch.activation,
+        router_bias_E=rare("moe.router.bias"),
+        selection_bias_E=rare("moe.selection_bias"),
+    )
+
+
+def _shared_gate(weights: Weights, deployment: Deployment) -> FusedLinear | None:
+    """Return the gate of the shared expert. Its one row is padded with zeros to what kernels of linears
+    serve."""
+    name = "moe.shared_gate"
+    if f"{name}.weight" not in weights:
+        return None
+    weight_1D = dense(weights[f"{name}.weight"])
+    padded = F.pad(weight_1D, (0, 0, 0, GATE_ROWS - 1))
+    return fuse((name,), {f"{name}.weight": padded}, deployment)
 
 
 def _kv_scales(weights: Weights) -> tuple[float, float] | None:

@@ -175,12 +175,7 @@ class ModelRunner:
         """Return rows of `Engine.kernel_report`: one for each linear and phase, then the head, then the other
         ops.
         """
-        rows = [
-            row
-            for idx, layer in enumerate(self._weights.layers)
-            for each in layer.fused_linears
-            for row in each.report(idx)
-        ]
+        rows = [row for idx, layer in enumerate(self._weights.layers) for row in layer.report(idx)]
         rows += self._weights.head.report(None)
         return rows + self._layers.kernel_report()
 

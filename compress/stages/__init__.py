@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
+from compress.errors import UnsupportedArch
 from compress.models.arch import Arch
 from compress.plugins import PluginSet
 from compress.recipe import Spec
@@ -84,13 +85,30 @@ class Estimate:
 @dataclass(frozen=True)
 class PlanFacts:
     """Facts at plan time: shapes as the earlier stages leave them, the specs of all stages by kind, the
-    number of ranks that share the work, and the shapes of the recipe's own model."""
+    number of ranks that share the work, the shapes of the recipe's own model, and its directory where it is
+    on this machine.
 
-    arch: Arch
+    `shapes` is the refusal where the decoder does not support the model; a stage that needs shapes raises it
+    by reading `arch`.
+    """
+
+    shapes: Arch | UnsupportedArch
     device: str
     specs: Mapping[str, Spec]
     num_ranks: int = 1
     source_arch: Arch | None = None
+    source: Path | None = None
+
+    @property
+    def arch(self) -> Arch:
+        """Shapes of the model.
+
+        Raises:
+            UnsupportedArch: the decoder does not support it.
+        """
+        if isinstance(self.shapes, UnsupportedArch):
+            raise self.shapes
+        return self.shapes
 
 
 class RunStage(Protocol):

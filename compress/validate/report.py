@@ -46,6 +46,7 @@ LAYOUT = (
     "guided",
     "tuning",
     "data_free",
+    "by_name",
     "kv_cache",
     "mixed",
     "pruning",

@@ -68,7 +68,7 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     assert arch.num_layers == theirs.num_hidden_layers
     assert arch.max_position == theirs.max_position_embeddings
     assert arch.norm_eps == theirs.rms_norm_eps
-    assert arch.activation == theirs.hidden_act
+    assert arch.activation == ("swiglu_clamped" if arch.family == "gpt_oss" else theirs.hidden_act)
     assert arch.tied_head == theirs.tie_word_embeddings
     assert layer.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads

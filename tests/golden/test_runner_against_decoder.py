@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.models.arch import Rope
 from compress.models.attention import FullAttention
+from compress.models.experts import Experts
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -48,6 +49,34 @@ FEATURES: dict[str, dict[str, Any]] = {
                 rope=Rope(10000.0, "yarn", factor=4.0, original_max_position=64, attention_factor=1.1386)
             ),
         )
+    },
+    "experts": {"layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)), tiny_shape())},
+    "experts, a shared one and a gate": {
+        "layers": (tiny_shape(experts=Experts(5, 3, 32, shared_size=40, shared_gate=True)),)
+    },
+    "experts in groups with biases": {
+        "layers": (
+            tiny_shape(
+                experts=Experts(
+                    8,
+                    2,
+                    32,
+                    shared_size=64,
+                    score="sigmoid",
+                    renormalize=True,
+                    scale=1.7,
+                    num_groups=4,
+                    top_groups=2,
+                    selection_bias=True,
+                )
+            ),
+        )
+    },
+    "experts with biases and a clamped gate": {
+        "activation": "swiglu_clamped",
+        "layers": (
+            tiny_shape(experts=Experts(6, 3, 32, score="softmax_topk", router_bias=True, expert_bias=True)),
+        ),
     },
     "rope differs by layer": {"layers": (tiny_shape(), tiny_shape(rope=Rope(1000000.0)))},
     "rope of a part of each head": {"layers": (tiny_shape(rope=Rope(10000.0, rotary_dim=8)),)},

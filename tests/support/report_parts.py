@@ -11,6 +11,7 @@ from compress.validate.latency import LatencyRow
 from compress.validate.parts import Part
 from compress.validate.parts.accuracy import AccuracyPart
 from compress.validate.parts.artifact import ArtifactPart
+from compress.validate.parts.by_name import ByNamePart
 from compress.validate.parts.gates import GatesPart
 from compress.validate.parts.journey import JourneyPart
 from compress.validate.parts.kernels import KernelsPart
@@ -129,6 +130,17 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
         "journey": JourneyPart(STAGES),
         "kernels": KernelsPart([*kernels, {**KERNEL, "layer": None, "linear": "head"}]),
         "layers": LayersPart(layer_rows),
+        "by_name": ByNamePart(
+            {
+                "quantized": 24,
+                "dense": {"embedding": 1, "<odd> reason": 2},
+                "linear_bytes": 4_000_000,
+                "code_bytes": 2_000_000,
+                "source_bytes": 5_000_000,
+                "written_bytes": 3_000_000,
+            },
+            "transformers 5.0",
+        ),
         "kv_cache": KVCachePart(
             {"format": "FP8_STATIC", "warning": "range spent on <outliers>", "layers": cache_rows}
         ),

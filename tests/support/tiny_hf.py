@@ -4,6 +4,7 @@ Norms and biases are perturbed, so that none of them can be dropped or swapped u
 enough that attention is not uniform.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ CONFIGS: dict[str, Any] = {
     "exaone4": transformers.Exaone4Config,
     "seed_oss": transformers.SeedOssConfig,
     "ernie4_5": transformers.Ernie4_5Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "granitemoe": transformers.GraniteMoeConfig,
 }
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -77,6 +85,16 @@ GROWING_YARN = {
     "llama_4_scaling_beta": 0.3,
 }
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("llama", {"rms_norm_eps": 1e-5}),
@@ -284,22 +302,92 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "mixtral-window": ("mixtral", {**LOCAL_EXPERTS, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen3-moe": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "qwen3-moe-listed-dense": (
+        "qwen3_moe",
+        {**EXPERTS, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 56}),
+    "qwen2-moe-some-dense": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "olmoe": ("olmoe", EXPERTS),
+    "olmoe-biases": ("olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "glm4-moe": ("glm4_moe", {**ROUTED, "routed_scaling_factor": 1.7}),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        {
+            **ROUTED,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "head_dim": 16,
+            "norm_topk_prob": False,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 5}),
+    "gpt-oss-other-layers": (
+        "gpt_oss",
+        {**LOCAL_EXPERTS, "head_dim": 16, "sliding_window": 4, "layer_types": MIXED, "rope_parameters": YARN},
+    ),
+    "granitemoe": ("granitemoe", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
+    "granitemoe-multipliers": (
+        "granitemoe",
+        {
+            **LOCAL_EXPERTS,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
+
+
+def build_config(family: str, changes: dict[str, Any]) -> Any:
+    """Return the configuration of a tiny model of that family."""
+    return CONFIGS[family](**copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes}))
 
 
 def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of that family on the CPU, in eval mode."""
-    config = CONFIGS[family](**{**SMALL, **NEEDED.get(family, {}), **changes})
+    config = build_config(family, changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith("_bias")):
                 parameter.copy_(parameter + 0.3 * noise)
             else:
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 

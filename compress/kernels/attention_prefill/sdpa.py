@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.select import Kernel, anything, register
-from compress.models.attention import attend_capped, causal_mask
+from compress.models.attention import attend_with_scores, causal_mask
 
 
 def attention_prefill(
@@ -55,7 +55,7 @@ def _attend(
     )
     if softcap is not None:
         seen = causal_mask(num_queries, num_keys, window, q_THC.device)
-        return attend_capped(q, k, v, seen, scale, softcap).squeeze(0)
+        return attend_with_scores(q, k, v, seen, scale, softcap).squeeze(0)
     grouped = q.shape[1] != k.shape[1]
     whole = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if whole else causal_mask(num_queries, num_keys, window, q_THC.device)

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face): Llama whose every fourth layer does not encode positions (NoPE, arXiv 2501.18795)."""
+"""SmolLM3 (Hugging Face): Llama whose every fourth layer encodes no positions (NoPE, arXiv 2501.18795)."""
 
 from typing import Any
 

@@ -117,10 +117,10 @@ def load_eagle3(head: Eagle3Head, deployment: Deployment, *, target_scale: float
         ),
         qk_norm=None,
         ffn_norm=norm(f"{prefix}ffn_norm"),
-        qkv=groups["qkv"],
-        o=groups["o"],
-        gate_up=groups["gate_up"],
-        down=groups["down"],
+        qkv=groups.qkv,
+        o=groups.o,
+        gate_up=groups.gate_up,
+        down=groups.down,
         kv_scales=None,
     )
     outer = {name: fuse((name,), head.weights, deployment) for name in ("fc", "head")}

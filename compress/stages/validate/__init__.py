@@ -2,9 +2,10 @@
 the report.
 
 Both models run through the bundled runtime's own path; the numbers that are gated are the numbers that would
-be served.
+be served. A model that was quantized by tensor name runs through transformers instead, without latency.
 
     spec.py        the stage's keys in a recipe
+    by_name.py     the report of a model that was quantized by tensor name, measured through transformers
     measure.py     all measurements: accuracy, speed.py (latency, roofline), proposers.py (speculation)
     evidence.py    facts that are read, not measured: sizes, schemes, licences, data
     journey.py     one row for each model between source and candidate
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from compress.artifact.atomic import write_atomic
-from compress.artifact.manifest import Manifest, open_artifact
+from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter
 from compress.context import Context
 from compress.data.card import identity, load_card
@@ -27,13 +28,14 @@ from compress.digest import digest_json
 from compress.export import serve_command
 from compress.machine import device_key, environment_facts
 from compress.quant.scheme import ModelScheme
-from compress.stages import STAGES, Input, Inputs, Port
+from compress.stages import STAGES, Inputs, Port
+from compress.stages.validate.by_name import is_by_name, prove_by_name
 from compress.stages.validate.estimate import estimate
 from compress.stages.validate.evidence import (
     MODEL_CARD,
+    artifact_facts,
     calibration_facts,
     dense_facts,
-    exceptions_of,
     layer_rows,
     license_of,
     quantization,
@@ -117,6 +119,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
         UsageError: as `measure`.
     """
     _, candidate = inputs.first(Port.CHECKPOINT, Port.QUANTIZED, Port.DENSE)
+    if is_by_name(candidate.path):
+        return prove_by_name(spec, inputs, candidate, ctx)
     measured = measure(spec, inputs, candidate.path, ctx)
     device = torch.device(ctx.device)
     manifest = open_artifact(candidate.path).manifest
@@ -142,7 +146,7 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
             quantized.get("tuning"),
             quantized.get("data_free", False),
         ),
-        ArtifactPart(_artifact(inputs, candidate, manifest, scheme, sizes, kv_cache, draft_bytes)),
+        ArtifactPart(artifact_facts(inputs, candidate, manifest, scheme, sizes, kv_cache, draft_bytes)),
         ProvenancePart(
             calibration=calibration_facts(inputs, measured.tokens, measured.data_facts),
             environment=environment_facts(device),
@@ -162,29 +166,6 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     pruned = ", pruned," if "pruning" in dense else ""
     form = "dense weights" if scheme is None else scheme.name
     return build_report(title=f"{inputs.source.name}{pruned} in {form}", parts=parts)
-
-
-def _artifact(
-    inputs: Inputs,
-    candidate: Input,
-    manifest: Manifest,
-    scheme: ModelScheme | None,
-    sizes: list[dict[str, Any]],
-    kv_cache: Mapping[str, Any] | None,
-    draft_bytes: int | None,
-) -> dict[str, Any]:
-    return {
-        "digest": candidate.digest,
-        "source": inputs.source.name,
-        "source_revision": inputs.source.revision,
-        "source_digest": inputs.source.digest,
-        "scheme": None if scheme is None else scheme.name,
-        "exceptions": exceptions_of(scheme),
-        "format": manifest.facts.get("format"),
-        **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
-        "sizes": sizes,
-        **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),
-    }
 
 
 def _journey(

@@ -1,13 +1,22 @@
 """Memory and work of validation, from shapes alone, for `compress plan`."""
 
+import math
+
+from compress.artifact.tensors import TensorFiles
 from compress.data.card import check_at_hand, load_card
 from compress.data.model_tokens import check_seq_len
 from compress.errors import UsageError
 from compress.machine import READ_BYTES
 from compress.models.arch import Arch
+from compress.models.checkpoint import read_config
+from compress.models.named_linears import stated_vocab_size
 from compress.stages import Estimate, PlanFacts
-from compress.stages.validate.spec import Validate
+from compress.stages.validate.spec import Validate, read_gates
+from compress.validate.accuracy import ACCURACY_METRICS
+from compress.validate.transformers_model import check_causal
 
+NUM_MODELS = 2
+"""Models that are measured by name: source and candidate."""
 SPECULATIVE = ("acceptance_length", "speedup")
 
 
@@ -38,6 +47,8 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     Raises:
         UsageError: sequences that the model is too short for, or gates on a draft that nothing makes.
     """
+    if "quantize_by_name" in facts.specs:
+        return estimate_by_name(spec, facts)
     arch = facts.arch
     source_arch = facts.source_arch or facts.arch
     own = spec.speculative
@@ -74,3 +85,46 @@ def estimate(spec: Validate, facts: PlanFacts) -> Estimate:
     if not spec.gates:
         notes.append("no gates: nothing can fail")
     return Estimate(peak, 1_000_000, 2.0 * num_params * num_tokens, notes=tuple(notes))
+
+
+def estimate_by_name(spec: Validate, facts: PlanFacts) -> Estimate:
+    """Return the peak and the work of measuring both models through transformers.
+
+    Raises:
+        UsageError: transformers runs no causal language model of this config, or a gate limits what is not
+            measured there.
+    """
+    check_gates_by_name(spec)
+    check_at_hand(load_card(spec.data))
+    note = "through transformers, not on the bundled runtime: accuracy alone, no latency"
+    if facts.source is None:
+        return Estimate(0, 1_000_000, 0.0, notes=(note,))
+    config = read_config(facts.source)
+    check_causal(config)
+    files = TensorFiles(facts.source)
+    num_params = sum(math.prod(files.shape(name)) for name in files.names())
+    vocab_size = stated_vocab_size(config) or 1
+    width = 4 if facts.device == "cpu" else 2
+    logits = 2 * NUM_MODELS * 4 * spec.windows_of(vocab_size) * spec.seq_len * vocab_size
+    num_tokens = spec.num_samples * spec.seq_len
+    notes = [f"{spec.num_samples} x {spec.seq_len} tokens of {spec.data}", note]
+    if not spec.gates:
+        notes.append("no gates: nothing can fail")
+    return Estimate(
+        NUM_MODELS * num_params * width + logits,
+        1_000_000,
+        2.0 * NUM_MODELS * num_params * num_tokens,
+        notes=tuple(notes),
+    )
+
+
+def check_gates_by_name(spec: Validate) -> None:
+    """Raise UsageError for a gate on something else than accuracy or size."""
+    for gate in read_gates(spec.gates):
+        name = gate.name.rpartition(".")[2]
+        if name not in (*ACCURACY_METRICS, "size_ratio"):
+            raise UsageError(
+                f"validate: the gate '{gate.name}' limits what the bundled runtime measures, which does not "
+                "run a model that is quantized by name. Gates that hold there: "
+                f"{', '.join(ACCURACY_METRICS)}, size_ratio."
+            )

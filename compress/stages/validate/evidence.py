@@ -17,7 +17,7 @@ from compress.errors import StorageError
 from compress.kernels.operands.paged import DENSE_FORMATS
 from compress.quant.scheme import ModelScheme, name_of
 from compress.runtime.engine import Engine
-from compress.stages import Inputs, Port
+from compress.stages import Input, Inputs, Port
 from compress.untrusted.files import check_within, read_text
 from compress.validate.display import ranges
 
@@ -165,6 +165,30 @@ def _overlap(inputs: Inputs, seen: TokenSet, evaluation: TokenSet, name: str) ->
     shared = overlap(texts(seen), texts(evaluation))
     found = f"{shared.num_shared} of {shared.num_ngrams} 13-word sequences of the evaluation text"
     return f"{found} occur in the {name} text"
+
+
+def artifact_facts(
+    inputs: Inputs,
+    candidate: Input,
+    manifest: Manifest,
+    scheme: ModelScheme | None,
+    sizes: list[dict[str, Any]],
+    kv_cache: Mapping[str, Any] | None,
+    draft_bytes: int | None,
+) -> dict[str, Any]:
+    """Return facts of the candidate: what it was made from, its scheme and format, and its size."""
+    return {
+        "digest": candidate.digest,
+        "source": inputs.source.name,
+        "source_revision": inputs.source.revision,
+        "source_digest": inputs.source.digest,
+        "scheme": None if scheme is None else scheme.name,
+        "exceptions": exceptions_of(scheme),
+        "format": manifest.facts.get("format"),
+        **({"kv_cache": kv_cache["format"]} if kv_cache is not None else {}),
+        "sizes": sizes,
+        **({"draft_bytes": draft_bytes} if draft_bytes is not None else {}),
+    }
 
 
 def license_of(inputs: Inputs) -> str:

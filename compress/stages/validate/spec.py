@@ -135,7 +135,11 @@ class Validate(Spec):
 
     def windows_at_once(self, arch: Arch) -> int:
         """Return how many windows have float32 logits of half a gigabyte a model at most."""
-        return max(1, min(8, (1 << 27) // (self.seq_len * arch.vocab_size)))
+        return self.windows_of(arch.vocab_size)
+
+    def windows_of(self, vocab_size: int) -> int:
+        """Return the same for a vocabulary of that size."""
+        return max(1, min(8, (1 << 27) // (self.seq_len * vocab_size)))
 
 
 def kv_format_named(name: str | None) -> KVFormat | None:

@@ -160,7 +160,7 @@ class Pruned(Spec):
         calib = Calibrate(
             data=spec.data, num_samples=min(self.num_samples, spec.num_windows), seq_len=spec.seq_len
         )
-        codes = quantize_estimate(spec.quantize, replace(facts, arch=arch, specs={"calibrate": calib}))
+        codes = quantize_estimate(spec.quantize, replace(facts, shapes=arch, specs={"calibrate": calib}))
         return Estimate(
             max(found.peak_bytes, codes.peak_bytes),
             found.disk_bytes + codes.disk_bytes,

@@ -1,0 +1,168 @@
+"""Reference experts: every expert that is hit runs its rows through the reference linears of its scheme.
+
+    out[t] = residual[t] + round(sum_k weights[t, k] y[t, k]),   y[t, k] = down(act(gate(x[t])) * up(x[t]))
+    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order of k
+
+    silu, gelu_pytorch_tanh    act(gate) * up
+    swiglu_clamped             gate s(1.702 gate) (up + 1), gate <= 7, |up| <= 7, s(x) = 1 / (1 + e^-x)
+                               (gpt-oss, arXiv 2508.10925)
+
+The reference linears take rows one by one or in tiles of a fixed height, so a row's bits depend on the row
+alone. The host reads the ids: this is the definition that faster kernels are tested against.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.act_mul.reference import act_mul
+from compress.kernels.linear import fp8_block, tiles
+from compress.kernels.operands.routing import ExpertWeights
+from compress.kernels.operands.rows import ActivationQuant, quantize
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import Kernel, register
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+
+CLAMPED = "swiglu_clamped"
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED)
+LIMIT, SLOPE = 7.0, 1.702
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    """Linears of one expert stacked along O: `packed` is what `fn` reads, and `quant` how it rounds its
+    input."""
+
+    fn: Callable[..., Tensor]
+    packed: Any
+    bias_O: Tensor | None
+    quant: ActivationQuant | None
+
+    def __call__(self, x_TI: Tensor, *, rows: int) -> Tensor:
+        x = x_TI if self.quant is None else quantize(x_TI, self.quant)
+        return self.fn(x, self.packed, self.bias_O, rows=rows)
+
+
+@dataclass(frozen=True)
+class ReferenceExpert:
+    """One expert: gate over up, and down."""
+
+    gate_up: ReferenceLinear
+    down: ReferenceLinear
+
+
+def repack(
+    experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torch.device
+) -> tuple[ReferenceExpert, ...]:
+    """Repack every expert by the reference linear of its scheme."""
+    linear = partial(_linear, dtype=dtype, device=device)
+    return tuple(
+        ReferenceExpert(
+            linear((each.gate, each.up), (each.gate_bias, each.up_bias)),
+            linear((each.down,), (each.down_bias,)),
+        )
+        for each in experts
+    )
+
+
+def _linear(
+    weights: Sequence[Tensor | QuantizedWeight],
+    biases: Sequence[Tensor | None],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ReferenceLinear:
+    first = weights[0]
+    given = [bias.to(device=device, dtype=dtype) for bias in biases if bias is not None]
+    assert len(given) in (0, len(biases)), "gate has a bias if up has one"
+    bias_O = torch.cat(given) if given else None
+    quant = expert_quant(weights, device)
+    if isinstance(first, QuantizedWeight) and first.scheme.activation == "group":
+        blocks = fp8_block.repack(weights, dtype=dtype, device=device, gated=False)
+        return ReferenceLinear(fp8_block.linear, blocks, bias_O, quant)
+    weight = tiles.dequantized(weights, dtype=dtype, device=device, gated=False)
+    return ReferenceLinear(tiles.linear_in_tiles, weight, bias_O, quant)
+
+
+def expert_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.device) -> ActivationQuant | None:
+    """Return how linears of one scheme that share their input round it, or None; of several static scales
+    the largest saturates none of them."""
+    quantized = [each for each in weights if isinstance(each, QuantizedWeight)]
+    if not quantized or quantized[0].scheme.activation is None:
+        return None
+    scheme = quantized[0].scheme
+    scales = [each.input_scale.to(torch.float32) for each in quantized if each.input_scale is not None]
+    static_scale = torch.stack(scales).amax().to(device) if scales else None
+    group_size = scheme.group_size if scheme.activation == "group" else None
+    return ActivationQuant(static_scale, scheme.code_dtype, group_size)
+
+
+def gated(gate_up_TF: Tensor, activation: str) -> Tensor:
+    """Map [T, 2 F] to [T, F]."""
+    if activation != CLAMPED:
+        return act_mul(gate_up_TF, activation)
+    gate, up = gate_up_TF.to(torch.float32).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (gate * (1 / (1 + torch.exp(-SLOPE * gate))) * (up + 1)).to(gate_up_TF.dtype)
+
+
+def experts(
+    x_TD: Tensor,
+    packed: Sequence[ReferenceExpert],
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: str,
+    rows: int,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """Return [T, D]; every matrix product has exactly `rows` rows."""
+    num_rows, top_k = ids_TK.shape
+    y_TKD = x_TD.new_zeros(num_rows, top_k, x_TD.shape[1])
+    for expert_idx in ids_TK.unique().tolist():
+        token_P, choice_P = (ids_TK == expert_idx).nonzero(as_tuple=True)
+        expert = packed[expert_idx]
+        mid_PF = gated(expert.gate_up(x_TD[token_P], rows=rows), activation)
+        y_TKD[token_P, choice_P] = expert.down(mid_PF, rows=rows)
+    return combined(y_TKD, weights_TK, residual_TD, x_TD.dtype)
+
+
+def combined(y_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the weighted sum over K in its order, rounded once, then the residual added."""
+    out_TD = torch.zeros(y_TKD.shape[0], y_TKD.shape[2], dtype=torch.float32, device=y_TKD.device)
+    for k in range(y_TKD.shape[1]):
+        out_TD += weights_TK[:, k : k + 1] * y_TKD[:, k].to(torch.float32)
+    out = out_TD.to(dtype)
+    return out if residual_TD is None else residual_TD + out
+
+
+def _refusal(problem: Problem, *, activation: str, few_rows: bool, device: str | None) -> str | None:
+    if problem.scheme not in (*DENSE_SCHEMES.values(), *SCHEMES):
+        return f"for {', '.join((*DENSE_SCHEMES.values(), *SCHEMES))}"
+    if problem.activation != activation:
+        return f"its experts are gated by {activation}"
+    if device is not None and problem.device != device:
+        return f"its tile height is for {device}"
+    if few_rows != (problem.m_max <= tiles.MAX_DECODE_ROWS or problem.row_invariant):
+        return f"for M {'up to' if few_rows else 'above'} {tiles.MAX_DECODE_ROWS}"
+    return None
+
+
+for _activation in ACTIVATIONS:
+    for _device, _rows in ((None, tiles.DECODE_ROWS), *tiles.PREFILL_ROWS.items()):
+        _supports = partial(_refusal, activation=_activation, few_rows=_device is None, device=_device)
+        register(
+            Kernel(
+                "experts",
+                f"reference.tile{_rows}.{_activation}",
+                min_sm=0,
+                priority=0,
+                supports=_supports,
+                fn=partial(experts, activation=_activation, rows=_rows),
+                repack_experts=repack,
+            )
+        )

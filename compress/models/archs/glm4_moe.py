@@ -1,0 +1,90 @@
+"""GLM-4.5 and its successors (arXiv 2508.06471): the first layers are dense, half of each head rotates, and
+experts are chosen by the sigmoids of the router with a bias that their weights do not have. The layers that
+predict further tokens, after the last, are not read."""
+
+from typing import Any
+
+from compress.models.experts import MAX_EXPERT_SIZE
+from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_after_first, state_first
+from compress.untrusted.fields import Fields
+
+
+def _shared(config: Fields) -> dict[str, Any]:
+    """Return the width of the shared experts, which are one FFN."""
+    each = config.integer("moe_intermediate_size", 1, MAX_EXPERT_SIZE)
+    return {"shared_size": each * config.integer("n_shared_experts", 0, 64)}
+
+
+FAMILIES.add(
+    "glm4_moe",
+    Family(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        mixture=Mixture(
+            {
+                "num_experts": "n_routed_experts",
+                "top_k": "num_experts_per_tok",
+                "expert_size": "moe_intermediate_size",
+                "renormalize": "norm_topk_prob",
+                "scale": "routed_scaling_factor",
+                "num_groups": "n_group",
+                "top_groups": "topk_group",
+            },
+            facts={"score": "sigmoid", "selection_bias": True},
+            is_sparse=sparse_after_first,
+            state_sparse=state_first,
+            read_more=_shared,
+        ),
+        layer_modules={
+            **LAYER_MODULES,
+            "moe.router": "mlp.gate",
+            "moe.selection_bias": "mlp.gate.e_score_correction_bias",
+            "moe.shared.gate": "mlp.shared_experts.gate_proj",
+            "moe.shared.up": "mlp.shared_experts.up_proj",
+            "moe.shared.down": "mlp.shared_experts.down_proj",
+        },
+        expert_layouts=(apart("mlp.experts"), AS_IN_MEMORY),
+        known_fields=frozenset(
+            {
+                "attention_bias",
+                "use_qk_norm",
+                "partial_rotary_factor",
+                "n_routed_experts",
+                "n_shared_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+                "n_group",
+                "topk_group",
+                "first_k_dense_replace",
+                "num_nextn_predict_layers",
+                "num_mtp_layers",
+            }
+        ),
+        defaults={
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "num_key_value_heads": 8,
+            "intermediate_size": 10944,
+            "max_position_embeddings": 131072,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": False,
+        },
+        ignored_tensors=r"rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
+    ),
+)

@@ -1,0 +1,127 @@
+"""The facts of a mixture of experts: how many there are, how wide, and how tokens are routed to them.
+
+A router scores all experts for each token, the `top_k` best compute it, and their outputs are added with the
+router's weights (arXiv 1701.06538). Every token also goes through the shared expert, where there is one
+(arXiv 2401.06066).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from compress.untrusted.fields import Fields
+
+SCORES = ("softmax", "sigmoid", "softmax_topk")
+MAX_EXPERTS = 4096
+MAX_EXPERT_SIZE = 1 << 24
+MAX_SCALE = 1e6
+ALL_TOKENS = "ffn_in"
+"""The tap of what the router and the shared expert read: every token."""
+SHARED_MID = "ffn_mid"
+FLOAT32_PARAMETERS = ("moe.selection_bias",)
+"""Parameters that are float32 in a model of any dtype: they decide which experts are chosen."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer and their routing.
+
+    Args:
+        expert_size: FFN channels of one expert.
+        shared_size: FFN channels of the expert that every token goes through, 0 for none.
+        shared_gate: the shared expert's output is multiplied by the sigmoid of a linear of its input.
+        score: `softmax` over all experts, `sigmoid` of each, or `softmax_topk`, over those chosen.
+        renormalize: divide the weights of the chosen experts by their sum.
+        scale: factor of all weights.
+        num_groups, top_groups: consecutive experts form groups, and only those of the `top_groups` groups
+            whose two best scores have the largest sum can be chosen (arXiv 2412.19437).
+        router_bias: the router adds a bias to its logits.
+        selection_bias: a bias is added to scores where experts are chosen, and not to their weights (arXiv
+            2408.15664).
+        expert_bias: the linears of the experts have biases.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    shared_size: int = 0
+    shared_gate: bool = False
+    score: str = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    router_bias: bool = False
+    selection_bias: bool = False
+    expert_bias: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.score in SCORES
+        assert 1 <= self.top_k <= self.num_experts
+        assert self.num_experts % self.num_groups == 0 and self.top_groups <= self.num_groups
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The modules of all experts, relative to the layer: the shared one first."""
+        shared = ("moe.shared",) if self.shared_size else ()
+        return (*shared, *(f"moe.experts.{idx}" for idx in range(self.num_experts)))
+
+    def dense_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return parameter -> shape of what is in no linear group and so is never quantized."""
+        shapes: dict[str, tuple[int, ...]] = {"moe.router.weight": (self.num_experts, hidden_size)}
+        if self.router_bias:
+            shapes["moe.router.bias"] = (self.num_experts,)
+        if self.selection_bias:
+            shapes["moe.selection_bias"] = (self.num_experts,)
+        if self.shared_gate:
+            shapes["moe.shared_gate.weight"] = (1, hidden_size)
+        return shapes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts that are not the default."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+        }
+
+    @staticmethod
+    def from_json(stored: Fields) -> "Experts":
+        """Read what `to_json` wrote; `Fields` raises its error for a value that is missing, unknown, of
+        another type or out of range."""
+        if odd := sorted(set(stored) - {field.name for field in dataclasses.fields(Experts)}):
+            raise stored.wrong(odd[0], "a field", "absent: no fact of experts has that name")
+        sizes = {
+            "num_experts": (1, MAX_EXPERTS, None),
+            "top_k": (1, MAX_EXPERTS, None),
+            "expert_size": (1, MAX_EXPERT_SIZE, None),
+            "shared_size": (0, MAX_EXPERT_SIZE, 0),
+            "num_groups": (1, MAX_EXPERTS, 1),
+            "top_groups": (1, MAX_EXPERTS, 1),
+        }
+        facts: dict[str, Any] = {
+            name: stored.integer(name, low, high, default=default)
+            for name, (low, high, default) in sizes.items()
+        }
+        for name in ("shared_gate", "renormalize", "router_bias", "selection_bias", "expert_bias"):
+            facts[name] = stored.flag(name, default=False)
+        facts["score"] = stored.text("score", default="softmax")
+        facts["scale"] = stored.number("scale", -MAX_SCALE, MAX_SCALE, default=1.0)
+        return checked(facts, stored)
+
+
+def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
+    """Return the facts once they fit one another; `stated` raises its error where they do not."""
+    if facts.get("score", "softmax") not in SCORES:
+        raise stated.wrong("score", facts["score"], f"one of {', '.join(SCORES)}")
+    num_experts, top_k = facts["num_experts"], facts["top_k"]
+    if top_k > num_experts:
+        raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
+    groups, top_groups = facts.get("num_groups", 1), facts.get("top_groups", 1)
+    if num_experts % groups or top_groups > groups:
+        raise stated.wrong("num_groups", groups, f"a divisor of {num_experts} experts, at least {top_groups}")
+    if groups > 1 and (num_experts // groups < 2 or top_k > top_groups * (num_experts // groups)):
+        raise stated.wrong("num_groups", groups, f"so few that {top_k} experts can be chosen")
+    return Experts(**facts)

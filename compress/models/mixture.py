@@ -1,0 +1,140 @@
+"""Mixtures of experts as tables: how a family states them in `config.json`, and how it stores their tensors.
+
+Checkpoints store experts apart (`mlp.experts.3.gate_proj.weight`), or all experts of a layer in one tensor of
+three dimensions. One family may be found in several layouts: the hub has what its first code wrote, and
+`transformers` can save what it has in memory. The layout that was read is the one that is written again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from compress.errors import UnsupportedArch
+from compress.models.experts import MAX_EXPERT_SIZE, MAX_EXPERTS, MAX_SCALE, Experts, checked
+from compress.untrusted.fields import Fields
+
+EXPERT = "moe.experts.*."
+"""How the tables spell the modules of each expert."""
+_GATE_UP_DOWN = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How a checkpoint stores the experts of a layer.
+
+    Args:
+        modules: canonical module -> module on disk, of the experts and of whatever else this layout spells in
+            its own way. A name with `*` is one of each expert; a name without holds all of them.
+        suffixes: leaf -> what the tensor's name ends in, after the module's.
+        transposed: matrices of a tensor that holds all experts are [I, O].
+        interleaved: the rows of gate and up take turns.
+        mxfp4: weights are blocks of four-bit floats with a scale each (`quant/mxfp4.py`); read only.
+    """
+
+    modules: Mapping[str, str]
+    suffixes: Mapping[str, str] = field(default_factory=lambda: {"weight": ".weight", "bias": ".bias"})
+    transposed: bool = False
+    interleaved: bool = False
+    mxfp4: bool = False
+
+
+def apart(prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> ExpertLayout:
+    """Return the layout with a tensor for each linear of each expert, `PREFIX.3.NAME.weight`."""
+    return ExpertLayout(
+        {f"{EXPERT}{ours}": f"{prefix}.*.{theirs}" for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)}
+    )
+
+
+def in_one(gate_up: str, down: str, **how: Any) -> ExpertLayout:
+    """Return the layout with the gates and ups of all experts in one tensor, and the downs in another."""
+    names = dict(zip(_GATE_UP_DOWN, (gate_up, gate_up, down), strict=True))
+    modules = {f"{EXPERT}{ours}": theirs for ours, theirs in names.items()} | how.pop("modules", {})
+    return ExpertLayout(modules, **how)
+
+
+BARE = {"weight": "", "bias": "_bias"}
+"""The suffixes of parameters that belong to no linear module."""
+AS_IN_MEMORY = in_one("mlp.experts.gate_up_proj", "mlp.experts.down_proj", suffixes=BARE)
+"""What `transformers` 5 has in memory for most families."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a family states its experts. `fields` maps facts of `Experts` to fields of the config, `facts` holds
+    those that the family fixes.
+
+    Args:
+        is_sparse: (config, number of layers) -> whether each layer has experts.
+        state_sparse: the inverse: whether each layer has experts -> fields of the config.
+        read_more: config -> facts that no single field holds.
+    """
+
+    fields: Mapping[str, str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    is_sparse: Callable[[Fields, int], list[bool]] = lambda config, num_layers: [True] * num_layers
+    state_sparse: Callable[[list[bool]], dict[str, Any]] = lambda is_sparse: {}
+    read_more: Callable[[Fields], dict[str, Any]] = lambda config: {}
+
+    def read(self, config: Fields, num_layers: int) -> list[Experts | None]:
+        """Return the experts of each layer."""
+        is_sparse = self.is_sparse(config, num_layers)
+        if not any(is_sparse):
+            return [None] * num_layers
+        facts: dict[str, Any] = dict(self.facts)
+        for fact, name in self.fields.items():
+            if fact in ("renormalize", "shared_gate"):
+                facts[fact] = config.flag(name)
+            elif fact == "scale":
+                facts[fact] = config.number(name, -MAX_SCALE, MAX_SCALE)
+            else:
+                least = 0 if fact == "shared_size" else 1
+                facts[fact] = config.integer(
+                    name, least, MAX_EXPERT_SIZE if fact.endswith("size") else MAX_EXPERTS
+                )
+        experts = checked(facts | self.read_more(config), config)
+        return [experts if sparse else None for sparse in is_sparse]
+
+    def write(self, layers: Sequence[Experts | None], config: Fields) -> dict[str, Any]:
+        """Return the fields of a config that its experts decide; which layers have them only where the
+        config given does not state it.
+
+        Raises:
+            UnsupportedArch: the family's config cannot state which layers have experts.
+        """
+        is_sparse = [each is not None for each in layers]
+        stated = {} if self.is_sparse(config, len(layers)) == is_sparse else self.state_sparse(is_sparse)
+        first = next((each for each in layers if each is not None), None)
+        return stated | {name: getattr(first, fact) for fact, name in self.fields.items() if first}
+
+
+def sparse_by_step(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts in Qwen's mixtures: every `decoder_sparse_step`-th without those of
+    `mlp_only_layers`."""
+    step = config.integer("decoder_sparse_step", 1, MAX_EXPERT_SIZE, default=1)
+    named = config.has("mlp_only_layers")
+    dense = config.integers("mlp_only_layers", 0, MAX_EXPERT_SIZE) if named else []
+    return [(idx + 1) % step == 0 and idx not in dense for idx in range(num_layers)]
+
+
+def state_steps(is_sparse: list[bool]) -> dict[str, Any]:
+    """Return the fields by which Qwen's mixtures state their dense layers."""
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [idx for idx, sparse in enumerate(is_sparse) if not sparse],
+    }
+
+
+def sparse_after_first(config: Fields, num_layers: int) -> list[bool]:
+    """Return which layers have experts: all after the first `first_k_dense_replace`."""
+    first = config.integer("first_k_dense_replace", 0, MAX_EXPERT_SIZE)
+    return [idx >= first for idx in range(num_layers)]
+
+
+def state_first(is_sparse: list[bool]) -> dict[str, Any]:
+    """Return the number of dense layers, which are the first ones."""
+    first = is_sparse.index(True) if True in is_sparse else len(is_sparse)
+    if not all(is_sparse[first:]):
+        raise UnsupportedArch(
+            "dense layers follow layers with experts; the config of this family has dense layers first."
+        )
+    return {"first_k_dense_replace": first}

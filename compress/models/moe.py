@@ -1,0 +1,134 @@
+"""A mixture of experts in the canonical decoder: routing, and the experts one after the other.
+
+    s = score(router(x)),  chosen = the top_k largest of s (+ selection bias),  w = weights of the chosen
+    y = sum over chosen e of w_e down_e(act(gate_e(x)) * up_e(x))  [+ shared(x)]
+
+Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
+with the lower index is chosen. Experts add their outputs in the order of their indices, so the bits depend
+neither on the device's schedule nor on other tokens of the batch. Not here: capacity limits, dropped tokens
+and noise on the router, which only training of some models has.
+
+Shapes: T tokens, D hidden, E experts, R chosen experts of a token, F channels of an expert.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
+
+SUM_FLOOR = 1e-20
+"""Is added to the sum of sigmoid scores before a division by it, as the models' own code does."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token, best first: indices int64 [T, R] and weights float32 [T, R]."""
+
+    experts_TR: Tensor
+    weights_TR: Tensor
+    num_experts: int
+
+    def by_expert(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield for every expert its index, its tokens in order, int64 [t], and their weights [t]."""
+        flat = self.experts_TR.flatten()
+        order = torch.argsort(flat, stable=True)
+        counts: list[int] = torch.bincount(flat, minlength=self.num_experts).tolist()
+        tokens = torch.div(order, self.experts_TR.shape[1], rounding_mode="floor")
+        weights = self.weights_TR.flatten()[order]
+        parts = zip(tokens.split(counts), weights.split(counts), strict=True)
+        for idx, (of_expert, weight) in enumerate(parts):
+            yield idx, of_expert, weight
+
+
+def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = None) -> Routing:
+    """Return the routing of tokens by the logits of their router, float32."""
+    if facts.score == "softmax_topk":
+        experts_TR = best(logits_TE, facts.top_k)
+        weights_TR = logits_TE.gather(1, experts_TR).softmax(-1)
+    else:
+        scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else logits_TE.sigmoid()
+        choice_TE = scores_TE.detach()
+        if selection_bias_E is not None:
+            choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)
+        if facts.num_groups > 1:
+            choice_TE = _of_best_groups(facts, choice_TE)
+        experts_TR = best(choice_TE, facts.top_k)
+        weights_TR = scores_TE.gather(1, experts_TR)
+    if facts.renormalize:
+        floor = SUM_FLOOR if facts.score == "sigmoid" else 0.0
+        weights_TR = weights_TR / (weights_TR.sum(-1, keepdim=True) + floor)
+    return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
+
+
+def best(scores_TE: Tensor, num: int) -> Tensor:
+    """Return the indices [T, num] of the largest scores, the largest first, and of equal ones the first."""
+    return torch.argsort(scores_TE.detach(), dim=-1, descending=True, stable=True)[:, :num]
+
+
+def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
+    """Return the scores with those outside of the best groups at minus infinity."""
+    groups_TGE = choice_TE.unflatten(-1, (facts.num_groups, -1))
+    score_TG = groups_TGE.topk(2, dim=-1).values.sum(-1)
+    kept_TG = torch.zeros_like(score_TG, dtype=torch.bool)
+    kept_TG.scatter_(1, best(score_TG, facts.top_groups), True)
+    return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+class Moe(nn.Module):
+    """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with `gate`, `up` and
+    `down`, and `gated(x)`, the input of `down`."""
+
+    def __init__(self, facts: Experts, hidden_size: int, expert: Callable[[str], nn.Module]) -> None:
+        super().__init__()
+        self.facts = facts
+        self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
+        if facts.selection_bias:
+            self.selection_bias = nn.Parameter(torch.zeros(facts.num_experts), requires_grad=False)
+        if facts.shared_size:
+            self.shared = expert("moe.shared")
+        if facts.shared_gate:
+            self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
+        self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
+
+    def forward(self, x_BSD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+        tap(ALL_TOKENS, x_BSD)
+        x_TD = x_BSD.flatten(0, -2)
+        total_TD = self._routed(x_TD, tap)
+        if self.facts.shared_size:
+            total_TD = total_TD + self._shared(x_TD, tap)
+        return total_TD.to(x_BSD.dtype).view(x_BSD.shape)
+
+    def route(self, x_TD: Tensor) -> Routing:
+        """Return the experts of each token and their weights."""
+        wide = torch.promote_types(torch.float32, x_TD.dtype)
+        bias = None if self.router.bias is None else self.router.bias.to(wide)
+        logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+        return route(self.facts, logits_TE, self.selection_bias if self.facts.selection_bias else None)
+
+    def _routed(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+        """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
+        without a token."""
+        wide = torch.promote_types(torch.float32, x_TD.dtype)
+        total_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
+        for idx, tokens, weights in self.route(x_TD).by_expert():
+            expert = self.experts[idx]
+            x_tD = x_TD[tokens]
+            tap(f"moe_in.{idx}", x_tD)
+            mid_tF = expert.gated(x_tD)
+            tap(f"moe_mid.{idx}", mid_tF)
+            out_tD = expert.down(mid_tF).to(wide)
+            total_TD.index_add_(0, tokens, out_tD * weights.unsqueeze(1))
+        return total_TD
+
+    def _shared(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+        """Return the shared expert's output, float32 [T, D]."""
+        mid_TF = self.shared.gated(x_TD)
+        tap(SHARED_MID, mid_TF)
+        out_TD = self.shared.down(mid_TF).to(torch.promote_types(torch.float32, x_TD.dtype))
+        if not self.facts.shared_gate:
+            return out_TD
+        return torch.sigmoid(self.shared_gate(x_TD).to(out_TD.dtype)) * out_TD

@@ -1,0 +1,136 @@
+"""The mixture of experts of one layer, with the kernels chosen for it.
+
+    out = residual + sum_k weights[t, k] expert_{ids[t, k]}(x),   ids, weights = router(x)
+
+One choice of router kernel and of experts kernel serves decode rows, whose results must not depend on the
+other rows of a call, and one serves prompts. Both read one copy of the weights where they agree on its
+layout.
+
+Shapes: T rows, D hidden, E experts, K choices of a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from compress.kernels.operands.routing import ExpertWeights, RouterWeights, Routing, router_weights
+from compress.kernels.problem import PHASES, Phase
+from compress.kernels.select import select
+from compress.quant.scheme import QuantizedWeight
+from compress.runtime.deployment import Deployment
+from compress.runtime.fused_linear import BoundKernel, packed_bytes
+
+
+@dataclass(frozen=True)
+class ExpertLinears:
+    """The router and the experts of a layer. A dense shared expert is no part of it: its output is added to
+    `residual` by its own linears."""
+
+    routing: Routing
+    router: RouterWeights
+    routers: dict[Phase, BoundKernel]
+    kernels: dict[Phase, BoundKernel]
+
+    @staticmethod
+    def bind(
+        routing: Routing,
+        router_weight_ED: Tensor,
+        experts: Sequence[ExpertWeights],
+        deployment: Deployment,
+        *,
+        activation: str,
+        router_bias_E: Tensor | None = None,
+        selection_bias_E: Tensor | None = None,
+    ) -> "ExpertLinears":
+        """Choose the kernels of a layer and repack its experts once for each layout.
+
+        Raises:
+            EnvironmentUnfit: no kernel supports the experts.
+        """
+        assert len(experts) == routing.num_experts
+        hidden_size, ffn_size = experts[0].down.shape
+        gate = experts[0].gate
+        scheme = gate.scheme.name if isinstance(gate, QuantizedWeight) else None
+        device = deployment.kernel_device
+        packed: dict[Any, Any] = {}
+        routers: dict[Phase, BoundKernel] = {}
+        kernels: dict[Phase, BoundKernel] = {}
+        for phase in PHASES:
+            problem = device.problem(
+                "router",
+                n=routing.num_experts,
+                k=hidden_size,
+                phase=phase,
+                experts=routing.num_experts,
+                top_k=routing.top_k,
+            )
+            routers[phase] = BoundKernel(select(problem), problem)
+            problem = device.problem(
+                "experts",
+                n=hidden_size,
+                k=ffn_size,
+                phase=phase,
+                scheme=scheme,
+                activation=activation,
+                experts=routing.num_experts,
+                top_k=routing.top_k,
+            )
+            kernel = select(problem)
+            assert kernel.repack_experts is not None, f"experts kernel {kernel.name} has no repack_experts"
+            if kernel.repack_experts not in packed:
+                packed[kernel.repack_experts] = kernel.repack_experts(
+                    experts, dtype=deployment.dtype, device=deployment.device
+                )
+            kernels[phase] = BoundKernel(kernel, problem, packed[kernel.repack_experts])
+        router = router_weights(
+            router_weight_ED,
+            router_bias_E,
+            selection_bias_E,
+            dtype=deployment.dtype,
+            device=deployment.device,
+        )
+        return ExpertLinears(routing, router, routers, kernels)
+
+    def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Return ids int32 and weights float32, both [T, K], of normalized rows."""
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.routing)
+        return ids_TK, weights_TK
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        phase: Phase,
+        *,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum of the experts of each row, [T, D], plus `residual` if given."""
+        bound = self.kernels[phase]
+        out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
+        return out_TD
+
+    def __call__(self, x_TD: Tensor, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
+        """Return the output [T, D] of the whole mixture for normalized rows."""
+        ids_TK, weights_TK = self.route(x_TD, phase)
+        return self.experts(x_TD, ids_TK, weights_TK, phase, residual=residual)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all experts and the router."""
+        return packed_bytes(self.kernels["decode"].packed) + packed_bytes(self.router)
+
+    def expected_bytes(self, num_rows: int) -> int:
+        """Bytes that one decode step of `num_rows` rows reads, if every choice is equally likely."""
+        count = self.routing.num_experts
+        hit = count * (1 - (1 - self.routing.top_k / count) ** num_rows)
+        experts = packed_bytes(self.kernels["decode"].packed) / count
+        return round(hit * experts) + packed_bytes(self.router)
+
+    def report(self, layer: int | None) -> list[dict[str, Any]]:
+        """Return rows of `Engine.kernel_report`, one for each op and phase."""
+        rows = [("router", each) for each in self.routers.values()]
+        rows += [("experts", each) for each in self.kernels.values()]
+        return [bound.report(layer=layer, linear=name) for name, bound in rows]

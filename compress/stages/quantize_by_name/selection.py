@@ -1,0 +1,171 @@
+"""The choice of a checkpoint's linears by tensor name: the matrices that are quantized, the reasons of those
+that stay dense, and the form of every tensor of the result. Only `config.json` and the headers of the
+safetensors files are read."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.artifact.header import TensorHeader
+from compress.artifact.tensor_stream import Form
+from compress.artifact.tensors import DTYPES, TensorFiles
+from compress.errors import UnsupportedFormat, UsageError
+from compress.models.checkpoint import read_config
+from compress.models.named_linears import (
+    Choice,
+    choose_linears,
+    other_matrices,
+    stated_vocab_size,
+    targets,
+    template,
+)
+from compress.quant.scheme import QuantizedWeight, Scheme
+from compress.stages.quantize_by_name.spec import QuantizeByName
+
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A checkpoint and the choice of its linears."""
+
+    files: TensorFiles
+    config: Mapping[str, Any]
+    spec: QuantizeByName
+    choices: tuple[Choice, ...]
+    others: tuple[TensorHeader, ...]
+    """Matrices and stacks of them that are no weight of a module."""
+
+    @property
+    def quantized(self) -> list[Choice]:
+        return [each for each in self.choices if each.reason is None]
+
+    @property
+    def dense(self) -> list[Choice]:
+        return [each for each in self.choices if each.reason is not None]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors of the source."""
+        return sum(each.end - each.begin for each in map(self.files.header, self.files.names()))
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return _bytes(self.forms(self.files.names()))
+
+    def forms(self, names: Iterable[str]) -> dict[str, Form]:
+        """Return dtype and shape of each tensor of the result that these tensors of the source become."""
+        codes = {each.tensor: each for each in self.quantized}
+        found: dict[str, Form] = {}
+        for name in names:
+            if name in codes:
+                found.update(self._forms_of_codes(codes[name]))
+            else:
+                found[name] = self.files.dtype(name), self.files.shape(name)
+        return found
+
+    def quantization_config(self) -> dict[str, Any]:
+        """Return the `quantization_config` of the result."""
+        chosen = [each.module for each in self.quantized]
+        stays = [each.module for each in self.dense if len(each.shape) == 2]
+        return self.spec.written_as.config_by_name(
+            self.spec.weights, quantized=targets(chosen, stays), dense=targets(stays, chosen)
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a manifest states of the choice: numbers of matrices, and bytes."""
+        reasons = Counter(str(each.reason) for each in self.dense)
+        if self.others:
+            reasons["no weight of a module"] = len(self.others)
+        return {
+            "quantized": len(self.quantized),
+            "dense": dict(sorted(reasons.items())),
+            "linear_bytes": sum(each.size_bytes for each in self.quantized),
+            "code_bytes": _bytes(self.forms(each.tensor for each in self.quantized)),
+            "source_bytes": self.source_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+    def quantized_kinds(self) -> dict[str, int]:
+        """Return the quantized modules, those that differ in numbers alone counted as one."""
+        return dict(Counter(template(each.module) for each in self.quantized))
+
+    def dense_kinds(self) -> dict[str, dict[str, int]]:
+        """Return reason -> the modules that stay dense for it, counted alike."""
+        found: dict[str, Counter[str]] = {}
+        for each in self.dense:
+            found.setdefault(str(each.reason), Counter())[template(each.module)] += 1
+        for header in self.others:
+            found.setdefault("no weight of a module", Counter())[template(header.name)] += 1
+        return {reason: dict(kinds) for reason, kinds in sorted(found.items())}
+
+    def _forms_of_codes(self, choice: Choice) -> dict[str, Form]:
+        leaves = self.spec.written_as.codec.encode(_shape_only(self.spec.weights, choice))
+        return {
+            f"{choice.module}.{leaf}": (tensor.dtype, tuple(tensor.shape)) for leaf, tensor in leaves.items()
+        }
+
+
+def select(spec: QuantizeByName, path: Path) -> Selection:
+    """Return the choice for the checkpoint in a directory.
+
+    Raises:
+        UsageError: there is no checkpoint, a pattern matches nothing, or nothing is left to quantize.
+        UnsupportedFormat: it is quantized already, or not in safetensors.
+        StorageError: a file of it is damaged.
+    """
+    config = read_config(path)
+    stated = next((name for name in _QUANTIZATION_KEYS if config.get(name)), None)
+    if stated is not None:
+        raise UnsupportedFormat(
+            f"{path} is quantized already: its config.json has a {stated}. Start from the dense checkpoint."
+        )
+    files = TensorFiles(path)
+    headers = [files.header(name) for name in files.names()]
+    choices = choose_linears(
+        headers,
+        vocab_size=stated_vocab_size(config),
+        include=spec.include,
+        ignore=spec.ignore,
+        tied=config.get("tie_word_embeddings") is True,
+    )
+    fitted = tuple(_fitted(spec, each) for each in choices)
+    if not any(each.reason is None for each in fitted):
+        reasons = ", ".join(sorted({str(each.reason) for each in fitted})) or "it has no matrix"
+        raise UsageError(
+            f"{path}: no matrix is left to quantize ({reasons}). `include` adds matrices by name, and a "
+            "channel scheme such as FP8_DYNAMIC takes any width."
+        )
+    return Selection(files, config, spec, fitted, tuple(other_matrices(headers)))
+
+
+def _fitted(spec: QuantizeByName, choice: Choice) -> Choice:
+    """Return the choice, dense where the format does not take a linear of its shape."""
+    if choice.reason is not None:
+        return choice
+    return replace(choice, reason=spec.written_as.reason_dense(spec.weights, *choice.matrix))
+
+
+def _shape_only(scheme: Scheme, choice: Choice) -> QuantizedWeight:
+    """Return a quantized weight of the right shapes and dtypes without any number."""
+    rows, columns = choice.matrix
+    scales = scheme.num_scale_rows(rows), scheme.num_groups(columns)
+
+    def empty(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return QuantizedWeight(
+        scheme,
+        empty((rows, columns), scheme.code_dtype),
+        empty(scales, DTYPES[choice.dtype]),
+        None if scheme.symmetric else empty(scales, torch.int8),
+    )
+
+
+def _bytes(forms: Mapping[str, Form]) -> int:
+    return sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in forms.values())

@@ -1,0 +1,334 @@
+"""How fast the kernels of a mixture of experts are, beside the bytes of the experts that are hit.
+
+    python -m scripts.bench_experts --out benchmarks/h200/experts.json
+    python -m scripts.bench_experts --schemes W4A16_G128 --rows 1 16 --sweep
+
+First every format is checked on small odd shapes against the torch reference, with fresh memory poisoned, and
+rows of the timed shape must have the same bits alone and in any company. Times are of CUDA-graph replays over
+several layers of weights, more than the L2 holds, per layer: the median, with the 10th and 90th percentile.
+Ids are drawn, not routed: `--hit` is the mean number of experts that 16 rows hit, which sets how unlike the
+experts are; the experts hit in each case are counted and printed. The floor is the bytes of the experts hit
+over the bandwidth given.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from compress.kernels.experts import fused, grouped, packed, reference
+from compress.kernels.operands.routing import ExpertWeights, Routing, router_weights
+from compress.kernels.router import fused as router_fused
+from compress.kernels.router import reference as router_reference
+from compress.quant.numerics import grouped as in_groups
+from compress.quant.numerics import min_max_scale, round_to_nearest
+from compress.quant.scheme import SCHEMES
+from scripts.kernel_bench.timer import poisoned_memory, time_launches
+
+SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "tiny": (256, 128, 12, 3)}
+"""Hidden size, size of an expert, experts, choices."""
+SPREAD = 0.55
+"""Standard deviation of an expert's popularity in logits: 16 rows then hit about 76 of 128 experts."""
+BANDWIDTH = 4.8e12
+
+
+def drawn_ids(rows: int, experts: int, top_k: int, seed: int, device: torch.device) -> Tensor:
+    """Draw ids [T, K] of experts of uneven popularity."""
+    generator = torch.Generator().manual_seed(seed)
+    popularity = SPREAD * torch.randn(experts, generator=generator)
+    noise = -torch.log(-torch.log(torch.rand(rows, experts, generator=generator)))
+    return (popularity + noise).topk(top_k, dim=1).indices.to(torch.int32).to(device)
+
+
+def random_weights(shape: tuple[int, int], scheme: str | None, dtype: torch.dtype, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    w = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+    if scheme is None:
+        return w
+    known = SCHEMES[scheme]
+    scale, zero = min_max_scale(in_groups(w, known), known, dtype if known.type == "int" else torch.float32)
+    return round_to_nearest(w, known, scale, zero)
+
+
+def random_experts(
+    scheme: str | None, hidden: int, ffn: int, count: int, dtype: torch.dtype, *, bias: bool = False
+) -> list[ExpertWeights]:
+    made = []
+    for idx in range(count):
+        gate, up, down = (
+            random_weights(shape, scheme, dtype, 3 * idx + part)
+            for part, shape in enumerate(((ffn, hidden), (ffn, hidden), (hidden, ffn)))
+        )
+        biases = [torch.randn(size).to(dtype) for size in (ffn, ffn, hidden)] if bias else []
+        made.append(ExpertWeights(gate, up, down, *biases))
+    return made
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def checks(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Compare every format with the reference on odd shapes, and rows in company with rows alone."""
+    cases: list[tuple[str | None, torch.dtype, str, bool, tuple[int, int, int, int]]] = [
+        (None, torch.bfloat16, "silu", False, (304, 208, 12, 3)),
+        (None, torch.float16, "swiglu_clamped", True, (96, 80, 5, 2)),
+        ("W4A16_G128", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
+        ("W4A16_G128", torch.float16, "gelu_pytorch_tanh", False, (256, 128, 12, 3)),
+        ("W4A16_G32_ASYM", torch.bfloat16, "silu", True, (256, 384, 7, 4)),
+        ("W4A16_CHANNEL", torch.bfloat16, "silu", False, (256, 128, 12, 3)),
+        ("FP8_DYNAMIC", torch.bfloat16, "silu", False, (416, 160, 12, 3)),
+        ("FP8_BLOCK", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
+    ]
+    for scheme, dtype, activation, bias, (hidden, ffn, count, top_k) in cases:
+        experts = random_experts(scheme, hidden, ffn, count, dtype, bias=bias)
+        ready = packed.repack(experts, dtype=dtype, device=device)
+        definition = reference.repack(experts, dtype=dtype, device=device)
+        generator = torch.Generator().manual_seed(5)
+        x, residual = (torch.randn(300, hidden, generator=generator).to(device, dtype) for _ in range(2))
+        ids = drawn_ids(300, count, top_k, 1, device)
+        ids[:40] = torch.arange(top_k, device=device, dtype=torch.int32)
+        weights = torch.rand(300, top_k, generator=generator).to(device)
+        inputs = {"x_TD": x, "ids_TK": ids, "weights_TK": weights, "residual_TD": residual}
+        expected = reference.experts(x, definition, ids, weights, activation=activation, rows=4, residual_TD=residual)
+
+        def call(fn: Callable[..., Tensor], rows: slice) -> Tensor:
+            with poisoned_memory():
+                return fn(**{k: v[rows].contiguous() for k, v in inputs.items()}, packed=ready, activation=activation)
+
+        few = call(fused.decode, slice(0, 300))
+        alone = all(
+            torch.equal(call(fused.decode, slice(start, stop)), few[start:stop])
+            for start, stop in ((0, 1), (7, 8), (41, 42), (0, 4), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128))
+        )
+        many = call(fused.prefill, slice(0, 300))
+        yield {
+            "check": scheme or str(dtype),
+            "activation": activation,
+            "decode_error": relative_error(few, expected),
+            "prefill_error": relative_error(many, expected),
+            "same_bits": alone,
+            "arrivals": int(ready.arrivals.abs().sum()),
+        }
+
+
+def router_checks(device: torch.device) -> Iterator[dict[str, Any]]:
+    cases = [
+        (Routing(128, 8), 2048, False),
+        (Routing(60, 4, renormalize=False), 320, True),
+        (Routing(32, 4, "softmax_topk"), 2880, True),
+        (Routing(64, 6, "sigmoid", True, 2.5, 8, 3, True), 512, False),
+    ]
+    for routing, hidden, bias in cases:
+        x = torch.randn(150, hidden, dtype=torch.bfloat16, device=device)
+        count = routing.num_experts
+        weights = router_weights(
+            torch.randn(count, hidden) * hidden**-0.5,
+            torch.randn(count) if bias else None,
+            torch.rand(count) * 0.2 if routing.selection_bias else None,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        ids, w = router_reference.route(x, weights, routing)
+        with poisoned_memory():
+            few_ids, few_w = router_fused.route(x, weights, routing)
+            many_ids, many_w = router_fused.route_many(x, weights, routing)
+            alone = all(
+                torch.equal(each[0], few_ids[start:stop]) and torch.equal(each[1], few_w[start:stop])
+                for start, stop in ((0, 1), (7, 24), (149, 150), (3, 131))
+                for each in [router_fused.route(x[start:stop], weights, routing)]
+            )
+        same = (ids == few_ids).all(1)
+        yield {
+            "check": f"router {routing.score}",
+            "same_ids_frac": float(same.float().mean()),
+            "same_ids_frac_many": float((ids == many_ids).all(1).float().mean()),
+            "weight_error": float((few_w - w)[same].abs().max()),
+            "same_bits": alone,
+            "arrivals": int(weights.arrivals.abs().sum()),
+        }
+
+
+def empty_layer(
+    scheme: str, hidden: int, ffn: int, count: int, dtype: torch.dtype, device: torch.device
+) -> packed.PackedExperts:
+    """Random codes and scales of a layer, made on the device."""
+    one = random_experts(None if scheme in ("BF16", "F16") else scheme, hidden, ffn, 1, dtype)
+    small = packed.repack(one, dtype=dtype, device=device)
+
+    def many(each: Tensor | None) -> Tensor | None:
+        if each is None:
+            return None
+        rolled = [each[0].roll(7 * idx, 0) for idx in range(count)]
+        return torch.stack(rolled)
+
+    def matrices(each: packed.ExpertMatrices) -> packed.ExpertMatrices:
+        data = many(each.data)
+        assert data is not None
+        return replace(each, data=data, scale=many(each.scale), offset=many(each.offset))
+
+    return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
+
+
+def sweep_plans(plan: grouped.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[grouped.Plan]:
+    """Yield plans with other tiles for both products."""
+    yield replace(plan, sort=True, combine=False)
+    yield replace(plan, combine=not plan.combine)
+    columns = {"w4": [128] if prefill else [128, 256], "fp8_block": [128]}.get(ready.format, [64, 128])
+    if prefill:
+        sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (3, 4)]
+        sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (3, 4)]
+    else:
+        sizes = [(16, plan.gate_up.bn, 1, 4), (16, plan.gate_up.bn, 1, 8), (32, plan.gate_up.bn, 1, 4)]
+        sizes += [(32, plan.gate_up.bn, 2, stages) for stages in (3, 4, 6)]
+        sizes += [(64, plan.gate_up.bn, 4, stages) for stages in (3, 4, 5)]
+        sizes += [(128, plan.gate_up.bn, 4, 3)]
+    for bm, bn, warps, stages in sizes:
+        for bk in columns:
+            tile = grouped.Tile(bm, bn, bk, warps, stages)
+            yield replace(plan, gate_up=tile, down=tile)
+
+
+def experts_hit(ids: list[Tensor]) -> float:
+    return statistics.fmean(len(each.unique()) for each in ids)
+
+
+def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    hidden, ffn, count, top_k = SHAPES[args.shape]
+    dtype = torch.bfloat16
+    for scheme in args.schemes:
+        layers = [empty_layer(scheme, hidden, ffn, count, dtype, device) for _ in range(args.layers)]
+        bits: dict[int, Tensor] = {}
+        for rows in args.rows:
+            prefill = rows > fused.MAX_DECODE_ROWS
+            copies = args.layers * (4 if rows == 1 else 1)
+            ids = [drawn_ids(rows, count, top_k, 100 + idx, device) for idx in range(copies)]
+            x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(device, dtype)
+            weights = torch.full((rows, top_k), 1 / top_k, device=device)
+            plan = (fused.prefill_plan if prefill else fused.decode_plan)(layers[0], rows)
+            plans = [("served", plan)]
+            if args.sweep:
+                plans += [("sweep", each) for each in sweep_plans(plan, layers[0], prefill=prefill)]
+            hit = experts_hit(ids)
+            num_bytes = hit * layers[0].bytes_per_expert
+            floor_us = num_bytes / BANDWIDTH * 1e6
+            expected: Tensor | None = None
+            for name, each in plans:
+                launches = [
+                    lambda idx=idx, each=each: grouped.run(
+                        x, layers[idx % args.layers], ids[idx], weights, each, activation="silu", residual_TD=x
+                    )
+                    for idx in range(copies)
+                ]
+                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tile": str(asdict(each))}
+                try:
+                    with poisoned_memory():
+                        out = launches[0]()
+                    if args.warm:
+                        continue
+                    timing = time_launches(launches, device, replays=args.replays)
+                except Exception as error:  # a tile that does not fit is a result of a sweep
+                    yield row | {"error": str(error)[:200]}
+                    continue
+                same = None
+                if not prefill:
+                    expected = out if expected is None else expected
+                    same = torch.equal(out, expected)
+                yield row | {
+                    "tile": each,
+                    "us": timing.us,
+                    "us_p10": timing.us_p10,
+                    "us_p90": timing.us_p90,
+                    "floor_us": floor_us,
+                    "times_floor": timing.us / floor_us,
+                    "same_bits": same,
+                    "tflop_per_s": 6 * rows * top_k * hidden * ffn / timing.us / 1e6,
+                }
+        del layers, bits
+        torch.cuda.empty_cache()
+
+
+def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    hidden, _, count, top_k = SHAPES[args.shape]
+    routing = Routing(count, top_k)
+    routers = [
+        router_weights(torch.randn(count, hidden), None, None, dtype=torch.bfloat16, device=device)
+        for _ in range(160)
+    ]
+    for rows in args.rows:
+        x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
+        fn = router_fused.route if rows <= fused.MAX_DECODE_ROWS else router_fused.route_many
+        timing = time_launches(
+            [lambda each=each: fn(x, each, routing) for each in routers], device, replays=args.replays
+        )
+        yield {"scheme": "router", "rows": rows, **{k: v for k, v in timing.as_json().items()}}
+
+
+def short(row: dict[str, Any]) -> str:
+    if "us" not in row:
+        return json.dumps(row)
+    text = f"{row['scheme']:<12} {row['rows']:>5} rows {row['us']:>8.1f} us"
+    if "floor_us" in row:
+        plan = row["tile"]
+        a, b = plan.gate_up, plan.down
+        text += (
+            f" ({row['us_p10']:.1f}-{row['us_p90']:.1f}) floor {row['floor_us']:.1f} x{row['times_floor']:.2f}"
+            f" {row['tflop_per_s']:.0f} TF {row['plan']}{'+sort' * plan.sort}{'+combine' * plan.combine} {a.bm}x{a.bn}x{a.bk}w{a.num_warps}s{a.num_stages}"
+            f" {b.bm}x{b.bn}x{b.bk}w{b.num_warps}s{b.num_stages} bits {row['same_bits']}"
+        )
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=list(SHAPES))
+    parser.add_argument("--schemes", nargs="*", default=["W4A16_G128", "FP8_BLOCK", "FP8_DYNAMIC", "BF16"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64, 128, 2048])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--warm", action="store_true", help="compile all that would be timed")
+    args = parser.parse_args()
+    device = torch.device("cuda")
+    results: list[dict[str, Any]] = []
+    good = True
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "shape": SHAPES[args.shape],
+        "bandwidth_of_floor": BANDWIDTH,
+    }
+    print(json.dumps(facts), flush=True)
+    if not args.no_checks:
+        for row in (*router_checks(device), *checks(device)):
+            print(json.dumps(row), flush=True)
+            results.append(row)
+            good = good and row["same_bits"]
+    for row in () if args.warm else measure_router(args, device):
+        print(short(row), flush=True)
+        results.append(row)
+    for row in measure(args, device):
+        print(short(row), flush=True)
+        results.append(row | {"tile": asdict(row["tile"]) if not isinstance(row["tile"], str) else row["tile"]})
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**facts, "results": results}, indent=1, default=str))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())
