@@ -36,6 +36,7 @@ FAMILIES.add(
     Family(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
+        heads_span_hidden=True,
         windows=same_window,
         implied=_implied,
         layer_modules={**LAYER_MODULES, **STACKED_QKV, **STACKED_GATE_UP},
