@@ -305,16 +305,29 @@ def fresh_eagle3(
                 f"{layer}embed_norm.weight",
                 f"{layer}hidden_norm.weight",
             ):
+                if name == f"{layer}ffn_norm.weight":
+                    parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
+                    continue
                 target_weight = dense(last[name.removeprefix(layer)]).to(torch.float32)
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                 parameter[..., -target_weight.shape[-1] :] = target_weight
-        decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(dense(last["attn_norm.weight"]))
-        decoder.norm.weight.copy_(dense(outer["norm.weight"]))
+        decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(
+            _norm_weight(target.arch, last, "attn_norm")
+        )
+        decoder.norm.weight.copy_(_norm_weight(target.arch, outer, "norm"))
         decoder.head.weight.copy_(
             dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W]
         )
     return decoder
+
+
+def _norm_weight(arch: Arch, weights: Weights, name: str) -> Tensor:
+    """Return what a norm of the target multiplies by; ones where its block does not have the norm."""
+    stored = weights.get(f"{name}.weight")
+    return (
+        torch.ones(arch.hidden_size) if stored is None else dense(stored).to(torch.float32) + arch.norm_offset
+    )
 
 
 def random_eagle3(
