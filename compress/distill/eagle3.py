@@ -30,8 +30,9 @@ from compress.distill.acceptance import K, steps_through
 from compress.distill.head import Rows, mean_divergence, slices
 from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
+from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import Decoder, Tap, no_tap
+from compress.models.decoder import Decoder, Tap, capped, no_tap
 from compress.models.eagle3 import Eagle3Decoder
 
 STEP_WEIGHT = 0.8
@@ -85,6 +86,7 @@ class Target:
         compile: bool = False,
     ):
         self._decoder = decoder.requires_grad_(False).eval()
+        self.arch = decoder.arch
         self._place = decoder.embed.weight.device
         self._device = device
         self._layer_ids = layer_ids
@@ -100,7 +102,9 @@ class Target:
             states = self._walk(self._decoder, tokens_BS.to(self._place))
             features_BSE = torch.cat([states[depth] for depth in self._layer_ids], dim=-1)
             final_BSD = self._decoder.norm(states[-1])
-        return states[0].to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
+            # without the scale that some models have: the head norms it, and reads the matrix itself
+            embedded_BSD = F.embedding(tokens_BS.to(self._place), self._decoder.embed.weight)
+        return embedded_BSD.to(self._device), features_BSE.to(self._device), final_BSD.to(self._device)
 
 
 def _walk(decoder: Decoder, tokens_BS: Tensor) -> list[Tensor]:
@@ -153,7 +157,7 @@ class Eagle3Objective:
         for step, normed in enumerate(unrolled(head, embedded_BSD, features_BSE, len(self._weights))):
             final_TD = final_BSD[:, 1 + step :].flatten(0, 1)
             normed_TD = normed.flatten(0, 1).to(self._dtype)
-            targets = partial(_logits, final_TD, self._target.head_WD)
+            targets = partial(_logits, self._target.arch, final_TD, self._target.head_WD)
             no_labels_T = torch.zeros(len(normed_TD), dtype=torch.int64, device=normed_TD.device)
             loss = mean_divergence(
                 normed_TD, head.head.weight, targets, no_labels_T, self._loss, rows=self._rows
@@ -162,8 +166,8 @@ class Eagle3Objective:
         return total
 
 
-def _logits(final_TD: Tensor, head_WD: Tensor, part: slice) -> Tensor:
-    return final_TD[part] @ head_WD.T
+def _logits(arch: Arch, final_TD: Tensor, head_WD: Tensor, part: slice) -> Tensor:
+    return capped(arch, final_TD[part] @ head_WD.T)
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,7 @@ def _compared(
     weight_WD = head.head.weight.to(normed_TD.dtype)
     words_W = target.vocabulary_W
     for part in slices(len(final_TD), len(target.head_VD), final_TD.device):
-        log_p_TV = (final_TD[part] @ target.head_VD.T).to(torch.float32).log_softmax(-1)
+        log_p_TV = _logits(target.arch, final_TD, target.head_VD, part).to(torch.float32).log_softmax(-1)
         log_p_TW = log_p_TV[:, words_W]
         log_q_TW = (normed_TD[part] @ weight_WD.T).to(torch.float32).log_softmax(-1)
         covered_T = log_p_TW.logsumexp(-1)

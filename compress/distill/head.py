@@ -40,14 +40,16 @@ def mean_divergence(
     loss: Divergence,
     *,
     rows: Rows = divergence_rows,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the mean over tokens of the loss between the student's logits hidden @ head^T and the targets;
     differentiable by hidden and head.
 
-    Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`.
+    Products are in the hidden states' dtype. `rows` may be a compiled `divergence_rows`. The student's logits
+    are capped to `softcap` tanh(logits / `softcap`) if one is given.
     """
     return _HeadDivergence.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, head_VD, targets, labels_T, loss, rows
+        hidden_TD, head_VD, targets, labels_T, loss, rows, softcap
     )
 
 
@@ -61,6 +63,7 @@ class _HeadDivergence(torch.autograd.Function):
         labels_T: Tensor,
         loss: Divergence,
         rows: Rows,
+        softcap: float | None,
     ) -> Tensor:
         num_tokens = hidden_TD.shape[0]
         weight_VD = head_VD.to(hidden_TD.dtype)
@@ -70,7 +73,12 @@ class _HeadDivergence(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             for part in slices(num_tokens, head_VD.shape[0], hidden_TD.device):
-                loss_T, grad_TV = rows(hidden_TD[part] @ weight_VD.T, targets(part), labels_T[part], loss)
+                logits_TV = hidden_TD[part] @ weight_VD.T
+                if softcap is not None:
+                    logits_TV = softcap * torch.tanh(logits_TV / softcap)
+                loss_T, grad_TV = rows(logits_TV, targets(part), labels_T[part], loss)
+                if softcap is not None:
+                    grad_TV = grad_TV * (1 - (logits_TV / softcap).square())
                 total += loss_T.sum()
                 if grad_hidden_TD is not None:
                     torch.mm(grad_TV, weight_VD, out=grad_hidden_TD[part])
@@ -85,4 +93,4 @@ class _HeadDivergence(torch.autograd.Function):
         """Scale the gradients that `forward` made, in place: a loss is propagated once."""
         scale = grad_outputs[0] / ctx.num_tokens
         grads: Sequence[Tensor | None] = ctx.saved_tensors
-        return *(None if grad is None else grad.mul_(scale) for grad in grads), None, None, None, None
+        return *(None if grad is None else grad.mul_(scale) for grad in grads), None, None, None, None, None

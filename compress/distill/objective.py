@@ -20,7 +20,7 @@ from compress.context import OneRank, Ranks
 from compress.distill.acceptance import K, steps_over
 from compress.distill.head import Rows, Targets, mean_divergence, slices
 from compress.distill.losses import Divergence, TopK, divergence_rows, keep_top
-from compress.models.decoder import Decoder
+from compress.models.decoder import Decoder, capped
 
 EVALUATED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
 """Held-out tokens in one forward."""
@@ -41,7 +41,7 @@ class Teacher:
         """Yield logits of the tokens of a batch, flat, slice by slice."""
         with torch.no_grad(), torch.autocast(self._place.type, enabled=False):
             hidden_TD = self._hidden(self._decoder, tokens_BS.to(self._place)).flatten(0, 1).to(self._device)
-        return lambda part: hidden_TD[part] @ self._head_VD.T
+        return lambda part: capped(self.arch, hidden_TD[part] @ self._head_VD.T)
 
     def keep(self, tokens_BS: Tensor, num_kept: int, temperature: float) -> TopK:
         """Return the likeliest tokens at every position of a batch, [B, S, K], and the log of the remaining
@@ -89,7 +89,15 @@ class Objective:
             assert self._teacher is not None, "without a teacher, what was kept of one comes with the tokens"
             targets = self._teacher.targets(inputs_BS)
         hidden_TD = self._hidden(student, inputs_BS).flatten(0, 1).to(self._dtype)
-        return mean_divergence(hidden_TD, student.head.weight, targets, labels_T, self._loss, rows=self._rows)
+        return mean_divergence(
+            hidden_TD,
+            student.head.weight,
+            targets,
+            labels_T,
+            self._loss,
+            rows=self._rows,
+            softcap=student.arch.logit_softcap,
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,8 @@ def measure(
         for part in slices(hidden_TD.shape[0], weight_VD.shape[0], device):
             logits_TV: Any = targets(part)
             log_p_TV = logits_TV.to(torch.float32).log_softmax(-1)
-            log_q_TV = (hidden_TD[part].to(compute_dtype) @ weight_VD.T).to(torch.float32).log_softmax(-1)
+            student_TV = capped(student.arch, hidden_TD[part].to(compute_dtype) @ weight_VD.T)
+            log_q_TV = student_TV.to(torch.float32).log_softmax(-1)
             p_TV = log_p_TV.exp()
             sums[0] += (p_TV * (log_p_TV - log_q_TV)).sum(-1).double().sum()
             sums[1] -= log_q_TV.gather(-1, labels_T1[part]).double().sum()

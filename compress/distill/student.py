@@ -16,6 +16,7 @@ from torch import Tensor
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, with_layers
 from compress.models.weights import WeightSource, dense
 from compress.quant.kv import KV_SCALES
@@ -72,9 +73,12 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
         )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
     widths = Widths(num_heads, num_kv_heads, shape.ffn or first.intermediate_size, len(kept))
-    return resized(with_layers(teacher, kept), widths).replace(
+    student = resized(with_layers(teacher, kept), widths).replace(
         hidden_size=shape.hidden or teacher.hidden_size
     )
+    family = family_of({"model_type": student.family})
+    again = family.read_config(family.write_config(student))
+    return student.replace(embed_scale=again.embed_scale)  # some follow from the hidden size
 
 
 def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
@@ -89,7 +93,9 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
         channels = _channels(source.arch, source_idx, arch, idx)
         for name, value in source.layer(source_idx).items():
             if name not in KV_SCALES.values():
-                state[f"layers.{idx}.{name}"] = _cut(name, dense(value, torch.float32), hidden, channels)
+                state[f"layers.{idx}.{name}"] = _cut(
+                    name, dense(value, torch.float32), hidden, channels, is_whole=arch.whole_qk_norm
+                )
     if arch.tied_head:
         state["head.weight"] = state["embed.weight"]
     decoder.load_state_dict(state, strict=True)
@@ -124,10 +130,14 @@ _ROWS = {"attn.q": "q", "attn.k": "kv", "attn.v": "kv", "ffn.gate": "ffn", "ffn.
 _COLUMNS = {"attn.o": "q", "ffn.down": "ffn"}
 
 
-def _cut(name: str, tensor: Tensor, hidden: Tensor, channels: dict[str, Tensor]) -> Tensor:
+def _cut(
+    name: str, tensor: Tensor, hidden: Tensor, channels: dict[str, Tensor], *, is_whole: bool = False
+) -> Tensor:
+    """Return the kept part of a parameter; `is_whole`: norms of q and k span all heads."""
     module, _, leaf = name.rpartition(".")
     if module in ("attn.q_norm", "attn.k_norm"):
-        return tensor
+        own = channels["q" if module == "attn.q_norm" else "kv"]
+        return tensor[own] if is_whole else tensor
     rows = channels[_ROWS[module]] if module in _ROWS else hidden
     if tensor.dim() == 1:
         return tensor[rows]

@@ -229,7 +229,7 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     if scheme is None:
         config = None if static_kv is None else static_kv.alone
     else:
-        linears = [to_disk(linear) for linear in linear_names(source.arch)]
+        linears = list(dict.fromkeys(to_disk(linear) for linear in linear_names(source.arch)))
         coded = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
         config = {**coded, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)

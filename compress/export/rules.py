@@ -11,7 +11,9 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import Rule, count_changed
 from compress.models.arch import Arch
-from compress.quant.scheme import ModelScheme
+from compress.models.family import family_of
+from compress.models.layout import keeps_blocks, row_order
+from compress.quant.scheme import ModelScheme, name_of
 
 GROUP_SIZES = (None, 32, 64, 128)
 """Group sizes of vLLM's Marlin kernels, which serve both formats."""
@@ -79,7 +81,37 @@ def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
                 "disk.",
             )
         )
-    return rules
+    return rules + _tensor_rules(arch, scheme)
+
+
+def _tensor_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
+    """Return the broken rules of linears that are not a tensor of their own on disk, or whose rows have
+    another order there."""
+    family = family_of({"model_type": arch.family})
+    rules: dict[str, Rule] = {}
+    for idx, layer in enumerate(arch.layers):
+        for linear in layer.linears:
+            members = family.stacked_modules(f"layers.{idx}.{linear}")
+            names = sorted({name_of(scheme.for_linear(each)) for each in members})
+            if len(names) > 1:
+                problem = f"{family.to_disk(members[0])} is one tensor and needs one scheme, not {names}."
+                rules.setdefault("stacked-linears", Rule("stacked-linears", problem))
+            own = scheme.for_linear(f"layers.{idx}.{linear}")
+            if own is None or own.block_rows == 1:
+                continue
+            num_rows = layer.linear_shape(linear, arch.hidden_size)[0]
+            order = row_order(layer, linear, num_rows, interleaved=family.interleaved_rotary)
+            crosses = linear != members[-1].split(".", 2)[2] and num_rows % own.block_rows
+            if crosses or (order is not None and not keeps_blocks(order, own.block_rows)):
+                rules.setdefault(
+                    "whole-blocks-on-disk",
+                    Rule(
+                        "whole-blocks-on-disk",
+                        f"rows of {linear} lie on disk in blocks of {own.block_rows} with those of other "
+                        "heads or linears, whose scales differ.",
+                    ),
+                )
+    return list(rules.values())
 
 
 def whole_words(size: int, num_bits: int) -> int:

@@ -442,7 +442,7 @@ def _linears(arch: Arch) -> Iterator[tuple[str, str]]:
 
 
 def _linears_on_disk(arch: Arch) -> list[str]:
-    return [disk for _, disk in _linears(arch)]
+    return list(dict.fromkeys(disk for _, disk in _linears(arch)))
 
 
 def _codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:

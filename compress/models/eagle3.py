@@ -305,29 +305,31 @@ def fresh_eagle3(
                 f"{layer}embed_norm.weight",
                 f"{layer}hidden_norm.weight",
             ):
-                if name == f"{layer}ffn_norm.weight":
+                inner = name.removeprefix(layer)
+                if inner == "ffn_norm.weight":
                     parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
                     continue
-                target_weight = dense(last[name.removeprefix(layer)]).to(torch.float32)
+                target_weight = dense(last[inner]).to(torch.float32)
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                 parameter[..., -target_weight.shape[-1] :] = target_weight
         decoder.get_parameter(f"{layer}hidden_norm.weight").copy_(
             _norm_weight(target.arch, last, "attn_norm")
         )
-        decoder.norm.weight.copy_(_norm_weight(target.arch, outer, "norm"))
+        decoder.norm.weight.copy_(_norm_weight(target.arch, outer, "norm") * target.arch.logit_scale)
         decoder.head.weight.copy_(
             dense(outer["embed.weight" if target.arch.tied_head else "head.weight"])[vocabulary_W]
         )
     return decoder
 
 
-def _norm_weight(arch: Arch, weights: Weights, name: str) -> Tensor:
-    """Return what a norm of the target multiplies by; ones where its block does not have the norm."""
-    stored = weights.get(f"{name}.weight")
-    return (
-        torch.ones(arch.hidden_size) if stored is None else dense(stored).to(torch.float32) + arch.norm_offset
-    )
+def _norm_weight(target: Arch, weights: Weights, name: str) -> Tensor:
+    """Return the factors of one of the target's norms, float32; ones where its layers do not have it, and
+    those of the one norm of a layer whose halves run side by side."""
+    stored = weights.get(f"{name}.weight", weights.get("attn_norm.weight"))
+    if stored is None:
+        return torch.ones(target.hidden_size)
+    return dense(stored).to(torch.float32) + target.norm_offset
 
 
 def random_eagle3(

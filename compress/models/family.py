@@ -157,7 +157,8 @@ class Family:
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
-    size."""
+    size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
+    """
 
     model_type: str
     architecture: str
@@ -166,6 +167,7 @@ class Family:
     ffn_bias: bool | str = False
     qk_norm: bool | str = False
     heads_divide_hidden: bool = False
+    heads_span_hidden: bool = False
     windows: Windows = no_window
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
@@ -210,6 +212,8 @@ class Family:
             each.rotary_dim for each in ropes.values()
         ):
             raise config.wrong("partial_rotary_factor", "a part of each head", "1 in this family")
+        if self.heads_span_hidden and widths["head_dim"] * num_heads != hidden_size:
+            raise config.wrong("head_dim", widths["head_dim"], f"{hidden_size} / {num_heads} in this family")
         dtype = config.text("dtype", default=config.text("torch_dtype", default="float32"))
         if dtype not in DTYPES:
             raise config.wrong("dtype", dtype, f"one of {', '.join(DTYPES)}")

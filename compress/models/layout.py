@@ -159,7 +159,7 @@ def reordered(value: Value, order: Tensor) -> Value:
     scale_OG = value.scale_OG
     if block == 1:
         scale_OG = scale_OG[order]
-    elif not torch.equal(order // block, torch.arange(len(order), device=order.device) // block):
+    elif not keeps_blocks(order, block):
         raise UnsupportedFormat(
             f"the rows of its heads have another order on disk, and blocks of {block} rows share scales."
         )
@@ -170,6 +170,11 @@ def reordered(value: Value, order: Tensor) -> Value:
         scale_OG=scale_OG,
         zero_point_OG=None if zero is None else zero[order],
     )
+
+
+def keeps_blocks(order: Tensor, block: int) -> bool:
+    """Return whether every row stays in its block of `block` rows."""
+    return torch.equal(order // block, torch.arange(len(order), device=order.device) // block)
 
 
 def stacked(name: str, values: Sequence[Value]) -> Value:

@@ -170,6 +170,18 @@ def fits_consumers(arch: Arch, num_heads: int) -> bool:
     return not family_of({"model_type": arch.family}).heads_divide_hidden or arch.hidden_size % num_heads == 0
 
 
+def why_heads_stay(arch: Arch) -> str | None:
+    """Return the reason why no head of a model can be removed, None where some can."""
+    if arch.whole_qk_norm:
+        return f"the norms of q and k of a {arch.family} model span all heads, so each head depends on all."
+    if family_of({"model_type": arch.family}).heads_span_hidden:
+        return (
+            f"the class of a {arch.family} model in transformers takes hidden_size / number of heads for "
+            "their size, so their number cannot change alone."
+        )
+    return None
+
+
 def as_mistral(arch: Arch) -> Arch:
     """Return a Llama without biases as a Mistral, which computes the same and whose config takes any number
     of heads.

@@ -16,18 +16,20 @@ from torch import Tensor
 from compress.artifact.manifest import open_artifact, verify_artifact
 from compress.cli.app import main
 from compress.errors import EnvironmentUnfit, UnsupportedArch, UnsupportedFormat
-from compress.export import open_checkpoint, write_format
+from compress.export import FORMATS, check_rules, open_checkpoint, write_format
 from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.models.arch import Arch
 from compress.models.checkpoint import Checkpoint
+from compress.models.family import family_of
 from compress.models.weights import build_decoder, dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme, with_exceptions
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
+from compress.stages.budget.spec import scheme_or_dense
 from tests.support import packed_numpy
 from tests.support.packed_numpy import Linear
-from tests.support.tiny_hf import CASES, saved, tokens
+from tests.support.tiny_hf import CASES, build_config, saved, tokens
 
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -158,6 +160,59 @@ def test_there_the_logits_are_the_same_and_the_way_back_gives_the_same_bytes(
     )
     assert code == 0, err
     assert content(tmp_path / "back") == content(source)
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme", "to"),
+    [
+        ("phi3-window-gqa", "W4A16_G128", "gptq"),
+        ("phi3-partial-tied", "W8A16", "gptq"),
+        ("phi3-window-gqa", "W4A16_G128_ASYM", "awq"),
+        ("phi3-window-gqa", "FP8_BLOCK", "fp8"),
+        ("glm4", "W4A16_G64", "gptq"),
+        ("glm", "W4A16_G32_ASYM", "awq"),
+        ("glm4", "FP8_BLOCK", "fp8"),
+        ("cohere-untied-biases", "W4A16_CHANNEL", "gptq"),
+        ("ernie4_5-biases", "W4A16_G128_ASYM", "awq"),
+    ],
+)
+def test_stacked_linears_and_rows_in_another_order_go_there_and_back(
+    case: str, scheme: str, to: str, say: Say, tmp_path: Path
+) -> None:
+    source = compressed(tmp_path, case, scheme, num_key_value_heads=4)
+    code, _, err = say("convert", source, "--to", to, "--out", tmp_path / "there")
+    assert code == 0, err
+    one, other = open_checkpoint(source), open_checkpoint(tmp_path / "there")
+    assert one.schemes == other.schemes
+    for idx in range(one.arch.num_layers):
+        ours, theirs = one.layer(idx), other.layer(idx)
+        assert all(torch.equal(dense(ours[name]), dense(theirs[name])) for name in ours)
+    code, _, err = say(
+        "convert", tmp_path / "there", "--to", "compressed-tensors", "--out", tmp_path / "back"
+    )
+    assert code == 0, err
+    assert content(tmp_path / "back") == content(source)
+
+
+@pytest.mark.parametrize(
+    ("case", "linears", "rule"),
+    [
+        ("phi3-window-gqa", {"layers.0.attn.q": "W8A16"}, "stacked-linears"),
+        ("phi3-window-gqa", {"layers.0.ffn.up": "dense"}, "stacked-linears"),
+        ("phi3-window-gqa", {}, "whole-blocks-on-disk"),
+    ],
+)
+def test_what_one_tensor_on_disk_cannot_hold_is_refused_by_name(
+    case: str, linears: dict[str, str], rule: str, tmp_path: Path
+) -> None:
+    family, changes = CASES[case]
+    arch = family_of({"model_type": family}).read_config(build_config(family, changes).to_dict())
+    layers = SCHEMES["FP8_BLOCK" if rule == "whole-blocks-on-disk" else "FP8_DYNAMIC"]
+    others = {linear: scheme_or_dense(name) for linear, name in linears.items()}
+    scheme = with_exceptions(layers, others)
+    assert rule in {each.name for each in FORMATS.get("compressed-tensors").broken_rules(arch, scheme)}
+    with pytest.raises(UnsupportedFormat, match=r"one tensor|in blocks"):
+        check_rules("compressed-tensors", arch, scheme)
 
 
 @pytest.mark.parametrize("to", ["gptq", "awq"])

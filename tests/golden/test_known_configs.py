@@ -18,7 +18,7 @@ from compress.cli.app import main
 from compress.errors import CompressError, UnsupportedArch, UnsupportedFormat
 from compress.export import codecs
 from compress.models.checkpoint import arch_of
-from compress.models.family import family_of, unread_note
+from compress.models.family import FAMILIES, family_of, unread_note
 
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -35,10 +35,10 @@ each_read = pytest.mark.parametrize("name", READ)
 
 
 def test_the_list_is_long_enough_to_mean_something() -> None:
-    assert len(ROWS) >= 150
-    assert len(READ) >= 120
+    assert len(ROWS) >= 200
+    assert len(READ) >= 190
     families = {ROWS[name]["config"]["model_type"] for name in READ}
-    assert families >= {"llama", "mistral", "qwen2", "qwen3"}
+    assert families >= {*FAMILIES.names()} - {"ministral", "ministral3"}
 
 
 @each_row
@@ -64,21 +64,29 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
     config = {key: value for key, value in ROWS[name]["config"].items() if key != "quantization_config"}
     arch = family_of(config).read_config(config)
     theirs = CONFIG_MAPPING[config["model_type"]](**json.loads(json.dumps(config)))
-    layer = arch.layers[0]
+    spelled = family_of(config).spelled
     assert arch.num_layers == theirs.num_hidden_layers
     assert arch.max_position == theirs.max_position_embeddings
-    assert arch.norm_eps == theirs.rms_norm_eps
-    assert arch.activation == ("swiglu_clamped" if arch.family == "gpt_oss" else theirs.hidden_act)
+    assert arch.norm_eps == getattr(theirs, spelled.get("rms_norm_eps", "rms_norm_eps"))
+    if arch.family == "gpt_oss":
+        assert arch.activation == "swiglu_clamped"
+    else:
+        assert arch.activation == getattr(theirs, spelled.get("hidden_act", "hidden_act"))
     assert arch.tied_head == theirs.tie_word_embeddings
-    assert layer.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert layer.head_dim == head_dim
-    assert layer.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert layer.rope.kind == theirs.rope_parameters["rope_type"]
-    assert layer.rope.factor == theirs.rope_parameters.get("factor", 1.0)
-    if layer.rope.kind in ("llama3", "yarn"):
-        original = theirs.rope_parameters["original_max_position_embeddings"]
-        assert layer.rope.original_max_position == original
+    types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
+    for layer, kind in zip(arch.layers, types, strict=True):
+        assert layer.num_kv_heads == theirs.num_key_value_heads
+        assert layer.head_dim == head_dim
+        if layer.rope is None:
+            continue
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        assert layer.rope.theta == rope["rope_theta"]
+        assert layer.rope.kind == rope["rope_type"]
+        assert layer.rope.factor == rope.get("factor", 1.0)
+        assert (layer.rope.rotary_dim or head_dim) == head_dim * rope.get("partial_rotary_factor", 1)
+        if layer.rope.kind in ("llama3", "yarn", "longrope"):
+            assert layer.rope.original_max_position == rope["original_max_position_embeddings"]
     assert [each.window for each in arch.layers] == _windows_in_transformers(theirs)
 
 

@@ -37,6 +37,7 @@ FAMILIES.add(
         architecture="Cohere2ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
+        heads_span_hidden=True,
         windows=windows_by_layer_type,
         rotated_layers=_rotated_layers,
         facts=_facts,

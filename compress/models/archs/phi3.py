@@ -13,30 +13,30 @@ from compress.models.family import (
 )
 from compress.untrusted.fields import Fields
 
-# The names that the published configs and `transformers` give to what is LongRoPE in both.
-_OLD_NAMES = ("su", "yarn")
+_OWN_CODE = ("Phi3Config", "Phi3ForCausalLM")
+_ROPES = ("default", "longrope")
 
 
 def _implied(config: Fields) -> dict[str, Any]:
-    """Return `rope_parameters` with LongRoPE under its name. `auto_map` is that of the code from before
-    `transformers` had the class, and nothing else is taken for it."""
-    names = config.mapping("auto_map", default={})
-    if odd := [name for name in names.values() if str(name).rpartition(".")[2] not in _OWN_CODE]:
-        raise config.wrong("auto_map", odd[0], f"one of {', '.join(_OWN_CODE)}")
-    stated = config.mapping("rope_scaling", default=config.mapping("rope_parameters", default={}))
-    kind = stated.get("rope_type", stated.get("type"))
-    if kind not in _OLD_NAMES:
-        return {}
-    return {"rope_parameters": {**stated, "rope_type": "longrope"}}
+    """Imply nothing, and refuse what would be read otherwise than `transformers` does: an `auto_map` to other
+    code than the model's own from before it was in `transformers`, and other ropes, which it takes for
+    LongRoPE."""
+    for name in config.mapping("auto_map", default={}).values():
+        if str(name).rpartition(".")[2] not in _OWN_CODE:
+            raise config.wrong("auto_map", name, f"one of {', '.join(_OWN_CODE)}")
+    rope = config.mapping("rope_parameters", default=config.mapping("rope_scaling", default={}))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPES:
+        raise config.wrong("rope_type", kind, f"one of {', '.join(_ROPES)}")
+    return {}
 
-
-_OWN_CODE = ("Phi3Config", "Phi3ForCausalLM", "GPT2TokenizerFast")
 
 FAMILIES.add(
     "phi3",
     Family(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
+        heads_span_hidden=True,
         windows=same_window,
         implied=_implied,
         layer_modules={**LAYER_MODULES, **STACKED_QKV, **STACKED_GATE_UP},

@@ -12,7 +12,7 @@ from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compen
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
-from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias
+from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, why_heads_stay
 from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
 from compress.stages.budget.spec import StepRows, TimedDevice
@@ -234,7 +234,8 @@ class Prune(Spec):
         """Refuse a model that cannot be pruned, or not so.
 
         Raises:
-            UsageError: layers differ in width, or the compensation needs biases that the model cannot have.
+            UsageError: layers differ in width, heads or channels cannot go, or the compensation needs biases
+                that the model cannot have.
             UnsupportedFormat: the model is quantized.
         """
         config = arch.config.get("quantization_config")
@@ -249,6 +250,9 @@ class Prune(Spec):
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, "
                 "which it cannot say here."
             )
+        reason = why_heads_stay(arch)
+        if "heads" in self.axes and reason is not None:
+            raise UsageError(f"heads: {reason} Prune `ffn` and `depth`.")
         compensation = cast(Compensation, self.compensate)
         of_axis: dict[Axis, str] = {"heads": "attn.o", "ffn": "ffn.down"}
         without = [

@@ -1,0 +1,246 @@
+"""What everything above the decoder does with every family: smoothing keeps its function, quantization comes
+out of calibration, pruning and smaller students fit together. A new family is held to it by its golden
+case."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.calibrate.layer_state import LayerPass
+from compress.calibrate.sequential import Compression, run_sequential
+from compress.context import Context
+from compress.distill.eagle3 import Eagle3Objective, Target
+from compress.distill.losses import Divergence
+from compress.distill.objective import Objective, Teacher, measure
+from compress.distill.student import Shape, sliced_decoder, student_arch
+from compress.methods.quantize import SMOOTHERS
+from compress.methods.quantize.gptq import Gptq
+from compress.methods.quantize.passes import RoundPass, SmoothPass
+from compress.methods.quantize.rtn import Rtn
+from compress.models.arch import Arch
+from compress.models.canonical import layer_name, load_weights
+from compress.models.decoder import Decoder
+from compress.models.eagle3 import eagle3_facts, fresh_eagle3
+from compress.models.family import FAMILIES, family_of
+from compress.models.pruning import (
+    Widths,
+    keep_channels_,
+    keep_heads_,
+    resized,
+    why_heads_stay,
+    with_layers,
+)
+from compress.models.surgery import fold_
+from compress.models.weights import MemorySource, Weights, build_decoder
+from compress.quant.scheme import SCHEMES, ModelScheme
+from tests.support.tiny_decoder import tiny_decoder
+from tests.support.tiny_hf import CASES, SMALL, build_config, tokens
+
+CPU = torch.device("cpu")
+FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
+each_family = pytest.mark.parametrize("family", FAMILIES.names())
+
+
+def arch_of(family: str, **changes: Any) -> Arch:
+    """Return the facts of a family's first golden case, of two layers."""
+    widths = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    of_case = CASES[FIRST[family]][1]
+    config = build_config(family, {**of_case, **widths, "head_dim": 16, **changes}).to_dict()
+    return family_of(config).read_config(config | {"dtype": "float32"})
+
+
+class Changed(MemorySource):
+    """A decoder with other weights in its layers, and perhaps other widths."""
+
+    def __init__(self, decoder: Decoder, layers: list[Weights], arch: Arch | None = None) -> None:
+        super().__init__(decoder, dtype=torch.float32)
+        self._layers = layers
+        self._arch = decoder.arch if arch is None else arch
+
+    @property
+    def arch(self) -> Arch:
+        return self._arch
+
+    def layer(self, layer_idx: int) -> Weights:
+        return self._layers[layer_idx]
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Two orders of the same roundings: 16 a layer over at most 128 features."""
+    roundings = 16 * SMALL["num_hidden_layers"]
+    atol = roundings * torch.finfo(torch.float32).eps * 128**0.5 * float(other.abs().max())
+    return float((one - other).abs().max()) <= atol
+
+
+@each_family
+def test_facts_come_back_from_a_manifest(family: str) -> None:
+    arch = arch_of(family)
+    assert Arch.from_json(*arch.to_json()) == arch
+    table = FAMILIES.get(family)
+    assert table.read_config(table.write_config(arch)).replace(config={}) == arch.replace(config={})
+
+
+@each_family
+def test_smoothing_keeps_the_function(family: str) -> None:
+    decoder = tiny_decoder(arch_of(family))
+    source = MemorySource(decoder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    layers = []
+    for idx, layer in enumerate(decoder.layers):
+        weights = dict(source.layer(idx))
+        pairs = layer.smoothing_pairs()
+        assert pairs
+        for pair in pairs:
+            columns = weights[f"{pair.linears[0]}.weight"].shape[1]
+            if pair.repeat > 1:
+                own = torch.rand(columns // pair.repeat, generator=generator) + 0.5
+                scale_I = own.view(-1, 1, pair.head_dim).expand(-1, pair.repeat, -1).reshape(-1)
+            else:
+                scale_I = torch.rand(columns, generator=generator) + 0.5
+            fold_(weights, pair, scale_I, stored_dtype=torch.float32)
+        layers.append(weights)
+    smoothed = build_decoder(Changed(decoder, layers), dtype=torch.float32, device=CPU)
+    tokens_BS = tokens(2, 24)
+    assert close(smoothed(tokens_BS), decoder(tokens_BS))
+
+
+def kl(decoder: Decoder, source: Any, tokens_BS: Tensor) -> float:
+    other = build_decoder(source, dtype=torch.float32, device=CPU)
+    log_p, log_q = (each(tokens_BS).log_softmax(-1) for each in (decoder, other))
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+@each_family
+@pytest.mark.parametrize("scheme_name", ["W4A16_G32", "FP8_DYNAMIC"])
+def test_gptq_of_every_family_is_nearer_than_nearest_rounding(
+    family: str, scheme_name: str, tmp_path: Path
+) -> None:
+    """Measured on the calibration's own tokens; and a true-sequential run ends as well."""
+    decoder = tiny_decoder(arch_of(family))
+    source = MemorySource(decoder, dtype=torch.float32)
+    scheme = ModelScheme(SCHEMES[scheme_name])
+    calibration = tokens(24, 32)
+    found = {}
+    for name, rounder, is_true in (("rtn", Rtn(), False), ("gptq", Gptq(), False), ("true", Gptq(), True)):
+        ctx = Context("cpu", 0, tmp_path / name)
+        ctx.scratch.mkdir()
+        passes: list[LayerPass] = [RoundPass(rounder, scheme, torch.float32)]
+        compression = Compression(passes, scheme=scheme, true_sequential=is_true)
+        run_sequential(source, calibration, compression, ctx.scratch, ctx, compute_dtype=torch.float32)
+        layers = [
+            load_weights(ctx.scratch / layer_name(idx), scheme, prefix=f"layers.{idx}.")
+            for idx in range(decoder.arch.num_layers)
+        ]
+        found[name] = kl(decoder, Changed(decoder, layers), calibration)
+    assert 0 < found["gptq"] < found["rtn"]
+    assert 0 < found["true"] < found["rtn"]
+
+
+@each_family
+@pytest.mark.parametrize("smoother", SMOOTHERS.names())
+def test_every_smoother_runs_on_every_family(family: str, smoother: str, tmp_path: Path) -> None:
+    decoder = tiny_decoder(arch_of(family))
+    scheme = ModelScheme(SCHEMES["W4A16_G32" if smoother == "awq" else "INT8_DYNAMIC"])
+    passes: list[LayerPass] = [SmoothPass(SMOOTHERS.get(smoother)(), scheme, torch.float32)]
+    source = MemorySource(decoder, dtype=torch.float32)
+    ctx = Context("cpu", 0, tmp_path)
+    run_sequential(
+        source,
+        tokens(4, 16),
+        Compression(passes, scheme=scheme),
+        ctx.scratch,
+        ctx,
+        compute_dtype=torch.float32,
+    )
+    layers = [load_weights(tmp_path / layer_name(idx), scheme) for idx in range(decoder.arch.num_layers)]
+    smoothed = build_decoder(Changed(decoder, layers), dtype=torch.float32, device=CPU)
+    assert close(smoothed(tokens(2, 24)), decoder(tokens(2, 24)))
+
+
+@each_family
+def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
+    arch = arch_of(family)
+    decoder = tiny_decoder(arch)
+    shape = arch.layers[0]
+    heads_stay = why_heads_stay(arch) is not None
+    channels = torch.arange(shape.intermediate_size) % 4 != 3
+    groups = torch.tensor([True, heads_stay])
+    widths = Widths(
+        shape.num_heads if heads_stay else 2, 2 if heads_stay else 1, int(channels.sum()), arch.num_layers
+    )
+    q_columns = groups.repeat_interleave(shape.num_heads // 2 * shape.head_dim)
+    layers = []
+    source = MemorySource(decoder, dtype=torch.float32)
+    for idx, layer in enumerate(decoder.layers):
+        layer.ffn.down.weight[:, ~channels] = 0
+        layer.attn.o.weight[:, ~q_columns] = 0
+        weights = dict(source.layer(idx))
+        keep_channels_(weights, channels)
+        if not heads_stay:
+            keep_heads_(weights, shape, "kv_group", groups)
+        layers.append(weights)
+    smaller = build_decoder(Changed(decoder, layers, resized(arch, widths)), dtype=torch.float32, device=CPU)
+    assert close(smaller(tokens(2, 24)), decoder(tokens(2, 24)))
+
+
+@each_family
+def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_smaller_one_learns(
+    family: str,
+) -> None:
+    teacher = tiny_decoder(arch_of(family))
+    source = MemorySource(teacher, dtype=torch.float32)
+    whole = sliced_decoder(source, student_arch(teacher.arch, Shape())).requires_grad_(False)
+    assert close(whole(tokens(2, 24)), teacher(tokens(2, 24)))
+    arch = student_arch(teacher.arch, Shape(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1))
+    again = FAMILIES.get(family).read_config(FAMILIES.get(family).write_config(arch))
+    assert again.replace(config={}) == arch.replace(config={})
+    student = sliced_decoder(source, arch)
+    tokens_BS = tokens(2, 17)
+    loss = Objective(Divergence(), Teacher(teacher, device=CPU))(student, tokens_BS)
+    loss.backward()
+    with torch.no_grad():
+        log_p, log_q = (each(tokens_BS[:, :-1]).log_softmax(-1) for each in (teacher, student))
+        expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        held_out = measure(student, Teacher(teacher, device=CPU), tokens_BS, CPU, compute_dtype=torch.float32)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    assert held_out.kl_mean == pytest.approx(float(expected), rel=1e-4)
+    norm = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None]).norm()
+    assert 0 < float(norm) < float("inf")
+
+
+@each_family
+def test_an_eagle3_head_of_every_family_is_trained(family: str) -> None:
+    target = tiny_decoder(arch_of(family))
+    facts = eagle3_facts(target.arch, draft_vocab_size=40)
+    source = MemorySource(target, dtype=torch.float32)
+    vocabulary_W = torch.arange(40)
+    head = fresh_eagle3(facts, source, vocabulary_W, generator=torch.Generator().manual_seed(0))
+    objective = Eagle3Objective(Divergence(), Target(target, facts.layer_ids, vocabulary_W, device=CPU), 2)
+    loss = objective(head, tokens(2, 17))
+    loss.backward()
+    assert 0 < float(loss) < float("inf")
+
+
+@each_family
+def test_removed_layers_take_their_types_with_them(family: str) -> None:
+    arch = arch_of(family)
+    shorter = with_layers(arch, [0, 2])
+    again = FAMILIES.get(family).read_config(FAMILIES.get(family).write_config(shorter))
+    assert again.layers == shorter.layers == (arch.layers[0], arch.layers[2])
+
+
+def test_the_gradient_through_capped_logits_is_that_of_autograd() -> None:
+    teacher = tiny_decoder(arch_of("gemma2", final_logit_softcapping=2.0))
+    student = tiny_decoder(replace(teacher.arch), seed=1).requires_grad_(True)
+    tokens_BS = tokens(2, 17)
+    Objective(Divergence(), Teacher(teacher, device=CPU))(student, tokens_BS).backward()
+    ours = {name: p.grad for name, p in student.named_parameters()}
+    student.zero_grad()
+    log_p, log_q = (each(tokens_BS[:, :-1]).log_softmax(-1) for each in (teacher, student))
+    (log_p.exp() * (log_p - log_q)).sum(-1).mean().backward()
+    for name, parameter in student.named_parameters():
+        assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-6), name
