@@ -24,7 +24,8 @@ class EngineConfig:
     - `dtype`: of the activations. None: the checkpoint's on CUDA, float32 on a CPU.
     - `max_batch_size`: requests that run at once.
     - `max_model_len`: tokens of a sequence. None: the model's own limit, or what the cache holds if that is
-      less.
+      less. It also decides, once, whether a LongRoPE model rotates by its factors for short sequences or by
+      those for long ones.
     - `block_size`: positions of a cache block. None: 64 on CUDA, 16 on a CPU.
     - `max_step_tokens`: budget of one step; longer prompts are prefilled in chunks.
     - `kv_cache_bytes`: None: 80 % of the free memory on CUDA, 256 MiB on a CPU. It is never more than a full

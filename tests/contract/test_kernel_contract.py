@@ -7,7 +7,7 @@ and `tests/gpu` goes through its own ranges.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from compress.errors import EnvironmentUnfit
 from compress.kernels import select as select_module
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV
-from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, quantize
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, RowNorm, quantize
 from compress.kernels.problem import OPS, Problem
 from compress.kernels.select import KERNELS, Kernel, anything, candidates, refusals, select
 from compress.plugins import PluginSet
@@ -184,6 +184,69 @@ def test_rms_norm(kernel: Kernel, device: str, dtype: str, size: int) -> None:
         assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5), y[:num_rows])
 
 
+def normed_f64(x: Tensor, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
+    x = x.double() - (x.double().mean(-1, keepdim=True) if centered else 0)
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@each_usable(usable("rms_norm"))
+@pytest.mark.parametrize("size", [384, 65, 1])
+@pytest.mark.parametrize("centered", [False, True])
+def test_norms_with_float32_weights_and_of_centered_rows(
+    kernel: Kernel, device: str, dtype: str, size: int, centered: bool
+) -> None:
+    x = randn(40, size, device=device, dtype=dtype)
+    weight = 1 + randn(size, device=device, dtype="F32", seed=1)
+    x[3] *= 1000
+    y = kernel.fn(x, weight, 1e-5, centered=centered)
+    assert_close(y, normed_f64(x, weight, 1e-5, centered=centered), depth=size, dtype=dtype)
+    for num_rows in (1, 7, 39):
+        assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5, centered=centered), y[:num_rows])
+
+
+@each_usable(usable("post_norm"))
+@pytest.mark.parametrize("size", [384, 65, 1])
+@pytest.mark.parametrize("wide", [False, True], ids=["weights like rows", "float32 weights"])
+@pytest.mark.parametrize("centered", [False, True])
+def test_post_norm_is_the_sum_with_the_norm_and_the_norm_that_follows(
+    kernel: Kernel, device: str, dtype: str, size: int, wide: bool, centered: bool
+) -> None:
+    y, x = (randn(40, size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
+    y[3] *= 1000
+    norm, following = (
+        RowNorm(1 + randn(size, device=device, dtype="F32" if wide else dtype, seed=seed), eps, centered)
+        for seed, eps in ((2, 1e-5), (3, 1e-3))
+    )
+    total, rows = kernel.fn(y, x, norm, following)
+    expected = normed_f64(y, norm.weight, 1e-5, centered=centered).to(DTYPES[dtype]).double() + x.double()
+    assert_close(total, expected, depth=size, dtype=dtype, factors=2)
+    assert_close(
+        rows, normed_f64(total, following.weight, 1e-3, centered=centered), depth=size, dtype=dtype, factors=1
+    )
+    quantized_total, quantized = kernel.fn(y, x, norm, following, ActivationQuant())
+    assert same_bits(quantized_total, total)
+    again = quantize(rows, ActivationQuant())
+    assert same_bits(quantized.values_TK, again.values_TK)
+    assert same_bits(quantized.scale_T, again.scale_T)
+    for num_rows in (1, 7, 39):
+        part, part_rows = kernel.fn(y[:num_rows], x[:num_rows], norm, following)
+        assert same_bits(part, total[:num_rows])
+        assert same_bits(part_rows, rows[:num_rows])
+    alone, nothing = kernel.fn(y, x, norm)
+    assert nothing is None
+    assert same_bits(alone, total)
+
+
+@each_usable([case for case in usable("soft_cap") if case[3] == "F32"])
+def test_capped_logits_keep_within_the_cap(kernel: Kernel, device: str, dtype: str) -> None:
+    x = randn(5, 1013, device=device, dtype=dtype) * 40
+    x[0, :3] = torch.tensor([float("inf"), float("-inf"), 1e30])
+    expected = 30 * torch.tanh(x.double() / 30)
+    capped = kernel.fn(x, 30.0)
+    assert capped is x
+    torch.testing.assert_close(x.double(), expected, rtol=0, atol=8 * 30 * 2.0**-24)
+
+
 FORMATS = (FP8_TOKEN_HEAD, FP8_STATIC)
 WINDOWS = (None, 5, 1000)
 
@@ -296,6 +359,45 @@ def test_rope_store_turns_pairs_of_dimensions_and_writes_keys_and_values(
         assert same_bits(alone, q[row : row + 1])
 
 
+@each_usable(usable("rope_store", n=16, k=3))
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+def test_rope_store_norms_all_heads_at_once_and_grows_queries(
+    kernel: Kernel, device: str, dtype: str, whole: bool, centered: bool
+) -> None:
+    qkv = randn(5, (6 + 2 + 2) * 16, device=device, dtype=dtype)
+    positions = torch.tensor([3, 0, 7, 1, 2], device=device)
+    ones, zeros = (torch.full((8, 16), value, dtype=DTYPES[dtype], device=device) for value in (1.0, 0.0))
+    weight = 1 + randn(8, 16, device=device, dtype="F32", seed=2)
+    growth = (1 + torch.arange(8, device=device) / 4).to(DTYPES[dtype])
+    facts: dict[str, Any] = {"num_heads": 6, "qk_norm": weight, "eps": 1e-6, "growth_P": growth}
+    facts |= {"whole": whole, "centered": centered}
+    kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8])
+    slots = table[0, 0] * 16 + positions
+    q = kernel.fn(qkv, ones, zeros, positions, slots, kv, **facts)
+    heads = qkv.view(5, 10, 16)
+    parts = [heads[:, :6], heads[:, 6:8]]
+    weights = list(weight.split([6, 2]))
+    if whole:
+        pairs = zip(parts, weights, strict=True)
+        normed = [
+            normed_f64(part.flatten(1), each.flatten(), 1e-6, centered=centered).view(part.shape)
+            for part, each in pairs
+        ]
+    else:
+        normed = [
+            normed_f64(part, each, 1e-6, centered=centered) for part, each in zip(parts, weights, strict=True)
+        ]
+    expected_q = normed[0] * growth[positions].double().view(-1, 1, 1)
+    k, _ = kv.gather(table[0], 8, DTYPES[dtype])
+    assert_close(q, expected_q, depth=2, dtype=dtype, factors=3)
+    assert_close(k[:, positions].transpose(0, 1), normed[1], depth=2, dtype=dtype, factors=3)
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = kernel.fn(qkv[one], ones, zeros, positions[one], slots[one], kv, **facts)
+        assert same_bits(alone, q[one])
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["dynamic", "static", "int8"])
@@ -361,11 +463,20 @@ def test_rms_norm_of_a_row_is_the_same_among_few_and_many_rows(
         assert same_bits(kernel.fn(x[start:end], weight, 1e-5), y[start:end])
 
 
-def dense_attention(q_THC: Tensor, k_KLC: Tensor, v_KLC: Tensor, window: int | None, scale: float) -> Tensor:
+def dense_attention(
+    q_THC: Tensor,
+    k_KLC: Tensor,
+    v_KLC: Tensor,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     """float64; the queries are the last T positions."""
     repeat = q_THC.shape[1] // k_KLC.shape[0]
     k, v = (x.double().repeat_interleave(repeat, dim=0) for x in (k_KLC, v_KLC))
     scores = torch.einsum("thc,hlc->htl", q_THC.double(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     ends = torch.arange(k.shape[1] - q_THC.shape[0], k.shape[1], device=k.device).unsqueeze(1)
     keys = torch.arange(k.shape[1], device=k.device)
     seen = (keys <= ends) & (keys > ends - (window or k.shape[1] + 1))
@@ -407,6 +518,36 @@ def attention_cases(op: Any) -> Any:
         for case in cases.values()
     ]
     return pytest.mark.parametrize(("kernel", "asked"), rows, ids=cases)
+
+
+@pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("head_dim", [24, 80])
+@pytest.mark.parametrize("window", [None, 40])
+def test_scores_may_be_capped(op: Any, device: str, head_dim: int, window: int | None) -> None:
+    asked = Attention(device, "F32", "F32", 6, 2, head_dim, 16, window)
+    lengths = [3, 131]
+    kv, table = scattered(asked, lengths)
+    filled(kv, table, lengths, dtype="F32")
+    q = randn(6, 6, head_dim, device=device, dtype="F32") * 3
+    facts: dict[str, Any] = {"window": window, "scale": 0.3, "softcap": 2.0}
+    for kernel in candidates(op):
+        if kernel.refusal(replace(asked.problem(op), softcap=True)) is not None:
+            continue
+        if op == "attention_decode":
+            out = kernel.fn(q, kv, table, torch.tensor(lengths, device=device), q_len=3, **facts)
+        else:
+            out = kernel.fn(q, kv, table, (3, 3), tuple(lengths), **facts)
+        for row, length in enumerate(lengths):
+            k, v = kv.gather(table[row], length, torch.float32)
+            rows = slice(3 * row, 3 * row + 3)
+            assert_close(
+                out[rows],
+                dense_attention(q[rows], k, v, window, 0.3, 2.0),
+                depth=length,
+                dtype="F32",
+                factors=8,
+            )
 
 
 @attention_cases("attention_prefill")
