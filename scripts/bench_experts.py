@@ -99,16 +99,32 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         ids[:40] = torch.arange(top_k, device=device, dtype=torch.int32)
         weights = torch.rand(300, top_k, generator=generator).to(device)
         inputs = {"x_TD": x, "ids_TK": ids, "weights_TK": weights, "residual_TD": residual}
-        expected = reference.experts(x, definition, ids, weights, activation=activation, rows=4, residual_TD=residual)
+        expected = reference.experts(
+            x, definition, ids, weights, activation=activation, rows=4, residual_TD=residual
+        )
 
         def call(fn: Callable[..., Tensor], rows: slice) -> Tensor:
             with poisoned_memory():
-                return fn(**{k: v[rows].contiguous() for k, v in inputs.items()}, packed=ready, activation=activation)
+                return fn(
+                    **{k: v[rows].contiguous() for k, v in inputs.items()},
+                    packed=ready,
+                    activation=activation,
+                )
 
         few = call(fused.decode, slice(0, 300))
         alone = all(
             torch.equal(call(fused.decode, slice(start, stop)), few[start:stop])
-            for start, stop in ((0, 1), (7, 8), (41, 42), (0, 4), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128))
+            for start, stop in (
+                (0, 1),
+                (7, 8),
+                (41, 42),
+                (0, 4),
+                (3, 12),
+                (40, 56),
+                (0, 17),
+                (39, 103),
+                (0, 128),
+            )
         )
         many = call(fused.prefill, slice(0, 300))
         yield {
@@ -212,7 +228,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             prefill = rows > fused.MAX_DECODE_ROWS
             copies = args.layers * (4 if rows == 1 else 1)
             ids = [drawn_ids(rows, count, top_k, 100 + idx, device) for idx in range(copies)]
-            x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(device, dtype)
+            x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(
+                device, dtype
+            )
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
             plan = (fused.prefill_plan if prefill else fused.decode_plan)(layers[0], rows)
             plans = [("served", plan)]
@@ -225,7 +243,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             for name, each in plans:
                 launches = [
                     lambda idx=idx, each=each: grouped.run(
-                        x, layers[idx % args.layers], ids[idx], weights, each, activation="silu", residual_TD=x
+                        x,
+                        layers[idx % args.layers],
+                        ids[idx],
+                        weights,
+                        each,
+                        activation="silu",
+                        residual_TD=x,
                     )
                     for idx in range(copies)
                 ]
@@ -322,7 +346,9 @@ def main() -> int:
         results.append(row)
     for row in measure(args, device):
         print(short(row), flush=True)
-        results.append(row | {"tile": asdict(row["tile"]) if not isinstance(row["tile"], str) else row["tile"]})
+        results.append(
+            row | {"tile": asdict(row["tile"]) if not isinstance(row["tile"], str) else row["tile"]}
+        )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**facts, "results": results}, indent=1, default=str))
