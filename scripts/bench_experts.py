@@ -181,17 +181,21 @@ def empty_layer(
 
 def sweep_plans(plan: grouped.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[grouped.Plan]:
     """Yield plans with other tiles for both products."""
-    yield replace(plan, sort=True, combine=False)
-    yield replace(plan, combine=not plan.combine)
     columns = {"w4": [128] if prefill else [128, 256], "fp8_block": [128]}.get(ready.format, [64, 128])
     if prefill:
-        sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (3, 4)]
-        sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (3, 4)]
+        sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (2, 3)]
+        sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (2, 3)]
+        sizes += [(128, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 3)]
     else:
-        sizes = [(16, plan.gate_up.bn, 1, 4), (16, plan.gate_up.bn, 1, 8), (32, plan.gate_up.bn, 1, 4)]
-        sizes += [(32, plan.gate_up.bn, 2, stages) for stages in (3, 4, 6)]
-        sizes += [(64, plan.gate_up.bn, 4, stages) for stages in (3, 4, 5)]
-        sizes += [(128, plan.gate_up.bn, 4, 3)]
+        for bn in sorted({8, plan.gate_up.bn}):
+            resized = replace(plan, gate_up=replace(plan.gate_up, bn=bn), down=replace(plan.down, bn=bn))
+            yield replace(resized, combine=not plan.combine)
+            if not plan.sort:
+                yield replace(resized, sort=True)
+        shapes = [(16, 1, 4), (16, 1, 6), (32, 1, 4), (32, 2, 3), (32, 2, 4), (32, 2, 6), (64, 4, 2), (64, 4, 3)]
+        shapes += [(64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3)]
+        bns = (8,) if not plan.sort else (8, 16)
+        sizes = [(bm, bn, warps, stages) for bm, warps, stages in shapes for bn in bns]
     for bm, bn, warps, stages in sizes:
         for bk in columns:
             tile = grouped.Tile(bm, bn, bk, warps, stages)

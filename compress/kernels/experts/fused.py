@@ -18,8 +18,8 @@ from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES
 
-MAX_SCANNED_ROWS = 16
-"""Rows up to which every program finds its own pairs."""
+MAX_PAIRED_ROWS = 4
+"""Rows up to which every pair is a unit: few experts are hit twice, and L2 serves the second."""
 MAX_COMBINED_ROWS = 16
 """Rows up to which the last program of an output tile combines: one program reads K numbers of each row."""
 MAX_DECODE_ROWS = 512
@@ -28,14 +28,14 @@ MIN_COLUMNS = 16
 
 def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
     """Return how decode rows run."""
-    bn = 8 if num_rows <= 8 else 16 if num_rows <= 128 else 32
-    bm, warps, stages = {"w4": (16, 1, 6), "dense16": (16, 1, 5)}.get(packed.format, (16, 1, 6))
+    bn = 8 if num_rows <= 16 else 16 if num_rows <= 128 else 32
+    bm, warps, stages = {"w4": (64, 4, 3), "dense16": (32, 2, 4)}.get(packed.format, (32, 2, 4))
     gate_up = Tile(bm, bn, columns(packed, packed.gate_up.in_features), warps, stages)
     down = Tile(bm, bn, columns(packed, packed.down.in_features), warps, stages)
     return Plan(
         gate_up,
         down,
-        sort=num_rows > MAX_SCANNED_ROWS,
+        sort=num_rows > MAX_PAIRED_ROWS,
         combine=num_rows <= MAX_COMBINED_ROWS,
         native_fp8=False,
         y_dtype=torch.float32,
