@@ -190,8 +190,14 @@ def sweep_plans(plan: grouped.Plan, ready: packed.PackedExperts, *, prefill: boo
         for bn in sorted({8, plan.gate_up.bn}):
             resized = replace(plan, gate_up=replace(plan.gate_up, bn=bn), down=replace(plan.down, bn=bn))
             yield replace(resized, combine=not plan.combine)
-            if not plan.sort:
-                yield replace(resized, sort=True)
+            yield replace(resized, sort=not plan.sort)
+            yield replace(resized, sort=not plan.sort, combine=not plan.combine)
+        if not plan.sort:
+            yield replace(plan, prefetch=not plan.prefetch)
+            if ready.format in ("fp8", "fp8_block"):
+                yield replace(plan, round_x=True)
+                yield replace(plan, round_h=False)
+                yield replace(plan, prefetch=True, round_h=False)
         shapes = [(16, 1, 4), (16, 1, 6), (32, 1, 4), (32, 2, 3), (32, 2, 4), (32, 2, 6), (64, 4, 2), (64, 4, 3)]
         shapes += [(64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3)]
         bns = (8,) if not plan.sort else (8, 16)
@@ -218,7 +224,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             ids = [drawn_ids(rows, count, top_k, 100 + idx, device) for idx in range(copies)]
             x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(device, dtype)
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
-            plan = (fused.prefill_plan if prefill else fused.decode_plan)(layers[0], rows)
+            if prefill:
+                plan = fused.prefill_plan(layers[0], rows, top_k)
+            else:
+                plan = fused.decode_plan(layers[0], rows)
             plans = [("served", plan)]
             if args.sweep:
                 plans += [("sweep", each) for each in sweep_plans(plan, layers[0], prefill=prefill)]
@@ -286,7 +295,8 @@ def short(row: dict[str, Any]) -> str:
         a, b = plan.gate_up, plan.down
         text += (
             f" ({row['us_p10']:.1f}-{row['us_p90']:.1f}) floor {row['floor_us']:.1f} x{row['times_floor']:.2f}"
-            f" {row['tflop_per_s']:.0f} TF {row['plan']}{'+sort' * plan.sort}{'+combine' * plan.combine} {a.bm}x{a.bn}x{a.bk}w{a.num_warps}s{a.num_stages}"
+            f" {row['tflop_per_s']:.0f} TF {row['plan']}{'+sort' * plan.sort}{'+combine' * plan.combine}"
+            f"{'+prefetch' * plan.prefetch}{'+x' * plan.round_x}{'+h' * plan.round_h} {a.bm}x{a.bn}x{a.bk}w{a.num_warps}s{a.num_stages}"
             f" {b.bm}x{b.bn}x{b.bk}w{b.num_warps}s{b.num_stages} bits {row['same_bits']}"
         )
     return text

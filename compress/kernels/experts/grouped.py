@@ -52,15 +52,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """How experts run: the tiles of both products, whether pairs are sorted (else each is a unit), whether the last program of an
-    output tile combines, whether e4m3 codes are multiplied as they are, and the dtype of y."""
+    """How experts run: the tiles of both products, whether pairs are sorted (else each is a unit), whether
+    the last program of an output tile combines, and the dtype of y.
+
+    e4m3 codes: whether they are multiplied as they are, and whether a unit of one pair rounds its x, and its
+    h, itself. `prefetch` lets the weights of down be fetched while gate_up runs.
+    """
 
     gate_up: Tile
     down: Tile
     sort: bool
     combine: bool
-    native_fp8: bool
     y_dtype: torch.dtype
+    native_fp8: bool = False
+    round_x: bool = False
+    round_h: bool = False
+    prefetch: bool = False
 
 
 @jit()
@@ -359,6 +366,7 @@ def _gate_up(
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -366,9 +374,11 @@ def _gate_up(
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    if not PREFETCH:
+        launch_dependents(PDL)
     wait(PDL)
-    # Whatever runs next may then read what was written before this kernel.
-    launch_dependents(PDL)
+    if PREFETCH:  # `_down` may then read what was written before this kernel
+        launch_dependents(PDL)
     expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:
         start = tl.program_id(0) * BM
@@ -419,6 +429,7 @@ def _down(
     RESIDUAL: tl.constexpr,
     COMBINE: tl.constexpr,
     PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -429,8 +440,8 @@ def _down(
     launch_dependents(PDL)
     start = tl.program_id(0) * BM
     outputs = start + tl.arange(0, BM)
-    if PDL and PAIRED:
-        # The ids were there before gate_up ran; its weights are on their way to L2 while it ends.
+    if PDL and PREFETCH:
+        # The ids were there before gate_up ran; weights are on their way to L2 while it ends.
         ahead = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
         ahead = tl.minimum(tl.maximum(ahead, 0), E - 1).to(tl.int64)
         ITEMS: tl.constexpr = F // 4 if FORMAT == 1 else F
@@ -537,9 +548,10 @@ def run(
     y_PD = torch.empty(num_pairs, hidden, dtype=plan.y_dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = not plan.sort
-    # A unit of one row rounds it itself; more rows share a rounded copy.
-    quantize = paired and packed.format in ("fp8", "fp8_block") and isinstance(x, Tensor)
-    x_values, x_scale = _operand(x, packed, rounded=not quantize)
+    coded = packed.format in ("fp8", "fp8_block")
+    round_x = plan.round_x and coded and paired and isinstance(x, Tensor)
+    round_h = plan.round_h and coded and paired
+    x_values, x_scale = _operand(x, packed, rounded=not round_x)
     if paired:
         units = Units(ids_TK, ids_TK)
     else:
@@ -551,7 +563,7 @@ def run(
         "FORMAT": FORMATS.index(packed.format),
         "PAIRED": paired,
         "NATIVE": plan.native_fp8,
-        "QUANTIZE": quantize,
+        "PREFETCH": plan.prefetch and paired,
         "CONVERTS": converts_e4m3(device),
         "INTERPRETED": interpreted(),
         **pdl_options(device),
@@ -569,9 +581,10 @@ def run(
         h_PF,
         **_constants(packed.gate_up, plan.gate_up),
         ACTIVATION=activation,
+        QUANTIZE=round_x,
         **common,
     )
-    h_values, h_scale = _operand(h_PF, packed, rounded=not quantize)
+    h_values, h_scale = _operand(h_PF, packed, rounded=not round_h)
     _down[grid(hidden, plan.down)](
         h_values,
         h_scale,
@@ -588,6 +601,7 @@ def run(
         E=packed.num_experts,
         RESIDUAL=residual_TD is not None,
         COMBINE=plan.combine,
+        QUANTIZE=round_h,
         **common,
     )
     if not plan.combine:

@@ -61,13 +61,16 @@ def _choose(
     """Choose for one row, whose logits [E2] are -inf beyond E."""
     ids = tl.arange(0, E2)
     if SCORE == 0:
-        exponents = tl.exp(logits - tl.max(logits, axis=0))
-        scores = exponents / tl.sum(exponents, axis=0)
+        most = tl.max(logits, axis=0)
+        exponents = tl.exp(logits - most)
+        total = tl.sum(exponents, axis=0)
+        scores = exponents / total
     elif SCORE == 1:
         scores = 1 / (1 + tl.exp(-logits))
     else:
         scores = logits
-    compared = logits if SCORE == 0 and not SELECTION_BIAS and GROUPS == 1 else scores
+    BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1
+    compared = logits if BY_LOGIT else scores
     if SELECTION_BIAS:
         compared += tl.load(selection_bias_ptr + ids, mask=ids < E, other=0.0)
     keys = _keys(compared, E2, E)
@@ -90,10 +93,15 @@ def _choose(
     for k in tl.static_range(K):
         best = tl.max(keys, axis=0)
         expert = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+        if SELECTION_BIAS:
+            score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+        else:
+            score = _number(best)
         chosen = tl.where(columns == k, expert, chosen)
         weights = tl.where(columns == k, score, weights)
         keys = tl.where(ids == expert, -(1 << 63), keys)
+    if BY_LOGIT:
+        weights = tl.where(columns < K, tl.exp(weights - most) / total, 0.0)
     if SCORE == 2:
         exponents = tl.exp(weights - tl.max(weights, axis=0))
         weights = exponents / tl.sum(exponents, axis=0)
@@ -292,7 +300,7 @@ def route(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor
             **sizes,
             **options,
         )
-        return _chosen(logits_TE, router, routing)
+        return _chosen(logits_TE, router, routing, num_warps=NUM_WARPS)
     ids_TK, weights_TK = _outputs(x_TD, routing)
     constants = _constants(router, routing)
     _route[programs, num_rows](
@@ -318,10 +326,12 @@ def route_many(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[T
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    return _chosen(logits_TE, router, routing)
+    return _chosen(logits_TE, router, routing, num_warps=1)
 
 
-def _chosen(logits_TE: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor, Tensor]:
+def _chosen(
+    logits_TE: Tensor, router: RouterWeights, routing: Routing, *, num_warps: int
+) -> tuple[Tensor, Tensor]:
     """Choose for each row of logits, to which the bias is yet to be added."""
     ids_TK, weights_TK = _outputs(logits_TE, routing)
     if len(logits_TE) > 0:
@@ -332,7 +342,7 @@ def _chosen(logits_TE: Tensor, router: RouterWeights, routing: Routing) -> tuple
             ids_TK,
             weights_TK,
             **_constants(router, routing),
-            num_warps=NUM_WARPS,
+            num_warps=num_warps,
             **pdl_options(logits_TE.device),
         )
     return ids_TK, weights_TK
