@@ -54,12 +54,18 @@ class ExpertLinears:
         gate = experts[0].gate
         scheme = gate.scheme.name if isinstance(gate, QuantizedWeight) else None
         device = deployment.kernel_device
-        counts = {"experts": routing.num_experts, "top_k": routing.top_k}
         packed: dict[Any, Any] = {}
         routers: dict[Phase, BoundKernel] = {}
         kernels: dict[Phase, BoundKernel] = {}
         for phase in PHASES:
-            problem = device.problem("router", n=routing.num_experts, k=hidden_size, phase=phase, **counts)
+            problem = device.problem(
+                "router",
+                n=routing.num_experts,
+                k=hidden_size,
+                phase=phase,
+                experts=routing.num_experts,
+                top_k=routing.top_k,
+            )
             routers[phase] = BoundKernel(select(problem), problem)
             problem = device.problem(
                 "experts",
@@ -68,7 +74,8 @@ class ExpertLinears:
                 phase=phase,
                 scheme=scheme,
                 activation=activation,
-                **counts,
+                experts=routing.num_experts,
+                top_k=routing.top_k,
             )
             kernel = select(problem)
             assert kernel.repack_experts is not None, f"experts kernel {kernel.name} has no repack_experts"

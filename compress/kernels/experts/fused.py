@@ -29,17 +29,19 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
     """Return how decode rows run."""
     few = num_rows <= MAX_PAIRED_ROWS
     bn = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
-    bm, warps, stages, most = 32, 2, 4, 128
     if packed.format == "w4":
-        bm, warps, stages, most = (32, 2, 3, 256) if few else (64, 4, 3, 128)
+        bm, warps, stages = (32, 2, 3) if num_rows == 1 else (64, 4, 3) if few else (128, 4, 3)
+        most = 256 if few else 128
+    else:
+        bm, warps, stages = (64, 4, 3) if few and num_rows > 1 else (32, 2, 4)
+        most = 128
     return Plan(
         Tile(bm, bn, columns(packed, packed.gate_up.in_features, most), warps, stages),
         Tile(bm, bn, columns(packed, packed.down.in_features, most), warps, stages),
         sort=not few,
         combine=few,
         y_dtype=torch.float32,
-        round_h=True,
-        prefetch=packed.format == "w4",
+        prefetch=packed.format != "dense16",
     )
 
 

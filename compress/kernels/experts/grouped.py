@@ -35,8 +35,8 @@ from compress.kernels.experts.units import Units, load_unit, sort_pairs
 from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import compute_capability
-from compress.kernels.quantize_rows.fused import converts_e4m3, e4m3, quantize_rows
-from compress.kernels.quantize_rows.groups import group_scale, quantize_groups
+from compress.kernels.quantize_rows.fused import quantize_rows
+from compress.kernels.quantize_rows.groups import quantize_groups
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Plan:
     """How experts run: the tiles of both products, whether pairs are sorted (else each is a unit), whether
     the last program of an output tile combines, and the dtype of y.
 
-    e4m3 codes: whether they are multiplied as they are, and whether a unit of one pair rounds its x, and its
-    h, itself. `prefetch` lets the weights of down be fetched while gate_up runs.
+    `native_fp8` multiplies e4m3 codes as they are. `prefetch` fetches weights of down while gate_up runs,
+    where units are pairs.
     """
 
     gate_up: Tile
@@ -65,8 +65,6 @@ class Plan:
     combine: bool
     y_dtype: torch.dtype
     native_fp8: bool = False
-    round_x: bool = False
-    round_h: bool = False
     prefetch: bool = False
 
 
@@ -111,7 +109,9 @@ def _numbers(
 
 
 @jit()
-def _factors(tile: tl.tensor, FORMAT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
+def _factors(
+    tile: tl.tensor, FORMAT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr
+) -> tl.tensor:
     """Return numbers to multiply: as loaded, or e4m3 codes widened to float16."""
     if INTERPRETED:
         return e4m3_values(tile) if FORMAT >= 2 else tile.to(tl.float32)
@@ -128,7 +128,6 @@ def _product(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
     x_rows: tl.tensor,
-    row: tl.tensor,
     valid: tl.tensor,
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -150,12 +149,10 @@ def _product(
     TWO: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    CONVERTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> tl.tensor:
     """Return two products [BM, BN] of an expert's outputs `first` and `second` (one, twice, if not TWO) with
-    rows of x. `QUANTIZE` rounds one row of 16-bit numbers, `row`, to e4m3 as it is read."""
+    rows of x."""
     expert = expert.to(tl.int64)
     a = tl.zeros([BM, BN], dtype=tl.float32)
     b = tl.zeros([BM, BN], dtype=tl.float32)
@@ -173,8 +170,8 @@ def _product(
         b_at = w_ptr + ((second // 16) * row_words + second % 16 * 32)[:, None] + words[None, :]
         a_first = expert * (OUT * SCALES) + (first // 16) * (SCALES * 16) + first % 16
         b_first = expert * (OUT * SCALES) + (second // 16) * (SCALES * 16) + second % 16
-        # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton pipelines
-        # only what a product reads.
+        # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton
+        # pipelines only what a product reads.
         PER_STEP: tl.constexpr = BK // 128
         LAST: tl.constexpr = IN // 128 - 1
         a_scale = tl.load(scale_ptr + a_first)
@@ -215,13 +212,12 @@ def _product(
                     a_sum = tl.dot(_numbers(a_words, a_offset, 4 * i, DTYPE, INTERPRETED), x, a_sum)
                     if TWO:
                         b_sum = tl.dot(_numbers(b_words, b_offset, 4 * i, DTYPE, INTERPRETED), x, b_sum)
-                    if GROUP < 128:
-                        if (i + 1) * 32 % GROUP == 0:
-                            a += a_sum * tl.load(scale_ptr + a_first + group).to(tl.float32)[:, None]
-                            a_sum = tl.zeros([BM, BN], dtype=tl.float32)
-                            if TWO:
-                                b += b_sum * tl.load(scale_ptr + b_first + group).to(tl.float32)[:, None]
-                                b_sum = tl.zeros([BM, BN], dtype=tl.float32)
+                    if GROUP < 128 and (i + 1) * 32 % GROUP == 0:
+                        a += a_sum * tl.load(scale_ptr + a_first + group).to(tl.float32)[:, None]
+                        a_sum = tl.zeros([BM, BN], dtype=tl.float32)
+                        if TWO:
+                            b += b_sum * tl.load(scale_ptr + b_first + group).to(tl.float32)[:, None]
+                            b_sum = tl.zeros([BM, BN], dtype=tl.float32)
                 if GROUP >= 128:
                     a += a_sum * (a_scale if part == 0 else a_scale1).to(tl.float32)[:, None]
                     if TWO:
@@ -243,58 +239,27 @@ def _product(
             b_scale_at = scale_ptr + second_block * STEPS
             a_scale = tl.load(a_scale_at)
             b_scale = tl.load(b_scale_at)
-            if QUANTIZE:
-                for step in tl.range(0, STEPS, num_stages=STAGES):
-                    after = tl.minimum(step + 1, STEPS - 1)
-                    a_next = tl.load(a_scale_at + after)
-                    b_next = tl.load(b_scale_at + after)
-                    raw = tl.load(x_ptr + row * IN + step * 128 + columns).to(tl.float32)
-                    x_scale = tl.max(group_scale(raw[None, :]), axis=0)
-                    codes = _factors(e4m3(raw, x_scale, CONVERTS), FORMAT, NATIVE, INTERPRETED)
-                    x = tl.where(there, codes[None, :], 0.0).to(codes.dtype).trans()
-                    zero = tl.zeros([BM, BN], dtype=tl.float32)
-                    a_sum = tl.dot(_factors(tl.load(a_at + step * 128), FORMAT, NATIVE, INTERPRETED), x, zero)
-                    a += a_sum * x_scale * a_scale
-                    if TWO:
-                        b_sum = tl.dot(
-                            _factors(tl.load(b_at + step * 128), FORMAT, NATIVE, INTERPRETED), x, zero
-                        )
-                        b += b_sum * x_scale * b_scale
-                    a_scale = a_next
-                    b_scale = b_next
-            else:
-                x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
-                x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
-                for step in tl.range(0, STEPS, num_stages=STAGES):
-                    after = tl.minimum(step + 1, STEPS - 1)
-                    x_next = tl.load(x_scale_at + after, mask=valid, other=0.0)
-                    a_next = tl.load(a_scale_at + after)
-                    b_next = tl.load(b_scale_at + after)
-                    at = step * 128
-                    x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
-                    zero = tl.zeros([BM, BN], dtype=tl.float32)
-                    a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
-                    a += a_sum * x_scale[None, :] * a_scale
-                    if TWO:
-                        b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
-                        b += b_sum * x_scale[None, :] * b_scale
-                    x_scale = x_next
-                    a_scale = a_next
-                    b_scale = b_next
+            x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
+            x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
+            for step in tl.range(0, STEPS, num_stages=STAGES):
+                after = tl.minimum(step + 1, STEPS - 1)
+                x_next = tl.load(x_scale_at + after, mask=valid, other=0.0)
+                a_next = tl.load(a_scale_at + after)
+                b_next = tl.load(b_scale_at + after)
+                at = step * 128
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
+                zero = tl.zeros([BM, BN], dtype=tl.float32)
+                a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
+                a += a_sum * x_scale[None, :] * a_scale
+                if TWO:
+                    b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
+                    b += b_sum * x_scale[None, :] * b_scale
+                x_scale = x_next
+                a_scale = a_next
+                b_scale = b_next
         else:
-            row_scale = 1.0
-            if QUANTIZE:
-                SIZE: tl.constexpr = triton.next_power_of_2(IN)
-                every = tl.arange(0, SIZE)
-                whole = tl.load(x_ptr + row * IN + every, mask=every < IN, other=0.0).to(tl.float32)
-                row_scale = tl.max(group_scale(whole[None, :]), axis=0)
             for at in tl.range(0, IN, BK, num_stages=STAGES):
-                if QUANTIZE:
-                    raw = tl.load(x_ptr + row * IN + at + columns).to(tl.float32)
-                    codes = _factors(e4m3(raw, row_scale, CONVERTS), FORMAT, NATIVE, INTERPRETED)
-                    x = tl.where(there, codes[None, :], 0.0).to(codes.dtype).trans()
-                else:
-                    x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
                 left = _factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED)
                 a = tl.dot(left, x, a, max_num_imprecise_acc=BK if NATIVE else None)
                 if TWO:
@@ -302,18 +267,10 @@ def _product(
                     b = tl.dot(right, x, b, max_num_imprecise_acc=BK if NATIVE else None)
             if FORMAT == 2:
                 scale_ptr += expert * OUT
-                a_scale = tl.load(scale_ptr + first)
-                if QUANTIZE:
-                    a = a * row_scale * a_scale[:, None]
-                else:
-                    x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)
-                    a = a * x_scale[None, :] * a_scale[:, None]
+                x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)
+                a = a * x_scale[None, :] * tl.load(scale_ptr + first)[:, None]
                 if TWO:
-                    b_scale = tl.load(scale_ptr + second)
-                    if QUANTIZE:
-                        b = b * row_scale * b_scale[:, None]
-                    else:
-                        b = b * x_scale[None, :] * b_scale[:, None]
+                    b = b * x_scale[None, :] * tl.load(scale_ptr + second)[:, None]
     return a, b
 
 
@@ -369,8 +326,6 @@ def _gate_up(
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    CONVERTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -385,10 +340,9 @@ def _gate_up(
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
         gate, up = _product(
-            x_ptr, x_scale_ptr, pairs // K, tl.program_id(1).to(tl.int64) // K, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, F + rows,
+            x_ptr, x_scale_ptr, pairs // K, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, F + rows,
             start // 128, BLOCKS // 2 + start // 128,
-            2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, NATIVE,
-            QUANTIZE, CONVERTS, INTERPRETED,
+            2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, NATIVE, INTERPRETED,
         )  # fmt: skip
         if BIAS:
             gate += tl.load(bias_ptr + expert * (2 * F) + rows).to(tl.float32)[:, None]
@@ -432,8 +386,6 @@ def _down(
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    CONVERTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -452,10 +404,9 @@ def _down(
     if expert >= 0:
         rows = tl.minimum(outputs, D - 1)
         y, _ = _product(
-            h_ptr, h_scale_ptr, pairs, tl.program_id(1).to(tl.int64), valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
+            h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
             start // 128, start // 128,
-            D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, NATIVE,
-            QUANTIZE, CONVERTS, INTERPRETED,
+            D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, NATIVE, INTERPRETED,
         )  # fmt: skip
         if BIAS:
             y += tl.load(bias_ptr + expert * D + rows).to(tl.float32)[:, None]
@@ -542,16 +493,14 @@ def run(
     out_TD = torch.empty(num_rows, hidden, dtype=packed.dtype, device=device)
     if num_rows == 0:
         return out_TD
-    assert ids_TK.is_contiguous() and weights_TK.is_contiguous()
+    assert ids_TK.is_contiguous()
+    assert weights_TK.is_contiguous()
     assert plan.gate_up.bn == plan.down.bn, "both products have the same units"
     h_PF = torch.empty(num_pairs, ffn, dtype=packed.dtype, device=device)
     y_PD = torch.empty(num_pairs, hidden, dtype=plan.y_dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
     paired = not plan.sort
-    coded = packed.format in ("fp8", "fp8_block")
-    round_x = plan.round_x and coded and paired and isinstance(x, Tensor)
-    round_h = plan.round_h and coded and paired
-    x_values, x_scale = _operand(x, packed, rounded=not round_x)
+    x_values, x_scale = _operand(x, packed)
     if paired:
         units = Units(ids_TK, ids_TK)
     else:
@@ -564,7 +513,6 @@ def run(
         "PAIRED": paired,
         "NATIVE": plan.native_fp8,
         "PREFETCH": plan.prefetch and paired,
-        "CONVERTS": converts_e4m3(device),
         "INTERPRETED": interpreted(),
         **pdl_options(device),
     }
@@ -581,10 +529,9 @@ def run(
         h_PF,
         **_constants(packed.gate_up, plan.gate_up),
         ACTIVATION=activation,
-        QUANTIZE=round_x,
         **common,
     )
-    h_values, h_scale = _operand(h_PF, packed, rounded=not round_h)
+    h_values, h_scale = _operand(h_PF, packed)
     _down[grid(hidden, plan.down)](
         h_values,
         h_scale,
@@ -601,7 +548,6 @@ def run(
         E=packed.num_experts,
         RESIDUAL=residual_TD is not None,
         COMBINE=plan.combine,
-        QUANTIZE=round_h,
         **common,
     )
     if not plan.combine:
@@ -620,13 +566,9 @@ def run(
     return out_TD
 
 
-def _operand(
-    x: Tensor | QuantizedRows, packed: PackedExperts, *, rounded: bool
-) -> tuple[Tensor, Tensor | None]:
+def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
     """Return the rows as a product reads them, and their scales where they are e4m3 codes."""
     if isinstance(x, Tensor):
-        if not rounded:
-            return x.contiguous(), None
         if packed.format == "fp8_block":
             x = quantize_groups(x, ActivationQuant(group_size=128))
         elif packed.format == "fp8":

@@ -1,7 +1,8 @@
 """Reference experts: every expert that is hit runs its rows through the reference linears of its scheme.
 
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k]),   y[t, k] = down(act(gate(x[t])) * up(x[t]))
-    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order of k
+    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order
+    of k
 
     silu, gelu_pytorch_tanh    act(gate) * up
     swiglu_clamped             gate s(1.702 gate) (up + 1), gate <= 7, |up| <= 7, s(x) = 1 / (1 + e^-x)
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from compress.kernels.act_mul.reference import act_mul
 from compress.kernels.linear import fp8_block, tiles
-from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.operands.routing import ExpertWeights
+from compress.kernels.operands.rows import ActivationQuant, quantize
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES, QuantizedWeight
@@ -88,9 +89,7 @@ def _linear(
     return ReferenceLinear(tiles.linear_in_tiles, weight, bias_O, quant)
 
 
-def expert_quant(
-    weights: Sequence[Tensor | QuantizedWeight], device: torch.device
-) -> ActivationQuant | None:
+def expert_quant(weights: Sequence[Tensor | QuantizedWeight], device: torch.device) -> ActivationQuant | None:
     """Return how linears of one scheme that share their input round it, or None; of several static scales
     the largest saturates none of them."""
     quantized = [each for each in weights if isinstance(each, QuantizedWeight)]

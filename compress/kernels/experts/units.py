@@ -89,7 +89,9 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
 
 
 @jit()
-def load_unit(experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr, PAIRED: tl.constexpr) -> tl.tensor:
+def load_unit(
+    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr, PAIRED: tl.constexpr
+) -> tl.tensor:
     """Return (expert of this program's unit or -1, pairs [BN], which of them are valid). `PAIRED` units are
     pairs, and `experts_ptr` their ids."""
     unit = tl.program_id(1)
