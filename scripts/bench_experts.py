@@ -6,8 +6,8 @@
 First every format is checked on small odd shapes against the torch reference, with fresh memory poisoned, and
 rows of the timed shape must have the same bits alone and in any company. Times are of CUDA-graph replays over
 several layers of weights, more than the L2 holds, per layer: the median, with the 10th and 90th percentile.
-Ids are drawn, not routed, from experts of uneven popularity; the experts hit in each case are counted. The floor is the bytes of the experts hit
-over the bandwidth given.
+Ids are drawn, not routed, from experts of uneven popularity; the experts hit in each case are counted. The
+floor is the bytes of the experts hit over the bandwidth given.
 """
 
 import argparse

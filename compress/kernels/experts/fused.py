@@ -30,10 +30,10 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
     few = num_rows <= MAX_PAIRED_ROWS
     bn = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
     if packed.format == "w4":
-        bm, warps, stages = (32, 2, 3) if num_rows == 1 else (64, 4, 3) if few else (128, 4, 3)
+        bm, warps, stages = (32, 2, 3) if num_rows <= 2 else (64, 4, 3) if few else (128, 4, 3)
         most = 256 if few else 128
     else:
-        bm, warps, stages = (64, 4, 3) if few and num_rows > 1 else (32, 2, 4)
+        bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
         most = 128
     return Plan(
         Tile(bm, bn, columns(packed, packed.gate_up.in_features, most), warps, stages),
@@ -41,7 +41,7 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
         sort=not few,
         combine=few,
         y_dtype=torch.float32,
-        prefetch=packed.format != "dense16",
+        prefetch=packed.format == "w4" or (packed.format != "dense16" and num_rows == 1),
     )
 
 
