@@ -102,7 +102,11 @@ class LayerState:
 
     def stored_weights(self, dtype: torch.dtype, *prefixes: str) -> Weights:
         """Return the parameters whose names begin with a prefix, as the layer's file will hold them."""
-        dense = {name: self.weights[name].to(stored_as(name, dtype)) for name in self.weights if name.startswith(prefixes)}
+        dense = {
+            name: self.weights[name].to(stored_as(name, dtype))
+            for name in self.weights
+            if name.startswith(prefixes)
+        }
         return dense | {
             f"{linear}.weight": weight
             for linear, weight in self.quantized.items()

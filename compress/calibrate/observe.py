@@ -84,7 +84,9 @@ def observe(
                     stat = sums.setdefault((tap, type(stat)), stat)
                     if factory is Tokens:
                         stat.update(_tokens_of(tap, chosen, x_BSD))
-                    elif x_BSD.numel():  # an expert without a token has a sum nevertheless: it keeps the order
+                    elif (
+                        x_BSD.numel()
+                    ):  # an expert without a token has a sum nevertheless: it keeps the order
                         run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
         for key in list(sums):
             trees.setdefault(key, MergeTree()).push(shard_idx, sums.pop(key))

@@ -7,7 +7,7 @@ one function (`open_checkpoint`).
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -196,9 +196,23 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
         config = None if static_kv is None else static_kv.alone
     else:
         linears = [to_disk(linear) for linear in linear_names(source.arch)]
-        coded = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
+        stated = with_dense_routers(scheme, source.arch).renamed(to_disk)
+        coded = form.quantization_config(stated, head=to_disk("head"), linears=linears)
         config = {**coded, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
+
+
+def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
+    """Return the schemes with the routers, and the gates of shared experts, among the dense linears: consumers
+    take them for linears like others."""
+    routers = [
+        (f"layers.{idx}.{name.removesuffix('.weight')}", None)
+        for idx, layer in enumerate(arch.layers)
+        if layer.experts is not None
+        for name in layer.experts.dense_shapes(arch.hidden_size)
+        if name.endswith(".weight")
+    ]
+    return replace(scheme, exceptions=(*scheme.exceptions, *routers))
 
 
 def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:

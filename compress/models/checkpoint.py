@@ -24,8 +24,8 @@ from compress.models.family import Family, family_of
 from compress.models.layout import ROTATED, Place, expert_places, expert_stack, row_order, stacked
 from compress.models.weights import WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
-from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
+from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.scheme import QuantizedWeight, Scheme
 from compress.untrusted.fields import Fields
 from compress.untrusted.files import check_within
@@ -182,9 +182,7 @@ class Checkpoint:
         """Return whether a parameter is stored in blocks of four-bit floats."""
         module, _, leaf = name.rpartition(".")
         return (
-            leaf == "weight"
-            and self.family.holds_all_experts(module)
-            and self.family.expert_layouts[0].mxfp4
+            leaf == "weight" and self.family.holds_all_experts(module) and self.family.expert_layouts[0].mxfp4
         )
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
@@ -311,7 +309,6 @@ class Checkpoint:
                     expected[stored] = shape or None  # a scalar may be [] or [1]
         return expected
 
-
     def _check_blocks(self, name: str, shape: tuple[int, ...]) -> None:
         """Check the shapes of the blocks of a weight and of their scales."""
         blocks = (*shape[:-1], shape[-1] // BLOCK)
@@ -357,9 +354,7 @@ def write_checkpoint(
             value = (
                 expert_stack(places, parts, stored)
                 if all_experts
-                else stacked(
-                    stored, [place.stored(part) for place, part in zip(places, parts, strict=True)]
-                )
+                else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
             )
         if not isinstance(value, QuantizedWeight):
             shards.add(

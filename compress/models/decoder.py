@@ -394,7 +394,6 @@ class DecoderLayer(nn.Module):
             up_to_down,
         ]
 
-
     def _expert_pairs(self, v_to_o: SmoothingPair) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads it,
         too, and its columns would change; nor is an `up` that is clamped."""

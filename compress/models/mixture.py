@@ -41,10 +41,7 @@ class ExpertLayout:
 def apart(prefix: str, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> ExpertLayout:
     """Return the layout with a tensor for each linear of each expert, `PREFIX.3.NAME.weight`."""
     return ExpertLayout(
-        {
-            f"{EXPERT}{ours}": f"{prefix}.*.{theirs}"
-            for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)
-        }
+        {f"{EXPERT}{ours}": f"{prefix}.*.{theirs}" for ours, theirs in zip(_GATE_UP_DOWN, names, strict=True)}
     )
 
 

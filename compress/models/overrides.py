@@ -14,7 +14,6 @@ from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.quant.scheme import ModelScheme, Scheme, commonest, name_of, with_exceptions
 
-
 MAX_NAMED = 12
 """Most linears that one sentence names."""
 

@@ -98,8 +98,14 @@ def fill_(
         if name.endswith(tuple(KV_SCALES.values())):
             continue
         tensor = dense(value)
-        kept = torch.float32 if name.endswith(FLOAT32_PARAMETERS) else (
-            tensor.dtype if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize else dtype
+        kept = (
+            torch.float32
+            if name.endswith(FLOAT32_PARAMETERS)
+            else (
+                tensor.dtype
+                if narrow and tensor.dim() == 2 and tensor.dtype.itemsize < dtype.itemsize
+                else dtype
+            )
         )
         state[name] = tensor.to(device=device, dtype=kept)
     module.load_state_dict(state, strict=True, assign=True)

@@ -26,7 +26,9 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         UnsupportedFormat: blocks and scales are not of their types, or a scale is not a number.
     """
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise UnsupportedFormat(f"blocks and scales of MXFP4 are bytes, not {blocks.dtype} and {scales.dtype}.")
+        raise UnsupportedFormat(
+            f"blocks and scales of MXFP4 are bytes, not {blocks.dtype} and {scales.dtype}."
+        )
     if bool((scales > MAX_SCALE).any()):
         raise UnsupportedFormat("a scale of MXFP4 weights is beyond the range of bfloat16, or not a number.")
     values = torch.tensor([*VALUES, *(-each for each in VALUES)], dtype=torch.bfloat16, device=blocks.device)

@@ -179,7 +179,7 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1 or parameter.dim() == 2 and name.endswith("_bias"):
+            if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith("_bias")):
                 parameter.copy_(parameter + 0.3 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)

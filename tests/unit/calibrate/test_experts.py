@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from compress.calibrate.experts import ExpertPolicy, Tokens, complete_starved
+from compress.calibrate.experts import ExpertPolicy, Tokens
+from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.layer_state import Row
 from compress.calibrate.observe import gather_everywhere, observe, observe_on_one_rank, observed_kinds
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.calibrate.stats import AbsMax, CrossMoment, SecondMoment
-from compress.calibrate.guide import GuideFiles, make_guide
 from compress.context import Context, OneRank
 from compress.errors import Interrupted
 from compress.models.attention import FullAttention
@@ -90,9 +90,7 @@ def test_every_linear_of_every_expert_is_quantized(
     method: str, starved: str, source: MemorySource, tmp_path: Path
 ) -> None:
     rows = run(tmp_path, source, method, starved=starved)
-    linears = [
-        (idx, linear) for idx, layer in enumerate(source.arch.layers) for linear in layer.linears
-    ]
+    linears = [(idx, linear) for idx, layer in enumerate(source.arch.layers) for linear in layer.linears]
     assert [(row["layer"], row["linear"]) for row in rows] == linears
     for idx in range(source.arch.num_layers):
         stored = load_weights(tmp_path / layer_name(idx), SCHEME)
@@ -161,7 +159,10 @@ def test_an_expert_without_a_token_has_the_layers_moment_under_every_policy(sour
         layer.moe.router.weight.zero_()  # all tokens go to the first two experts
     for starved in ("shrink", "keep"):
         stats = observe_on_one_rank(
-            layer, inputs(source), (SecondMoment,), ExpertPolicy(1, starved)  # type: ignore[arg-type]
+            layer,
+            inputs(source),
+            (SecondMoment,),
+            ExpertPolicy(1, starved),  # type: ignore[arg-type]
         )
         assert stats["moe_in.5"][Tokens].num_tokens == 0
         assert stats["moe_in.0"][Tokens].num_tokens == NUM_SAMPLES * SEQ_LEN
