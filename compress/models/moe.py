@@ -109,7 +109,8 @@ class Moe(nn.Module):
         """Return the experts of each token and their weights."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         bias = None if self.router.bias is None else self.router.bias.to(wide)
-        logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+        with torch.autocast(x_TD.device.type, enabled=False):  # training would compute logits in bfloat16
+            logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
         return route(self.facts, logits_TE, self.selection_bias if self.facts.selection_bias else None)
 
     def _routed(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
@@ -117,6 +118,15 @@ class Moe(nn.Module):
         without a token."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         total_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
+        for _, tokens, weights, out_tD in self.outputs(x_TD, tap):
+            total_TD.index_add_(0, tokens, out_tD.to(wide) * weights.unsqueeze(1))
+        return total_TD
+
+    def outputs(
+        self, x_TD: Tensor, tap: Callable[[str, Tensor], None]
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield for every expert its index, its tokens [t], their weights [t] and its outputs [t, D], not yet
+        weighted."""
         for idx, tokens, weights in self.route(x_TD).by_expert():
             expert = self.experts[idx]
             x_tD = x_TD[tokens]
@@ -124,9 +134,7 @@ class Moe(nn.Module):
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
             tap(f"moe_in.{idx}", x_TD if self.taps_see_all else x_tD)
             tap(f"moe_mid.{idx}", expert.gated(x_TD) if self.taps_see_all else mid_tF)
-            out_tD = expert.down(mid_tF).to(wide)
-            total_TD.index_add_(0, tokens, out_tD * weights.unsqueeze(1))
-        return total_TD
+            yield idx, tokens, weights, expert.down(mid_tF)
 
     def _shared(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
         """Return the shared expert's output, float32 [T, D]."""
