@@ -249,6 +249,7 @@ def main() -> None:
         print(table(json.loads(args.show.read_text())["rows"]))
         return
     name, arch = read_arch(args.model)
+    num_layers = arch.num_layers
     arch = cut(arch, args.layers)
     rows = list[dict[str, Any]]()
     facts = {
@@ -259,7 +260,11 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         for measured in measurements(args, Path(scratch), arch, device):
-            rows.append({"tool": measured.pop("tool"), "method": measured.pop("method"), **facts, **measured})
+            per_layer_s = measured["seconds"] / arch.num_layers
+            of_all = {"seconds_per_layer": per_layer_s, "full_model_seconds": per_layer_s * num_layers}
+            rows.append(
+                {"tool": measured.pop("tool"), "method": measured.pop("method"), **facts, **of_all, **measured}
+            )
             print(f"{rows[-1]['tool']} {rows[-1]['method']}: {rows[-1]['seconds']:.1f} s", flush=True)
             if args.out is not None:
                 write_results(

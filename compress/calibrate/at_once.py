@@ -4,7 +4,7 @@ cost."""
 from collections.abc import Callable, Sequence
 
 from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
-from compress.calibrate.observe import gather_to_owners, observe
+from compress.calibrate.observe import gather_layer, observe
 from compress.models.arch import Arch, LinearGroup
 
 
@@ -26,10 +26,19 @@ def compress_at_once(
     run = state.run
     layer = run.build_layer(arch, state.layer_idx, state.loaded_weights())
     kinds = needed_stats(passes)
-    trees = observe(layer, run, kinds, source_layer=layer, token_weights=state.guide.token_weights)
+    if layer.shape.experts is not None:
+        layer.moe.taps_see_all = run.experts.starved == "all_tokens"
+    trees = observe(
+        layer,
+        run,
+        kinds,
+        source_layer=layer,
+        token_weights=state.guide.token_weights,
+        source_experts=layer,
+    )
     groups = layer.groups()
     owners = assign_groups(arch, state.layer_idx, groups, run.ranks.size)
-    state.stats = gather_to_owners(trees, groups, kinds, owners, run.ranks)
+    state.stats, state.tokens = gather_layer(trees, layer, kinds, owners, run)
     state.groups = [group for group in groups if owners[group.tap] == run.ranks.rank]
     del layer, trees
     prefetch_next()

@@ -21,6 +21,7 @@ import torch
 
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.at_once import assign_groups
+from compress.calibrate.experts import expert_of
 from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
@@ -116,10 +117,12 @@ def flops(work: Workload, *, products: float) -> tuple[float, float]:
     arch = work.arch
     tokens = work.num_samples * work.seq_len
     grams = work.num_streams * sum(
-        2.0 * tokens * size**2 for layer in arch.layers for size in _input_sizes(arch, layer)
+        2.0 * tokens * layer.token_frac(group.linears[0]) * size**2
+        for layer in arch.layers
+        for group, size in zip(layer.groups, _input_sizes(arch, layer), strict=True)
     )
     replays = 0 if work.true_sequential else 1
-    forward = (replays + work.num_streams) * 2.0 * arch.num_linear_params * tokens
+    forward = (replays + work.num_streams) * 2.0 * arch.num_active_linear_params * tokens
     return (forward + grams) / work.num_ranks, _busiest(
         work, lambda shapes: sum(2.0 * products * rows * size**2 for rows, size in shapes)
     )
@@ -132,8 +135,13 @@ def guide_effort(work: Workload, guide: Guide) -> tuple[int, float]:
     walked = len(guide.walked(work.num_samples))
     samples = min(max(1, WALK_TOKENS // work.seq_len), walked)
     outer = 3 * 2.0 * arch.vocab_size * arch.hidden_size
-    walks = (3 * 2.0 * arch.num_linear_params + outer) * walked * work.seq_len
-    rows = [layer.linear_shape(name, arch.hidden_size)[0] for layer in arch.layers for name in layer.linears]
+    walks = (3 * 2.0 * arch.num_active_linear_params + outer) * walked * work.seq_len
+    rows = [
+        layer.linear_shape(name, arch.hidden_size)[0]
+        for layer in arch.layers
+        for name in layer.linears
+        if layer.token_frac(name) == 1.0  # a guide has no moments of experts' outputs
+    ]
     moments = sum(2.0 * samples * work.seq_len * size * min(size, SEGMENT_ROWS) for size in rows)
     held = (arch.num_layers + 2) * samples * work.seq_len * arch.hidden_size * work.value_bytes
     return held + 10 * work.seq_len * arch.vocab_size, walks + moments
@@ -183,6 +191,8 @@ def _output_moment_bytes(layer: LayerShape, hidden_size: int) -> int:
     """Return the bytes of a layer's output moments, in bfloat16."""
     total = 0
     for group in layer.groups:
+        if expert_of(group.tap) is not None:
+            continue
         num_whole, rest = divmod(layer.group_shape(group, hidden_size)[0], SEGMENT_ROWS)
         total += 2 * (num_whole * SEGMENT_ROWS**2 + rest**2)
     return total

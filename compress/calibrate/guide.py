@@ -35,6 +35,7 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.artifact.resume import ResumePoint
+from compress.calibrate.experts import expert_of
 from compress.calibrate.gradients import EmbedAndHead, GradientVisitor, visit_gradients
 from compress.calibrate.stats import InputStats
 from compress.context import Context
@@ -181,6 +182,8 @@ class _Visitor(GradientVisitor):
     def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
+        if expert_of(group.tap) is not None:
+            return  # the tokens of an expert weigh the same: the compressed model may route others to it
         g_TO = torch.cat([gradients[name] for name in group.linears], dim=1)
         sizes_T = torch.linalg.vector_norm(g_TO, dim=1, dtype=torch.float32)
         self._squares.setdefault(f"{layer.layer_idx}/{group.tap}", []).append(sizes_T.square())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.calibrate.experts import ExpertPolicy
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.samples import Samples
 from compress.context import NUM_SHARDS, OneRank, Ranks
@@ -33,7 +34,8 @@ class LayerRun:
 
     `samples` are activations of the model that is compressed, `source_samples` those of the source for the
     same tokens, or None if no statistic compares the two. `shards` is shard index -> its samples, counted
-    over the whole calibration set. `dtype` is that of the computation.
+    over the whole calibration set. `dtype` is that of the computation. `experts` is what becomes of the
+    statistics of starved experts.
     """
 
     samples: Samples
@@ -42,6 +44,7 @@ class LayerRun:
     ranks: Ranks
     memory: MemoryGuard
     dtype: torch.dtype
+    experts: ExpertPolicy = ExpertPolicy()
 
     @staticmethod
     def on_one_rank(x_NSD: Tensor, source_NSD: Tensor | None = None) -> "LayerRun":

@@ -13,7 +13,7 @@ from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
 from compress.models.arch import Arch, LinearGroup
 from compress.models.decoder import DecoderLayer, SmoothingPair
-from compress.models.weights import Weights
+from compress.models.weights import Weights, stored_as
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 
 Row = dict[str, Any]
@@ -39,7 +39,8 @@ class LayerState:
     tap, as the layer sees them when all layers before it are compressed. `pairs` and `weights` are complete
     on every rank; weights lie on the device, are read as float32, and a pass sets those that it changes. A
     linear that a pass has quantized is in `quantized` and no longer in `weights`. `num_rows` is linear ->
-    output features. `cache` holds the scales of the layer's KV cache.
+    output features. `cache` holds the scales of the layer's KV cache, and `tokens` the tokens that each expert
+    saw whose groups are here.
     """
 
     layer_idx: int
@@ -53,6 +54,7 @@ class LayerState:
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     cache: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -100,7 +102,11 @@ class LayerState:
 
     def stored_weights(self, dtype: torch.dtype, *prefixes: str) -> Weights:
         """Return the parameters whose names begin with a prefix, as the layer's file will hold them."""
-        dense = {name: self.weights[name].to(dtype) for name in self.weights if name.startswith(prefixes)}
+        dense = {
+            name: self.weights[name].to(stored_as(name, dtype))
+            for name in self.weights
+            if name.startswith(prefixes)
+        }
         return dense | {
             f"{linear}.weight": weight
             for linear, weight in self.quantized.items()
@@ -109,7 +115,7 @@ class LayerState:
 
     def release_weights(self, dtype: torch.dtype) -> Weights:
         """Return everything that the layer's file will hold; the state keeps no dense weight."""
-        dense = {name: self.weights.pop(name).to(dtype) for name in list(self.weights)}
+        dense = {name: self.weights.pop(name).to(stored_as(name, dtype)) for name in list(self.weights)}
         return {
             **dense,
             **{f"{linear}.weight": weight for linear, weight in self.quantized.items()},
@@ -149,7 +155,12 @@ class LayerState:
 
     def row(self, linear: str) -> Row:
         """Return the report row of a linear, to be filled; a new one if it has none."""
-        return self.rows.setdefault(linear, {"layer": self.layer_idx, "linear": linear})
+        if linear not in self.rows:
+            self.rows[linear] = {"layer": self.layer_idx, "linear": linear}
+            parts = linear.split(".")
+            if parts[1] == "experts" and int(parts[2]) in self.tokens:
+                self.rows[linear]["tokens"] = self.tokens[int(parts[2])]
+        return self.rows[linear]
 
 
 class LayerPass(Protocol):

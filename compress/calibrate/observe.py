@@ -15,6 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.calibrate.experts import (
+    ExpertPolicy,
+    Tokens,
+    TokenSample,
+    complete_starved,
+    expert_of,
+    layer_kinds,
+)
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
@@ -22,7 +30,9 @@ from compress.calibrate.stats import InputStats, MergeTree, Node, SourceStat, St
 from compress.context import OneRank, Ranks
 from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import no_tap
+from compress.models.decoder import DecoderLayer, no_tap
+from compress.models.experts import ALL_TOKENS
+from compress.models.moe import TOKENS
 
 Trees = dict[tuple[str, type[Stat]], MergeTree[Stat]]
 """(tap, type of the statistic) -> the sums of one rank."""
@@ -41,6 +51,7 @@ def observe(
     into: Samples | None = None,
     source_layer: Forward | None = None,
     token_weights: TokenWeights | None = None,
+    source_experts: DecoderLayer | None = None,
 ) -> Trees:
     """Run the rank's samples through `layer` and return the sums of every tap over its shards.
 
@@ -48,7 +59,9 @@ def observe(
         into: receives the outputs of `layer`; None drops them.
         source_layer: what the source's samples, if the run has any, go through; they are replaced by its
             outputs.
-        token_weights: of the rank's samples, by tap; None weighs all tokens alike.
+        token_weights: of the rank's samples, by tap; None, or a tap without them, weighs all tokens alike.
+        source_experts: the source's layer, whose experts compute what the source has at an expert's taps, for
+            the tokens that `layer` routes to it.
     """
     trees: Trees = {}
     for shard_idx, pieces in run.pieces().items():
@@ -57,23 +70,97 @@ def observe(
             source_taps: Mapping[str, Tensor] = {}
             if source_layer is not None and run.source_samples is not None:
                 source_taps = _taps_of(source_layer, run.source_samples, piece, run, run.source_samples)
-            for tap, x_BSD in _taps_of(layer, run.samples, piece, run, into).items():
-                weights_BS = token_weights[tap][piece] if token_weights else None
+            taps = _taps_of(layer, run.samples, piece, run, into)
+            chosen = {name: taps.pop(name) for name in list(taps) if name.startswith(TOKENS)}
+            if source_experts is not None and source_taps:
+                source_taps = {**source_taps, **_source_at_experts(source_experts, taps, chosen, source_taps)}
+            for tap, x_BSD in taps.items():
+                weights_BS = token_weights[tap][piece] if token_weights and tap in token_weights else None
                 rows = run.memory.retry_on_oom(
                     partial(_rows, x_BSD, source_taps.get(tap), weights_BS), _OBSERVING
                 )
-                for factory in factories:
+                for factory in layer_kinds(tap, factories) if chosen else factories:
                     stat = factory()
                     stat = sums.setdefault((tap, type(stat)), stat)
-                    run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
+                    if factory is Tokens:
+                        stat.update(_tokens_of(tap, chosen, x_BSD))
+                    elif (
+                        x_BSD.numel()
+                    ):  # an expert without a token has a sum nevertheless: it keeps the order
+                        run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
         for key in list(sums):
             trees.setdefault(key, MergeTree()).push(shard_idx, sums.pop(key))
     return trees
 
 
-def observe_on_one_rank(layer: Forward, x_NSD: Tensor, factories: Sequence[StatFactory]) -> Stats:
-    """Return the statistics of every tap over all samples, computed in this process alone."""
-    return gather_everywhere(observe(layer, LayerRun.on_one_rank(x_NSD), factories), factories, OneRank())
+def _tokens_of(tap: str, chosen: Mapping[str, Tensor], x_BSD: Tensor) -> Tensor:
+    """Return the indices of the tokens that were routed to the expert of a tap; of another tap all rows."""
+    expert = expert_of(tap)
+    return x_BSD.flatten(0, -2) if expert is None else chosen[f"{TOKENS}.{expert}"]
+
+
+@torch.no_grad()
+def _source_at_experts(
+    source_layer: DecoderLayer,
+    taps: Mapping[str, Tensor],
+    chosen: Mapping[str, Tensor],
+    source_taps: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return what the source has at the taps of experts, for the tokens that are observed there."""
+    x_TD = source_taps[ALL_TOKENS].flatten(0, -2)
+    found = dict[str, Tensor]()
+    for tap, observed in taps.items():
+        expert = expert_of(tap)
+        if expert is None or not observed.numel():
+            continue
+        tokens = chosen[f"{TOKENS}.{expert}"].squeeze(1)
+        x_tD = x_TD if len(observed) == len(x_TD) else x_TD[tokens]
+        ffn = source_layer.get_submodule(f"moe.experts.{expert}")
+        found[tap] = x_tD if tap.startswith("moe_in.") else ffn.gated(x_tD)  # type: ignore[operator]
+    return found
+
+
+def observe_on_one_rank(
+    layer: DecoderLayer, x_NSD: Tensor, factories: Sequence[type[Stat]], policy: ExpertPolicy = ExpertPolicy()
+) -> Stats:
+    """Return the statistics of every tap over all samples, computed in this process alone; those of starved
+    experts are completed."""
+    trees = observe(layer, LayerRun.on_one_rank(x_NSD), factories)
+    stats = gather_everywhere(trees, observed_kinds(layer, factories), OneRank())
+    if layer.shape.experts is not None:
+        complete_starved(stats, layer, stats[ALL_TOKENS], factories, policy)
+    return stats
+
+
+def observed_kinds(layer: DecoderLayer, kinds: Sequence[type[Stat]]) -> tuple[type[Stat], ...]:
+    """Return the types of the statistics that an observation of a layer collects at some tap."""
+    return tuple(kinds) if layer.shape.experts is None else (*kinds, Tokens, TokenSample)
+
+
+def gather_layer(
+    trees: Trees,
+    layer: DecoderLayer,
+    kinds: Sequence[type[Stat]],
+    owners: Mapping[str, int],
+    run: LayerRun,
+    *,
+    groups: Sequence[LinearGroup] | None = None,
+) -> tuple[Stats, dict[int, int]]:
+    """Return the finished statistics of the taps that this rank owns, and the tokens of the experts among
+    them; those of starved experts are completed. `groups` are those observed, all of the layer if None.
+    Empties `trees`."""
+    groups = layer.groups() if groups is None else groups
+    if layer.shape.experts is None or not any(tap == ALL_TOKENS for tap, _ in trees):
+        return gather_to_owners(trees, groups, kinds, owners, run.ranks), {}
+    everywhere = {key: trees.pop(key) for key in list(trees) if key[0] == ALL_TOKENS}
+    of_layer = gather_everywhere(everywhere, observed_kinds(layer, kinds), run.ranks)
+    of_experts = [group for group in groups if expert_of(group.tap) is not None]
+    others = [group for group in groups if expert_of(group.tap) is None and group.tap != ALL_TOKENS]
+    stats = gather_to_owners(trees, others, kinds, owners, run.ranks)
+    stats |= gather_to_owners(trees, of_experts, (*kinds, Tokens), owners, run.ranks)
+    if owners.get(ALL_TOKENS) == run.ranks.rank:
+        stats |= of_layer
+    return stats, complete_starved(stats, layer, of_layer[ALL_TOKENS], kinds, run.experts)
 
 
 def _taps_of(

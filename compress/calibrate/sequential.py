@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.at_once import compress_at_once
+from compress.calibrate.experts import ExpertPolicy
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
 from compress.calibrate.layer_files import (
@@ -74,6 +75,7 @@ class Compression:
         kv_scales: also find and store the static scales of every layer's KV cache.
         guide: token weights and output moments from gradients; without, all tokens count the same.
         pruned: shapes that the passes leave, if they change them; it has as many layers.
+        experts: what becomes of the statistics of experts that see few tokens.
     """
 
     passes: Sequence[LayerPass]
@@ -82,6 +84,7 @@ class Compression:
     kv_scales: bool = False
     guide: GuideFiles | None = None
     pruned: Arch | None = None
+    experts: ExpertPolicy = ExpertPolicy()
 
     @property
     def compares_with_source(self) -> bool:
@@ -184,10 +187,11 @@ def _start(
     own_NS = tokens_NS[sample_range(shards)]
     samples = _embedded(source, own_NS, out if ranks.rank == 0 else None, device, compute_dtype)
     if not compression.compares_with_source:
-        return LayerRun(samples, None, shards, ranks, MemoryGuard(ctx.progress, samples), compute_dtype)
+        memory = MemoryGuard(ctx.progress, samples)
+        return LayerRun(samples, None, shards, ranks, memory, compute_dtype, compression.experts)
     source_samples = samples.clone()
     memory = MemoryGuard(ctx.progress, samples, source_samples)
-    return LayerRun(samples, source_samples, shards, ranks, memory, compute_dtype)
+    return LayerRun(samples, source_samples, shards, ranks, memory, compute_dtype, compression.experts)
 
 
 def _layer_state(

@@ -32,7 +32,8 @@ class Stat(Protocol):
 
     `update` adds all tokens of one piece at once. `merge` adds the sum of later samples and overwrites that
     sum. After `compact` only `merge` and reading follow. A statistic that `is_quadratic` can weigh tokens: it
-    receives rows times the root of their weights.
+    receives rows times the root of their weights. `complete_` adds as many tokens of the average of `target` as
+    are missing to `num_tokens`, of which there must be some.
     """
 
     @property
@@ -45,6 +46,8 @@ class Stat(Protocol):
     def compact(self) -> None: ...
 
     def rescale_(self, scale_D: Tensor) -> None: ...
+
+    def complete_(self, target: Self, num_tokens: int) -> None: ...
 
 
 StatFactory = Callable[[], Stat]
@@ -146,6 +149,14 @@ class SecondMoment:
         self._sum_DD = self._whole() / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
         self._lower = []
 
+    def complete_(self, target: Self, num_tokens: int) -> None:
+        missing = num_tokens - self.num_tokens
+        added_DD = target.mean() * missing
+        self._sum_DD = added_DD.add_(self._whole()) if self.num_tokens else added_DD
+        self._lower = []
+        self._half = False
+        self.num_tokens = num_tokens
+
     def mean(self) -> Tensor:
         """Return the moment, float32 [D, D]."""
         return self._whole() / self.num_tokens if not self._lower else self._whole().div_(self.num_tokens)
@@ -209,6 +220,11 @@ class CrossMoment:
         assert self._sum_DD is not None
         self._sum_DD = self._sum_DD / (scale_D.unsqueeze(0) * scale_D.unsqueeze(1))
 
+    def complete_(self, target: Self, num_tokens: int) -> None:
+        added_DD = target.mean() * (num_tokens - self.num_tokens)
+        self._sum_DD = added_DD if self._sum_DD is None else added_DD.add_(self._sum_DD)
+        self.num_tokens = num_tokens
+
     def mean(self) -> Tensor:
         """Return the moment, float32 [D, D]."""
         assert self._sum_DD is not None
@@ -245,6 +261,11 @@ class Mean:
         assert self._sum_D is not None
         self._sum_D = self._sum_D / scale_D
 
+    def complete_(self, target: Self, num_tokens: int) -> None:
+        added_D = target.mean() * (num_tokens - self.num_tokens)
+        self._sum_D = added_D if self._sum_D is None else added_D.add_(self._sum_D)
+        self.num_tokens = num_tokens
+
     def mean(self) -> Tensor:
         """Return the mean, float32 [D]."""
         assert self._sum_D is not None
@@ -280,6 +301,10 @@ class AbsMax:
     def rescale_(self, scale_D: Tensor) -> None:
         assert self._max_D is not None
         self._max_D = self._max_D / scale_D
+
+    def complete_(self, target: "AbsMax", num_tokens: int) -> None:
+        """Cover the range of `target`, too."""
+        self.merge(target)
 
     def max(self) -> Tensor:
         """Return the largest value of all features, a float32 scalar."""

@@ -12,7 +12,8 @@ value at a second tap is kept until its linear is compressed, and the samples en
 compressed layer, with the bits that a replay gives.
 
 A group is observed only after the one before it is compressed, so of several ranks one compresses at a time;
-they share the observation.
+they share the observation. In a mixture of experts all gates and ups are compressed from one observation, and
+then all downs; the half-layer is run for each of the two and once more to its end.
 """
 
 import itertools
@@ -25,10 +26,10 @@ from torch import Tensor
 
 from compress.calibrate.kv import Forward
 from compress.calibrate.layer_state import LayerPass, LayerState, needed_stats
-from compress.calibrate.observe import gather_to_owners, observe
+from compress.calibrate.observe import gather_layer, gather_to_owners, observe, replay_
 from compress.calibrate.samples import Samples
 from compress.models.arch import Arch
-from compress.models.decoder import DecoderLayer, HalfLayer
+from compress.models.decoder import DecoderLayer, ExpertHalf, HalfLayer
 from compress.models.weights import refill_
 
 
@@ -55,6 +56,11 @@ def compress_true_sequential(
         source_layer = run.build_layer(arch, state.layer_idx, state.loaded_weights())
     prefetch_next()
     for half, source_half in zip(layer.halves(), source_layer.halves(), strict=True):
+        if isinstance(half, ExpertHalf):
+            assert isinstance(source_half, ExpertHalf)
+            _compress_experts(half, source_half, state, layer, source_layer, passes)
+            continue
+        assert isinstance(source_half, HalfLayer)
         first, second = half.taps
         _compress_group(first, state, layer, passes, half.enter, source_half.enter)
         if first == layer.shape.linears["attn.v"]:
@@ -65,6 +71,45 @@ def compress_true_sequential(
                 run.samples[piece] = run.memory.retry_on_oom(
                     partial(_leave, half, run.samples, values, piece), "replaying a layer"
                 )
+
+
+def _compress_experts(
+    half: ExpertHalf,
+    source_half: ExpertHalf,
+    state: LayerState,
+    layer: DecoderLayer,
+    source_layer: DecoderLayer,
+    passes: Sequence[LayerPass],
+) -> None:
+    """Compress all gates and ups, then all downs, and take the samples through the half-layer. Groups of one
+    stage read nothing that another one computes, so the ranks share them."""
+    run = state.run
+    half.moe.taps_see_all = run.experts.starved == "all_tokens"
+    kinds = needed_stats(passes)
+    for groups in half.stages:
+        is_last = groups is half.stages[-1]
+        trees = observe(
+            half.enter,
+            run,
+            kinds,
+            source_layer=source_half.pass_through if is_last else source_half.enter,
+            token_weights=state.guide.token_weights,
+            source_experts=source_layer,
+        )
+        owners = {group.tap: idx % run.ranks.size for idx, group in enumerate(groups)}
+        stats, tokens = gather_layer(trees, layer, kinds, owners, run, groups=groups)
+        own = [group for group in groups if owners[group.tap] == run.ranks.rank]
+        part = replace(state, groups=own, stats=stats, tokens=tokens)
+        for each in passes:
+            each.apply(part)
+        linears = [linear for group in groups for linear in group.linears]
+        for results in run.ranks.all_gather(state.results_for(linears)):
+            state.merge_results(results)
+        for linear in linears:
+            if linear in state.quantized:
+                refill_(layer.linear(linear), state.quantized[linear])
+    half.moe.taps_see_all = False
+    replay_(half.pass_through, run.samples, run)
 
 
 @torch.no_grad()

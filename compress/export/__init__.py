@@ -6,8 +6,8 @@ one function (`open_checkpoint`).
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -237,9 +237,12 @@ def write_format(
     if scheme is None:
         config = None if static_kv is None else static_kv.alone
     else:
-        config_name: Callable[[str], str] = lambda module: family.to_memory(family.to_disk(module))  # noqa: E731
+
+        def config_name(module: str) -> str:
+            return family.to_memory(family.to_disk(module))
+
         coded = form.quantization_config(
-            scheme.renamed(config_name),
+            with_dense_routers(scheme, source.arch).renamed(config_name),
             head=config_name("head"),
             linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
             untouched=family.untouched,
@@ -252,6 +255,19 @@ def write_format(
         quantization_config=config,
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
+    """Return the schemes with the routers, and the gates of shared experts, among the dense linears: consumers
+    take them for linears like others."""
+    routers = [
+        (f"layers.{idx}.{name.removesuffix('.weight')}", None)
+        for idx, layer in enumerate(arch.layers)
+        if layer.experts is not None
+        for name in layer.experts.dense_shapes(arch.hidden_size)
+        if name.endswith(".weight")
+    ]
+    return replace(scheme, exceptions=(*scheme.exceptions, *routers))
 
 
 def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:

@@ -295,6 +295,9 @@ class CompressedTensors:
         if ragged:
             rows = scheme.layers.block_rows
             vllm = f"fuses linears at whole blocks; N of {', '.join(ragged)} is no multiple of {rows}"
+        of_experts = arch.has_experts and not all(each.symmetric for each in scheme.of_layers)
+        if of_experts:
+            vllm = "takes symmetric codes only in experts"
         transformers = "decompresses at load: no speed, no memory saved"
         loads = True
         if not all(each.symmetric for each in scheme.all):
@@ -305,8 +308,8 @@ class CompressedTensors:
         return [
             Consumer("compress runtime", loads=True, note="any scheme that is exported"),
             Consumer("transformers", loads=loads, note=transformers),
-            Consumer("vLLM", loads=not (narrow or ragged), note=vllm),
-            on_a_cpu(scheme, refused=vllm if narrow or ragged else None),
+            Consumer("vLLM", loads=not (narrow or ragged or of_experts), note=vllm),
+            on_a_cpu(scheme, refused=vllm if narrow or ragged or of_experts else None),
         ]
 
 

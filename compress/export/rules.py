@@ -73,6 +73,22 @@ def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     rules = []
     if not arch.is_uniform:
         rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
+    to_one = family_of({"model_type": arch.family}).holds_all_experts
+    experts = [
+        name
+        for idx, layer in enumerate(arch.layers)
+        for name in (f"layers.{idx}.moe.experts.0.{part}" for part in ("gate", "up", "down"))
+        if layer.experts is not None and scheme.for_linear(name) is not None and to_one(name)
+    ]
+    if experts:
+        rules.append(
+            Rule(
+                "experts-apart",
+                f"checkpoints of {arch.family} have the weights of all experts of a layer in one tensor, and no "
+                "consumer reads codes from it. Leave the experts dense: `overrides: {'*.moe.experts.*': "
+                "dense}`.",
+            )
+        )
     if scheme.head is not None and arch.tied_head:
         rules.append(
             Rule(

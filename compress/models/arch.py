@@ -121,6 +121,28 @@ class LayerShape:
         return (*attention, *(first for first, _ in halves), *(second for _, second in halves))
 
     @cached_property
+    def units(self) -> tuple[LinearGroup, ...]:
+        """The sets of linears that have one scheme: the linear groups, those of all experts as one, which
+        consumers compute as one product."""
+        if self.experts is None:
+            return self.groups
+        routed: dict[str, list[str]] = {"gate_up": [], "down": []}
+        for group in self.groups:
+            if group.name.startswith("expert."):
+                routed[group.name.rpartition(".")[2]] += group.linears
+        plain = tuple(group for group in self.groups if not group.name.startswith("expert."))
+        return (
+            *plain,
+            LinearGroup("experts.gate_up", "moe_in", tuple(routed["gate_up"])),
+            LinearGroup("experts.down", "moe_mid", tuple(routed["down"])),
+        )
+
+    def unit_of(self, group: LinearGroup) -> LinearGroup:
+        """Return the unit that a linear group belongs to."""
+        tap = group.tap.partition(".")[0]
+        return next(unit for unit in self.units if unit.tap == tap)
+
+    @cached_property
     def _taps(self) -> dict[str, str]:
         return {linear: group.tap for group in self.groups for linear in group.linears}
 
@@ -138,6 +160,12 @@ class LayerShape:
     def widths(self) -> tuple[int, int, int, int]:
         """The numbers of query heads and KV heads, the head dimension and the FFN channels."""
         return self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size
+
+    def token_frac(self, linear: str) -> float:
+        """Return the share of all tokens that go through a linear, if the router treats experts alike."""
+        if self.experts is None or not linear.startswith("moe.experts."):
+            return 1.0
+        return self.experts.top_k / self.experts.num_experts
 
     def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
         """Return [O, I] of a canonical linear of this layer."""
@@ -261,6 +289,15 @@ class Arch:
             for layer in self.layers
             for name in layer.linears
         )
+
+    @property
+    def num_active_linear_params(self) -> int:
+        """Weights of the decoder linears that one token goes through."""
+        active = 0.0
+        for layer in self.layers:
+            for name in layer.linears:
+                active += math.prod(layer.linear_shape(name, self.hidden_size)) * layer.token_frac(name)
+        return round(active)
 
     @property
     def num_params(self) -> int:

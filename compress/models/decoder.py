@@ -243,6 +243,27 @@ class Ffn(nn.Module):
 
 
 @dataclass(frozen=True)
+class ExpertHalf:
+    """The half-layer of a mixture of experts, x + scale * post(moe(norm(x))). Its linears have taps of two
+    stages: before the gates and ups, and before the downs."""
+
+    stages: tuple[tuple[LinearGroup, ...], tuple[LinearGroup, ...]]
+    norm: Callable[[Tensor], Tensor]
+    moe: Moe
+    post: Callable[[Tensor], Tensor]
+    scale: float
+
+    def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Run to all taps; return x."""
+        self.moe(self.norm(x_BSD), tap)
+        return x_BSD
+
+    def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
+        """Run the whole half-layer."""
+        return add_scaled(x_BSD, self.post(self.moe(self.norm(x_BSD), tap)), self.scale)
+
+
+@dataclass(frozen=True)
 class HalfLayer:
     """x + scale * post(out(inner(norm(x)))), attention or the FFN of a layer, with what its two taps part."""
 
@@ -317,16 +338,25 @@ class DecoderLayer(nn.Module):
         ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
         return add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
 
-    def halves(self) -> tuple[HalfLayer, HalfLayer]:
+    def halves(self) -> tuple[HalfLayer, HalfLayer | ExpertHalf]:
         """Return the two half-layers, attention and FFN, that `forward` runs one after the other; a layer
         whose halves run side by side has none."""
         assert not self.is_parallel
         heads = partial(self.attn.heads, layer_idx=self.layer_idx)
         scale = self.arch.residual_scale
+        attention = HalfLayer(
+            ("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o, self.attn_post_norm, scale
+        )
+        if self.shape.experts is not None:
+            of_moe = self.shape.groups[2:]
+            stages = tuple(
+                tuple(group for group in of_moe if group.name.endswith(end)) for end in ("gate_up", "down")
+            )
+            return attention, ExpertHalf(
+                (stages[0], stages[1]), self.ffn_norm, self.moe, self.ffn_post_norm, scale
+            )
         return (
-            HalfLayer(
-                ("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o, self.attn_post_norm, scale
-            ),
+            attention,
             HalfLayer(
                 ("ffn_in", "ffn_mid"),
                 self.ffn_norm,

@@ -16,7 +16,7 @@ def fresh_decoder(arch: Arch, *, generator: torch.Generator) -> Decoder:
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if parameter.dim() >= 2:
-                residual = name.endswith(("attn.o.weight", "ffn.down.weight"))
+                residual = name.endswith(("attn.o.weight", "down.weight"))
                 parameter.normal_(
                     0.0,
                     INIT_STD / (2 * arch.num_layers) ** 0.5 if residual else INIT_STD,

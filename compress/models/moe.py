@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
 
+TOKENS = "moe_tokens"
+"""The tap with the indices [t, 1] of an expert's tokens, `moe_tokens.E`."""
 SUM_FLOOR = 1e-20
 """Is added to the sum of sigmoid scores before a division by it, as the models' own code does."""
 
@@ -85,6 +87,7 @@ class Moe(nn.Module):
     def __init__(self, facts: Experts, hidden_size: int, expert: Callable[[str], nn.Module]) -> None:
         super().__init__()
         self.facts = facts
+        self.taps_see_all = False  # set to show every token to the taps of every expert
         self.router = nn.Linear(hidden_size, facts.num_experts, bias=facts.router_bias)
         if facts.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(facts.num_experts), requires_grad=False)
@@ -106,7 +109,8 @@ class Moe(nn.Module):
         """Return the experts of each token and their weights."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         bias = None if self.router.bias is None else self.router.bias.to(wide)
-        logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
+        with torch.autocast(x_TD.device.type, enabled=False):  # training would compute logits in bfloat16
+            logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
         return route(self.facts, logits_TE, self.selection_bias if self.facts.selection_bias else None)
 
     def _routed(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
@@ -114,15 +118,23 @@ class Moe(nn.Module):
         without a token."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
         total_TD = torch.zeros(x_TD.shape, dtype=wide, device=x_TD.device)
+        for _, tokens, weights, out_tD in self.outputs(x_TD, tap):
+            total_TD.index_add_(0, tokens, out_tD.to(wide) * weights.unsqueeze(1))
+        return total_TD
+
+    def outputs(
+        self, x_TD: Tensor, tap: Callable[[str, Tensor], None]
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield for every expert its index, its tokens [t], their weights [t] and its outputs [t, D], not yet
+        weighted."""
         for idx, tokens, weights in self.route(x_TD).by_expert():
             expert = self.experts[idx]
             x_tD = x_TD[tokens]
-            tap(f"moe_in.{idx}", x_tD)
             mid_tF = expert.gated(x_tD)
-            tap(f"moe_mid.{idx}", mid_tF)
-            out_tD = expert.down(mid_tF).to(wide)
-            total_TD.index_add_(0, tokens, out_tD * weights.unsqueeze(1))
-        return total_TD
+            tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))
+            tap(f"moe_in.{idx}", x_TD if self.taps_see_all else x_tD)
+            tap(f"moe_mid.{idx}", expert.gated(x_TD) if self.taps_see_all else mid_tF)
+            yield idx, tokens, weights, expert.down(mid_tF)
 
     def _shared(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
         """Return the shared expert's output, float32 [T, D]."""
@@ -131,4 +143,5 @@ class Moe(nn.Module):
         out_TD = self.shared.down(mid_TF).to(torch.promote_types(torch.float32, x_TD.dtype))
         if not self.facts.shared_gate:
             return out_TD
-        return torch.sigmoid(self.shared_gate(x_TD).to(out_TD.dtype)) * out_TD
+        gate_T1 = F.linear(x_TD.to(out_TD.dtype), self.shared_gate.weight.to(out_TD.dtype))
+        return torch.sigmoid(gate_T1) * out_TD

@@ -14,6 +14,9 @@ from compress.errors import UsageError, did_you_mean
 from compress.models.arch import Arch
 from compress.quant.scheme import ModelScheme, Scheme, commonest, name_of, with_exceptions
 
+MAX_NAMED = 12
+"""Most linears that one sentence names."""
+
 
 def linear_names(arch: Arch) -> list[str]:
     """Return every linear of the layers by its canonical name, in execution order."""
@@ -21,9 +24,10 @@ def linear_names(arch: Arch) -> list[str]:
 
 
 def linears_by_input(arch: Arch) -> Iterator[tuple[str, ...]]:
-    """Yield the canonical names of the linears of every linear group of the model."""
+    """Yield the canonical names of the linears that need one scheme: those of a linear group, or of all
+    experts."""
     for idx, layer in enumerate(arch.layers):
-        for group in layer.groups:
+        for group in layer.units:
             yield tuple(f"layers.{idx}.{linear}" for linear in group.linears)
 
 
@@ -58,10 +62,10 @@ def overridden(
     for linears in linears_by_input(arch):
         names = {linear: name_of(scheme.for_linear(linear)) for linear in linears}
         if len(set(names.values())) > 1:
-            given = ", ".join(f"{linear} {name}" for linear, name in names.items())
+            given = ", ".join(f"{linear} {name}" for linear, name in list(names.items())[:MAX_NAMED])
             raise UsageError(
-                "overrides: linears that read one input are one product for every consumer, so they need one "
-                "scheme, and these would get "
+                "overrides: linears that read one input are one product for every consumer, and so are those of "
+                "all experts of a layer; they need one scheme, and these would get "
                 f"several: {given}. Give all of them the same, with a pattern that matches each or with one "
                 "for each."
             )

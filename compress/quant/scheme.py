@@ -17,6 +17,7 @@ blocks of rows.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -231,7 +232,11 @@ class ModelScheme:
     def for_linear(self, linear: str) -> Scheme | None:
         if linear == "head":
             return self.head
-        return dict(self.exceptions).get(linear, self.layers)
+        return self._by_linear.get(linear, self.layers)
+
+    @cached_property
+    def _by_linear(self) -> dict[str, Scheme | None]:
+        return dict(self.exceptions)
 
     @property
     def name(self) -> str:

@@ -1,21 +1,44 @@
 """Checkpoints of mixtures of experts in the layouts that the hub and `transformers` have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from compress.errors import UnsupportedFormat
+from compress.export import check_rules, open_checkpoint, write_format
 from compress.models.checkpoint import Checkpoint, read_config, write_checkpoint
 from compress.models.moe import best
-from compress.models.weights import build_decoder
+from compress.models.overrides import overridden
+from compress.models.weights import Weights, build_decoder, dense
 from compress.quant.mxfp4 import MAX_SCALE, VALUES, from_mxfp4
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
 from tests.support.tiny_hf import CASES, build, saved, tokens
 
 CPU = torch.device("cpu")
+EXPORTED = [
+    ("mixtral", "W4A16_G128"),
+    ("qwen2-moe", "W4A16_G128"),
+    ("qwen3-moe", "W4A16_G128"),
+    ("qwen3-moe-some-dense", "FP8_DYNAMIC"),
+    ("olmoe", "W8A16"),
+    ("glm4-moe", "FP8_BLOCK"),
+]
+WHOLE_GROUPS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+}
+OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
 IN_MEMORY = ("mixtral", "qwen2-moe-some-dense", "qwen3-moe", "olmoe", "glm4-moe", "granitemoe")
 
 
@@ -96,3 +119,118 @@ def test_selection_biases_stay_in_float32(tmp_path: Path) -> None:
     (tmp_path / "written").mkdir()
     write_checkpoint(tmp_path / "written", source)
     assert_same_tensors(tmp_path / "written", tmp_path / "source")
+
+
+class Rounded:
+    """A source with its linears rounded to nearest."""
+
+    kv_format: str | None = None
+
+    def __init__(self, source: Checkpoint, scheme: ModelScheme) -> None:
+        self._source = source
+        self._scheme = scheme
+        self.arch = source.arch
+
+    def outer(self) -> Weights:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> Weights:
+        weights = dict(self._source.layer(layer_idx))
+        for linear in self.arch.layers[layer_idx].linears:
+            scheme = self._scheme.for_linear(f"layers.{layer_idx}.{linear}")
+            if scheme is not None:
+                dense_OI = dense(weights[f"{linear}.weight"])
+                weights[f"{linear}.weight"] = nearest_weight(dense_OI, scheme, torch.bfloat16)
+        return weights
+
+
+def rounded(directory: Path, case: str, scheme_name: str) -> tuple[Rounded, ModelScheme]:
+    family, changes = CASES[case]
+    sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
+    saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
+    source = Checkpoint(directory)
+    scheme = overridden(SCHEMES[scheme_name], {}, source.arch)
+    return Rounded(source, scheme), scheme
+
+
+@pytest.mark.parametrize(("case", "scheme_name"), EXPORTED)
+def test_transformers_loads_each_exported_expert_with_our_bits(
+    case: str, scheme_name: str, tmp_path: Path
+) -> None:
+    source, scheme = rounded(tmp_path / "source", case, scheme_name)
+    (tmp_path / "exported").mkdir()
+    write_format("compressed-tensors", tmp_path / "exported", source, scheme)
+    ignored = read_config(tmp_path / "exported")["quantization_config"]["ignore"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    opened = open_checkpoint(tmp_path / "exported")
+    theirs = dict(model.named_parameters())
+    for idx, layer in enumerate(source.arch.layers):
+        ours = opened.layer(idx)
+        if layer.experts is None:
+            continue
+        router = opened.family.to_disk(f"layers.{idx}.moe.router")
+        assert router in ignored
+        prefix = f"model.layers.{idx}.mlp"
+        assert torch.equal(theirs[f"{prefix}.gate.weight"], ours["moe.router.weight"])
+        for expert in range(layer.experts.num_experts):
+            gate, up, down = (
+                dense(ours[f"moe.experts.{expert}.{name}.weight"]) for name in ("gate", "up", "down")
+            )
+            assert torch.equal(theirs[f"{prefix}.experts.gate_up_proj"][expert], torch.cat((gate, up)))
+            assert torch.equal(theirs[f"{prefix}.experts.down_proj"][expert], down)
+
+
+@pytest.mark.parametrize("name", ["gptq", "compressed-tensors", "awq"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-some-dense"])
+def test_an_export_opens_with_the_same_codes(name: str, case: str, tmp_path: Path) -> None:
+    source, scheme = rounded(tmp_path / "source", case, "W4A16_G128" if name != "awq" else "W4A16_G128_ASYM")
+    source.arch = source.arch.replace(dtype="float16")
+    (tmp_path / "exported").mkdir()
+    write_format(name, tmp_path / "exported", _InFloat16(source), scheme)
+    opened = open_checkpoint(tmp_path / "exported")
+    for idx in range(source.arch.num_layers):
+        ours = _InFloat16(source).layer(idx)
+        theirs = opened.layer(idx)
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            if isinstance(value, QuantizedWeight):
+                assert torch.equal(theirs[key].codes_OI, value.codes_OI), key
+                assert torch.equal(theirs[key].scale_OG, value.scale_OG), key
+            else:
+                assert torch.equal(theirs[key], value), key
+
+
+class _InFloat16(Rounded):
+    """The same with scales that float16 holds, as GPTQ and AWQ files do."""
+
+    def __init__(self, source: Rounded) -> None:
+        super().__init__(source._source, source._scheme)
+        self.arch = source.arch
+
+    def outer(self) -> Weights:
+        return {name: dense(value, torch.float16) for name, value in self._source.outer().items()}
+
+    def layer(self, layer_idx: int) -> Weights:
+        found: dict[str, torch.Tensor | QuantizedWeight] = {}
+        for name, value in super().layer(layer_idx).items():
+            if isinstance(value, QuantizedWeight):
+                found[name] = replace(value, scale_OG=value.scale_OG.to(torch.float16))
+            else:
+                found[name] = value.to(torch.float16)
+        return found
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "granitemoe"])
+def test_codes_of_experts_that_share_a_tensor_are_refused(case: str, tmp_path: Path) -> None:
+    source, scheme = rounded(tmp_path / "source", case, "W4A16_G128")
+    with pytest.raises(UnsupportedFormat, match="experts-apart"):
+        check_rules("compressed-tensors", source.arch, scheme)
+    dense_experts = overridden(SCHEMES["W4A16_G128"], {"*.moe.experts.*": None}, source.arch)
+    (tmp_path / "exported").mkdir()
+    write_format(
+        "compressed-tensors", tmp_path / "exported", Rounded(source._source, dense_experts), dense_experts
+    )
+    open_checkpoint(tmp_path / "exported").layer(1)

@@ -46,7 +46,7 @@ def schemes_by_group(spec: Mixed, overrides: Mapping[str, Scheme | None], arch: 
     choices = tuple(scheme_or_dense(name) for name in spec.schemes)
     found = []
     for layer_idx, layer in enumerate(arch.layers):
-        for group in layer.groups:
+        for group in layer.units:
             each = GroupSchemes(layer_idx, group, choices)
             decided = {linear: overrides[linear] for linear in each.linears if linear in overrides}
             if decided and (len(decided) < len(each.linears) or len(set(decided.values())) > 1):

@@ -46,13 +46,13 @@ class Sensitivities(GradientVisitor):
         self._moved: dict[tuple[str, str], Tensor] = {}
         self._input: dict[tuple[str, str], ActivationQuant | None] = {}
         self._sums: dict[tuple[int, str], dict[str, float]] = {}
-        self._tokens: dict[tuple[int, str], int] = {}
+        self._tokens: dict[int, int] = {}
 
     @property
     def loss(self) -> dict[tuple[int, str], dict[str, float]]:
         """The predicted loss: (layer index, tap) -> scheme name -> nats of KL a token."""
         return {
-            key: {scheme: total / 2 / self._tokens[key] for scheme, total in sums.items()}
+            key: {scheme: total / 2 / self._tokens[key[0]] for scheme, total in sums.items()}
             for key, sums in sorted(self._sums.items())
         }
 
@@ -81,8 +81,9 @@ class Sensitivities(GradientVisitor):
     def add_sample(
         self, layer: DecoderLayer, group: LinearGroup, x_TI: Tensor, gradients: Mapping[str, Tensor]
     ) -> None:
-        key = (layer.layer_idx, group.tap)
-        self._tokens[key] = self._tokens.get(key, 0) + x_TI.shape[0]
+        key = (layer.layer_idx, layer.shape.unit_of(group).tap)
+        if group.tap == "attn_in":
+            self._tokens[layer.layer_idx] = self._tokens.get(layer.layer_idx, 0) + x_TI.shape[0]
         for scheme in self._schemes:
             quant = self._input[group.tap, scheme.name]
             read_TI = x_TI if quant is None else quantize(x_TI, quant).dequantize(torch.float32)

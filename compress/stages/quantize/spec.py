@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from compress.calibrate.experts import MIN_TOKENS, ExpertPolicy, StarvedPolicy
 from compress.calibrate.guide import Guide
 from compress.errors import UsageError, did_you_mean
 from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Rounder, Smoother
@@ -84,6 +85,23 @@ def _kind_of_scheme(value: Any) -> str:
     return "mixed" if isinstance(value, Mapping | Mixed) else "name"
 
 
+class StarvedExperts(Spec):
+    """What becomes of an expert to which the calibration text routes few tokens."""
+
+    min_tokens: int = Field(
+        MIN_TOKENS, ge=1, le=1_000_000_000, description="an expert with fewer tokens is starved"
+    )
+    starved: StarvedPolicy = Field(
+        "shrink",
+        description="`shrink` completes the statistics of a starved expert to `min_tokens` with those of all "
+        "tokens; `all_tokens` shows every token to every expert; `keep` takes what there is",
+    )
+
+    def policy(self) -> ExpertPolicy:
+        """Return the policy that the runner follows."""
+        return ExpertPolicy(self.min_tokens, self.starved)
+
+
 class Quantize(Spec):
     """The codes that weights get, and how scales and codes are found."""
 
@@ -145,6 +163,12 @@ class Quantize(Spec):
         exclude_if=_is_unset,
         description="round the linear groups of a layer one after the other, each on the outputs of the "
         "rounded groups before it; not with `smooth`",
+    )
+    experts: StarvedExperts | None = Field(
+        None,
+        description="mixtures of experts: what becomes of experts that see few tokens; left out, "
+        f"`{{min_tokens: {MIN_TOKENS}, starved: shrink}}`",
+        exclude_if=_is_unset,
     )
     tune: Tune | None = Field(
         None,
