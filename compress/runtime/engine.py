@@ -68,6 +68,7 @@ class Engine:
         )
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
+        self.weight_bytes_read = weights.bytes_read
         speculative = config.speculative
         proposer = (
             None

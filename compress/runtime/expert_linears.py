@@ -122,12 +122,10 @@ class ExpertLinears:
         """Bytes of all experts and the router."""
         return packed_bytes(self.kernels["decode"].packed) + packed_bytes(self.router)
 
-    def expected_bytes(self, num_rows: int) -> int:
-        """Bytes that one decode step of `num_rows` rows reads, if every choice is equally likely."""
-        count = self.routing.num_experts
-        hit = count * (1 - (1 - self.routing.top_k / count) ** num_rows)
-        experts = packed_bytes(self.kernels["decode"].packed) / count
-        return round(hit * experts) + packed_bytes(self.router)
+    def bytes_read(self, experts_hit: float) -> int:
+        """Bytes that one decode step reads whose rows are routed to so many experts."""
+        experts = packed_bytes(self.kernels["decode"].packed) / self.routing.num_experts
+        return round(experts_hit * experts) + packed_bytes(self.router)
 
     def report(self, layer: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`, one for each op and phase."""

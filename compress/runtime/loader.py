@@ -68,11 +68,13 @@ class LayerWeights:
         linears = (self.qkv, self.o, self.shared_gate, self.gate_up, self.down)
         return tuple(each for each in linears if each is not None)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that a decode step of one row reads."""
-        experts = 0 if self.experts is None else self.experts.expected_bytes(1)
-        return experts + sum(each.weight_bytes for each in self.fused_linears)
+    def bytes_read(self, experts_hit: float | None = None) -> int:
+        """Return the bytes that a decode step reads; by default one of a single row."""
+        own = sum(each.weight_bytes for each in self.fused_linears)
+        if self.experts is None:
+            return own
+        hit = self.experts.routing.top_k if experts_hit is None else experts_hit
+        return own + self.experts.bytes_read(hit)
 
     def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
         """Return rows of `Engine.kernel_report`."""
@@ -103,7 +105,12 @@ class ModelWeights:
     def weight_bytes(self) -> int:
         """Bytes that a decode step of one row reads: all linears and the head, as their decode kernels store
         them; of experts those that one row is routed to."""
-        return sum(layer.weight_bytes for layer in self.layers) + self.head.weight_bytes
+        return self.bytes_read()
+
+    def bytes_read(self, experts_hit: float | None = None) -> int:
+        """Return the bytes of weights that a decode step reads whose rows are routed to so many experts of a
+        layer; by default one of a single row."""
+        return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self.head.weight_bytes
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:

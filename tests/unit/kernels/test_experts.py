@@ -314,4 +314,4 @@ def test_experts_of_a_layer_are_bound_once_and_reported() -> None:
     assert same_bits(whole, bound.experts(given.x_TD, ids, weights, "decode", residual=given.residual_TD))
     assert bound.kernels["decode"].packed is bound.kernels["prefill"].packed
     assert [row["op"] for row in bound.report(0)] == ["router", "router", "experts", "experts"]
-    assert 0 < bound.expected_bytes(1) < bound.expected_bytes(64) <= bound.weight_bytes
+    assert 0 < bound.bytes_read(2) < bound.bytes_read(3) <= bound.weight_bytes
