@@ -123,7 +123,8 @@ class ExpertLinears:
         return packed_bytes(self.kernels["decode"].packed) + packed_bytes(self.router)
 
     def expected_bytes(self, num_rows: int) -> int:
-        """Bytes that one decode step of `num_rows` rows reads, if every choice is equally likely."""
+        """Return the bytes that one decode step of `num_rows` rows reads, if every choice is equally
+        likely."""
         count = self.routing.num_experts
         hit = count * (1 - (1 - self.routing.top_k / count) ** num_rows)
         experts = packed_bytes(self.kernels["decode"].packed) / count
