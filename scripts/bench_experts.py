@@ -25,7 +25,7 @@ import torch
 import triton
 from torch import Tensor
 
-from compress.kernels.experts import fused, grouped, packed, reference
+from compress.kernels.experts import fused, launch, packed, reference
 from compress.kernels.operands.routing import ExpertWeights, Routing, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -203,7 +203,7 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
-def sweep_plans(plan: grouped.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[grouped.Plan]:
+def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
     """Yield plans with other tiles for both products."""
     columns = {"w4": [128] if prefill else [128, 256], "fp8_block": [128]}.get(ready.format, [64, 128])
     if prefill:
@@ -233,7 +233,7 @@ def sweep_plans(plan: grouped.Plan, ready: packed.PackedExperts, *, prefill: boo
         sizes = [(bm, bn, warps, stages) for bm, warps, stages in shapes for bn in bns]
     for bm, bn, warps, stages in sizes:
         for bk in columns:
-            tile = grouped.Tile(bm, bn, bk, warps, stages)
+            tile = launch.Tile(bm, bn, bk, warps, stages)
             yield replace(plan, gate_up=tile, down=tile)
 
 
@@ -270,7 +270,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             for name, each in plans:
                 launches = [
                     partial(
-                        grouped.run,
+                        launch.run,
                         x,
                         layers[idx % args.layers],
                         ids[idx],

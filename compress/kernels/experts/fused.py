@@ -1,4 +1,4 @@
-"""Which tiles the grouped products take, and the kernels that they serve: decode rows, and prompts.
+"""Triton experts of decode rows and of prompts: the tiles of their products, and what they refuse.
 
 Tiles change no bit of a decode row, so they follow the number of rows. Sizes were chosen by measurement
 (`scripts/bench_experts.py`).
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.grouped import Plan, Tile, native_fp8, run
+from compress.kernels.experts.launch import Plan, Tile, native_fp8, run
 from compress.kernels.experts.packed import BLOCK, TILE, PackedExperts, format_of, repack
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.operands.rows import QuantizedRows

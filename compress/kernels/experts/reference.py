@@ -30,7 +30,8 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 CLAMPED = "swiglu_clamped"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED)
-LIMIT, SLOPE = 7.0, 1.702
+LIMIT = 7.0
+SLOPE = 1.702
 
 
 @dataclass(frozen=True)

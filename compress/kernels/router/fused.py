@@ -32,10 +32,10 @@ from compress.kernels.select import Kernel, register
 EXPERTS_PER_PROGRAM = 8
 MAX_FUSED_ROWS = MAX_COUNTED_ROWS
 ROWS_PER_PROGRAM = 4
-"""Of more rows than `MAX_FUSED_ROWS`, so that the weight is read less often."""
+"""Rows that one program takes where there are more than `MAX_FUSED_ROWS`: the weight is read less often."""
 NUM_WARPS = 8
 MAX_SIZE = 8192
-"""Columns of a row that 8 warps keep in registers beside those of the weight."""
+"""Columns of a row that 8 warps keep in registers."""
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
 
 
