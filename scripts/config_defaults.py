@@ -28,6 +28,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from compress.models.config_facts import FACTS_FILE
 from compress.models.family import FAMILIES
+from compress.models.wrapper import Wrapper
 
 PACKAGE = Path(transformers.__file__).parent
 _ABSENT = object()
@@ -143,12 +144,20 @@ def _imported(source: str) -> Iterable[str]:
                 yield file.read_text(encoding="utf-8")
 
 
+def text_models() -> list[str]:
+    """Return every `model_type` whose config a table reads, those inside of others too."""
+    inside = {
+        name: each.text_families if isinstance(each, Wrapper) else [name] for name, each in FAMILIES.items()
+    }
+    return sorted({kind for kinds in inside.values() for kind in kinds})
+
+
 def document() -> dict[str, Any]:
     """Return all facts, as the file holds them."""
     return {
         "transformers": transformers.__version__,
         "every_model": {"defaults": class_defaults(PreTrainedConfig)},
-        "models": {name: facts_of(name) for name in FAMILIES.names() if name in CONFIG_MAPPING},
+        "models": {name: facts_of(name) for name in text_models() if name in CONFIG_MAPPING},
     }
 
 

@@ -18,7 +18,7 @@ from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.pruning import Widths, resized, with_layers
-from compress.models.weights import WeightSource, dense
+from compress.models.weights import WeightSource, dense, split_outer
 from compress.quant.kv import KV_SCALES
 
 
@@ -87,7 +87,8 @@ def sliced_decoder(source: WeightSource, arch: Arch) -> Decoder:
     decoder = Decoder(arch)
     hidden = torch.tensor(evenly(arch.hidden_size, source.arch.hidden_size))
     state = {
-        name: _cut(name, dense(value, torch.float32), hidden, {}) for name, value in source.outer().items()
+        name: _cut(name, dense(value, torch.float32), hidden, {})
+        for name, value in split_outer(source.outer())[0].items()
     }
     for idx, source_idx in enumerate(evenly(arch.num_layers, source.arch.num_layers)):
         channels = _channels(source.arch, source_idx, arch, idx)

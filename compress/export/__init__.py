@@ -6,7 +6,7 @@ one function (`open_checkpoint`).
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import MAX_SHARD_BYTES, Checkpoint, write_checkpoint
 from compress.models.family import family_of
 from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource
@@ -72,11 +72,12 @@ class ExportFormat(Protocol):
     def codec(self) -> ForeignCodec: ...
 
     def quantization_config(
-        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Return the `quantization_config` of `config.json`. All names are those of disk modules, also in
-        `scheme`; `linears` are all linears of the layers, which a format needs where they have several
-        schemes."""
+        """Return the `quantization_config` of `config.json`. All names are those of the modules in
+        `transformers`, also in `scheme`; `linears` are all linears of the layers, which a format needs where
+        they have several schemes. `untouched` are parts beside the language model, all of which stays
+        dense."""
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         """Return the reasons not to write this model in this scheme in this format; empty when it may be
@@ -214,7 +215,14 @@ def count_changed(scale_OG: torch.Tensor, dtype: torch.dtype) -> int:
     return int((scale_OG.to(dtype).to(torch.float64) != scale_OG.to(torch.float64)).sum())
 
 
-def write_format(name: str, directory: Path, source: WeightSource, scheme: ModelScheme | None) -> None:
+def write_format(
+    name: str,
+    directory: Path,
+    source: WeightSource,
+    scheme: ModelScheme | None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write a quantized model as a Hugging Face directory in the format of that name; without a scheme, a
     dense one with its KV cache.
 
@@ -224,15 +232,26 @@ def write_format(name: str, directory: Path, source: WeightSource, scheme: Model
     check_rules(name, source.arch, scheme, source.kv_format)
     check_scales(name, source)
     form = FORMATS.get(name)
-    to_disk = family_of({"model_type": source.arch.family}).to_disk
+    family = family_of({"model_type": source.arch.family})
     static_kv = form.static_kv if source.kv_format == FP8_STATIC else None
     if scheme is None:
         config = None if static_kv is None else static_kv.alone
     else:
-        linears = list(dict.fromkeys(to_disk(linear) for linear in linear_names(source.arch)))
-        coded = form.quantization_config(scheme.renamed(to_disk), head=to_disk("head"), linears=linears)
+        config_name: Callable[[str], str] = lambda module: family.to_memory(family.to_disk(module))  # noqa: E731
+        coded = form.quantization_config(
+            scheme.renamed(config_name),
+            head=config_name("head"),
+            linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
+            untouched=family.untouched,
+        )
         config = {**coded, **({} if static_kv is None else static_kv.beside)}
-    write_checkpoint(directory, source, codec=form.codec, quantization_config=config)
+    write_checkpoint(
+        directory,
+        source,
+        codec=form.codec,
+        quantization_config=config,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:

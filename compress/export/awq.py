@@ -128,7 +128,7 @@ class Awq:
     codec: ForeignCodec = AwqCodec()
 
     def quantization_config(
-        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
     ) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
@@ -137,7 +137,7 @@ class Awq:
             "zero_point": True,
             "sym": scheme.layers.symmetric,
             "version": "gemm",
-            "modules_to_not_convert": sorted({*scheme.dense, head}),
+            "modules_to_not_convert": [*sorted({*scheme.dense, head}), *untouched],
         }
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:

@@ -201,7 +201,7 @@ class CompressedTensors:
     codec: ForeignCodec = CompressedTensorsCodec()
 
     def quantization_config(
-        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Return one group for all linears, or one for each scheme of the layers with the names of its
         linears: vLLM looks up a fused linear, and takes a group of the whole class before one that names
@@ -229,7 +229,8 @@ class CompressedTensors:
             "format": formats.pop() if len(formats) == 1 else MIXED_FORMAT,
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head}),
+            "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head})
+            + [f"re:^(model\\.)?{part}\\." for part in untouched],
             KV_KEY: None,
             "version": FORMAT_VERSION,
             **({"dequantize": True} if at_load else {}),

@@ -121,14 +121,15 @@ class Fp8:
     static_kv = None
 
     def quantization_config(
-        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
     ) -> dict[str, Any]:
         return {
             "quant_method": self.quant_method,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": BLOCK_SIZE,
-            "modules_to_not_convert": sorted({*scheme.dense, head}),
+            "modules_to_not_convert": sorted({*scheme.dense, head})
+            + [name for part in untouched for name in (part, f"model.{part}")],
         }
 
     def refusal_by_name(self, scheme: Scheme) -> str | None:

@@ -180,12 +180,12 @@ class Gptq:
     codec: ForeignCodec = GptqCodec()
 
     def quantization_config(
-        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = ()
+        self, scheme: ModelScheme, *, head: str, linears: Sequence[str] = (), untouched: Sequence[str] = ()
     ) -> dict[str, Any]:
         dense = sorted({*scheme.dense, *(FUSED.sub(_fused, linear) for linear in scheme.dense)})
-        dynamic: dict[str, Any] = (
-            {"dynamic": {f"{SKIP}^{re.escape(name)}$": {} for name in dense}} if dense else {}
-        )
+        patterns = [rf"^{re.escape(name)}$" for name in dense]
+        patterns += [rf"^(model\.)?{re.escape(part)}\." for part in untouched]
+        dynamic: dict[str, Any] = {"dynamic": {SKIP + each: {} for each in patterns}} if patterns else {}
         return {
             "quant_method": self.quant_method,
             "bits": scheme.layers.num_bits,

@@ -96,6 +96,7 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
                             phase=phase,
                             scheme=kv_format,
                             softcap=arch.attn_softcap is not None and op != "rope_store",
+                            sinks=arch.attn_sinks and op != "rope_store",
                         )
                     ],
                 )

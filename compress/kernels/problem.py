@@ -38,8 +38,9 @@ class Problem:
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated, and names that of experts; `softcap` is true where attention scores
-    have a cap. `experts` and `top_k` count the experts of a layer and those that serve one token. `sm` is the
+    `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
+    attention scores have a cap, and each head a score without a value. `experts` and `top_k` count the
+    experts of a layer and those that serve one token. `sm` is the
     compute capability times ten, 0 without a GPU.
     """
 
@@ -55,6 +56,7 @@ class Problem:
     sm: int
     activation: str | None = None
     softcap: bool = False
+    sinks: bool = False
     experts: int = 0
     top_k: int = 0
 
@@ -90,6 +92,7 @@ class KernelDevice:
         scheme: str | None = None,
         activation: str | None = None,
         softcap: bool = False,
+        sinks: bool = False,
         experts: int = 0,
         top_k: int = 0,
     ) -> Problem:
@@ -107,6 +110,7 @@ class KernelDevice:
             sm=self.sm,
             activation=activation,
             softcap=softcap,
+            sinks=sinks,
             experts=experts,
             top_k=top_k,
         )

@@ -21,10 +21,10 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
                           whole=False, centered=False, growth_P=None) -> q_THC; writes k and v to kv
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
-    attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None)
-                       -> [T, H, C]; T = R q_len, the last q_len positions of each context
-    attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None)
-                       -> [T, H, C]; ragged, with lengths as tuples
+    attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
+                          sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context
+    attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
+                          sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
     router             fn(x_TD, router, routing) -> (ids_TK int32, weights_TK float32)
                        router is a `RouterWeights`; distinct experts, the best first

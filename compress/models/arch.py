@@ -249,7 +249,8 @@ class Arch:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        eos = self.config.get("eos_token_id")
+        text = self.config.get("text_config") or {}
+        eos = self.config.get("eos_token_id", text.get("eos_token_id"))
         return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
     @property

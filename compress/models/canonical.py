@@ -16,7 +16,7 @@ from compress.artifact.manifest import Artifact
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.errors import UnsupportedFormat
 from compress.models.arch import Arch
-from compress.models.weights import Weights
+from compress.models.weights import UNTOUCHED, Weights
 from compress.quant.codec import CanonicalCodec
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Schemes
 
@@ -52,7 +52,7 @@ def load_weights(
     (`layers.3.`)."""
     tensors = load_tensors(path)
     weights: dict[str, Tensor | QuantizedWeight] = {}
-    for name in [each for each in tensors if each.endswith(".scale")]:
+    for name in [each for each in tensors if each.endswith(".scale") and not each.startswith(UNTOUCHED)]:
         module = name.removesuffix(".scale")
         scheme = None if schemes is None else schemes.for_linear(prefix + module)
         if scheme is None:

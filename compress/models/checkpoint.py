@@ -9,7 +9,7 @@ is the way back.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.artifact.header import TensorHeader
 from compress.artifact.tensors import ShardWriter, TensorFiles
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
 from compress.models.layout import ROTATED, Place, expert_places, expert_stack, row_order, stacked
-from compress.models.weights import WeightSource, parameter_names
+from compress.models.weights import UNTOUCHED, WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
@@ -35,6 +36,7 @@ CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
 MXFP4 = "mxfp4"
 """The `quant_method` of gpt-oss, whose experts are read as dense weights."""
+MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class Checkpoint:
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
-        self._files = TensorFiles(path)
+        self._files = _Files(path, self.family)
         self.family = self.family.as_stored(self._arch, self._files)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
@@ -123,7 +125,9 @@ class Checkpoint:
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        return {name: self._read(name, {}) for name in self._names[0]}
+        own = {name: self._read(name, {}) for name in self._names[0]}
+        parts = {name for name in self._files.names() if self.family.is_untouched(name)}
+        return {**own, **{f"{UNTOUCHED}{name}": self._files.get(name) for name in sorted(parts)}}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         stacks: dict[str, Tensor | QuantizedWeight] = {}
@@ -266,6 +270,7 @@ class Checkpoint:
                 name not in expected
                 and name != tied
                 and not ignored.search(name)
+                and not self.family.is_untouched(name)
                 and not self._is_idle_bias(name)
             ):
                 raise UnsupportedArch(
@@ -321,13 +326,41 @@ class Checkpoint:
                 )
 
 
+class _Files:
+    """The tensors of a checkpoint by the names that its family writes, whichever of its names they have."""
+
+    def __init__(self, path: Path, family: Family) -> None:
+        self._files = TensorFiles(path)
+        self._stored = {family.from_memory(name): name for name in self._files.names()}
+        if len(self._stored) < len(self._files.names()):
+            raise UnsupportedArch(f"{path} holds tensors under two names of one module.")
+
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def header(self, name: str) -> TensorHeader:
+        return self._files.header(self._stored.get(name, name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._stored.get(name, name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._files.dtype(self._stored.get(name, name))
+
+    def get(self, name: str) -> Tensor:
+        return self._files.get(self._stored.get(name, name))
+
+
 def write_checkpoint(
     directory: Path,
     source: WeightSource,
     *,
     codec: Codec | None = None,
     quantization_config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
     memory.
@@ -341,6 +374,10 @@ def write_checkpoint(
     waiting: dict[str, Tensor | QuantizedWeight] = {}
 
     def add(name: str, value: Tensor | QuantizedWeight) -> None:
+        if name.startswith(UNTOUCHED):
+            assert isinstance(value, Tensor)
+            shards.add(name.removeprefix(UNTOUCHED), value)
+            return
         module, _, leaf = name.rpartition(".")
         stored = family.tensor(name)
         members = members_of(family, arch, name)
@@ -467,8 +504,24 @@ def _schemes_of(
     """Return the schemes of a config's linears, and the format of the KV cache if the config names one."""
     if codec is None:
         return {}, None
-    quantization = config["quantization_config"]
+    from_memory = family_of(config).from_memory
+    quantization = _renamed(config["quantization_config"], from_memory)
     return codec.schemes(quantization, linears), codec.kv_format(quantization)
+
+
+_LISTS_OF_MODULES = ("targets", "ignore", "modules_to_not_convert", "ignored_layers")
+
+
+def _renamed(stated: Any, rename: Callable[[str], str]) -> Any:
+    """Return a `quantization_config` with the modules that it lists under other names."""
+    if not isinstance(stated, Mapping):
+        return stated
+    return {
+        key: [rename(each) if isinstance(each, str) else each for each in value]
+        if key in _LISTS_OF_MODULES and isinstance(value, list)
+        else _renamed(value, rename)
+        for key, value in stated.items()
+    }
 
 
 def _names_of(

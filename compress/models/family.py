@@ -158,7 +158,8 @@ class Family:
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
-    """
+    `in_memory` maps prefixes of names on disk to those of modules in `transformers`, where the two differ;
+    `untouched` are the parts on disk beside a language model (`wrapper.py`)."""
 
     model_type: str
     architecture: str
@@ -184,6 +185,8 @@ class Family:
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_prefix: str = "model.layers."
     ignored_tensors: str = r"rotary_emb\.inv_freq$"
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    untouched: tuple[str, ...] = ()
 
     def read_config(self, raw: Mapping[str, Any]) -> Arch:
         """Read the facts of a `config.json`.
@@ -258,6 +261,22 @@ class Family:
     @property
     def _where(self) -> str:
         return f"config.json of this {self.model_type} model"
+
+    def changed(self, raw: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        """Return a config with other values of fields of the language model."""
+        return {**raw, **fields}
+
+    def to_memory(self, module: str) -> str:
+        """Return the name of a disk module in the class of `transformers`: what configs call it."""
+        return _other_prefix(module, self.in_memory)
+
+    def from_memory(self, module: str) -> str:
+        """Return the name on disk of a module or tensor; of one that has it, the same."""
+        return _other_prefix(module, {theirs: ours for ours, theirs in self.in_memory.items()})
+
+    def is_untouched(self, name: str) -> bool:
+        """Return whether a tensor on disk is of a part that is none of the language model's."""
+        return name.startswith(tuple(f"{part}." for part in self.untouched))
 
     def write_config(self, arch: Arch) -> dict[str, Any]:
         """Return the `config.json` of an `Arch`: the source's config with every field rewritten that the
@@ -516,6 +535,14 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
     if head_dim % 2:
         raise config.wrong(name, head_dim, "even")
     return head_dim
+
+
+def _other_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the first of the prefixes that it has replaced."""
+    for old, new in prefixes.items():
+        if name.startswith(old) or name == old.rstrip("."):
+            return new.rstrip(".") + name[len(old.rstrip(".")) :]
+    return name
 
 
 def _flag(rule: bool | str, config: Fields) -> bool:

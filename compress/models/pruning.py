@@ -121,16 +121,16 @@ def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:
     if list(kept) == list(range(arch.num_layers)):
         return arch
     layers = tuple(arch.layers[idx] for idx in kept)
-    config = dict(arch.config)
-    stated = family_of({"model_type": arch.family}).completed(config)
-    config |= {
+    family = family_of({"model_type": arch.family})
+    stated = family.completed(arch.config)
+    by_layer = {
         name: [stated[name][idx] for idx in kept] for name in FIELDS_BY_LAYER if stated.get(name) is not None
     }
-    if "layer_types" not in config and len({each.window for each in arch.layers}) > 1:
-        config["layer_types"] = [
+    if "layer_types" not in by_layer and len({each.window for each in arch.layers}) > 1:
+        by_layer["layer_types"] = [
             "full_attention" if each.window is None else "sliding_attention" for each in layers
         ]
-    return arch.replace(layers=layers, config=config)
+    return arch.replace(layers=layers, config=family.changed(arch.config, **by_layer))
 
 
 def can_have_bias(arch: Arch, linear: str) -> bool:
@@ -151,7 +151,7 @@ def with_biases(arch: Arch, linears: Iterable[str]) -> Arch:
             assert isinstance(rule, str), f"{arch.family} models have no bias in {linear}"
             arch = arch.replace(
                 **{field: True for field, each in rules.items() if each == rule},
-                config={**arch.config, rule: True},
+                config=family.changed(arch.config, **{rule: True}),
             )
     return arch
 

@@ -19,6 +19,8 @@ from compress.models.experts import FLOAT32_PARAMETERS
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 
+UNTOUCHED = "untouched."
+"""Prefix of the outer weights that are not the decoder's; their own names follow (`wrapper.py`)."""
 Weights = Mapping[str, Tensor | QuantizedWeight]
 """Module parameters by canonical name; a quantized linear is stored under its module's name with `.weight`.
 """
@@ -34,7 +36,8 @@ class WeightSource(Protocol):
         stated."""
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
-        """Return `embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`."""
+        """Return `embed.weight`, `norm.weight` and, when the head is not tied, `head.weight`; and those under
+        `UNTOUCHED`."""
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         """Return the parameters of one layer, names relative to it (`attn.q.weight`, ...), and `KV_SCALES`
@@ -51,6 +54,14 @@ def dense(value: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 def stored_as(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a model of `dtype` stores a parameter."""
     return torch.float32 if name.endswith(FLOAT32_PARAMETERS) else dtype
+
+
+def split_outer(
+    outer: Weights,
+) -> tuple[dict[str, Tensor | QuantizedWeight], dict[str, Tensor | QuantizedWeight]]:
+    """Return the outer weights of the decoder, and those that are untouched."""
+    untouched = {name: value for name, value in outer.items() if name.startswith(UNTOUCHED)}
+    return {name: value for name, value in outer.items() if name not in untouched}, untouched
 
 
 def without_codes(arch: Arch) -> Arch:
@@ -79,7 +90,7 @@ class Dense:
     def _dense(self, weights: Weights) -> dict[str, Tensor | QuantizedWeight]:
         dtype: torch.dtype = getattr(torch, self.arch.dtype)
         return {
-            name: dense(value, stored_as(name, dtype))
+            name: value if name.startswith(UNTOUCHED) else dense(value, stored_as(name, dtype))
             for name, value in weights.items()
             if not name.endswith(tuple(KV_SCALES.values()))
         }
@@ -137,7 +148,7 @@ def build_decoder(source: WeightSource, *, dtype: torch.dtype, device: torch.dev
     """Build the whole decoder with its weights, ready to run."""
     with torch.device("meta"):
         decoder = Decoder(source.arch)
-    weights: dict[str, Tensor | QuantizedWeight] = dict(source.outer())
+    weights: dict[str, Tensor | QuantizedWeight] = split_outer(source.outer())[0]
     for idx in range(source.arch.num_layers):
         weights.update({f"layers.{idx}.{name}": value for name, value in source.layer(idx).items()})
     if source.arch.tied_head:
@@ -168,9 +179,10 @@ class MemorySource:
 
     kv_format: str | None = None
 
-    def __init__(self, decoder: Decoder, *, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, *, dtype: torch.dtype, untouched: Weights | None = None) -> None:
         self._decoder = decoder
         self._dtype = dtype
+        self._untouched = untouched or {}
 
     @property
     def arch(self) -> Arch:
@@ -178,7 +190,8 @@ class MemorySource:
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
         names = ["embed.weight", "norm.weight"] + ([] if self.arch.tied_head else ["head.weight"])
-        return {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
+        own = {name: self._decoder.get_parameter(name).detach().to(self._dtype) for name in names}
+        return {**own, **self._untouched}
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         return {

@@ -35,6 +35,10 @@ TEXT_FILES = (
     "processor_config.json",
     "tekken.json",
     "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "additional_chat_templates/*.jinja",
 )
 DOCUMENT_FILES = tuple(

@@ -34,8 +34,8 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
-Attend = Callable[[LayerShape, Tensor, PagedKV], Tensor]
-"""Attention of one pass: (layer shape, q [T, H, C], the layer's pages with all keys and values written) ->
+Attend = Callable[[LayerWeights, Tensor, PagedKV], Tensor]
+"""Attention of one pass: (layer, q [T, H, C], the layer's pages with all keys and values written) ->
 [T, H, C]."""
 _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_prefill")
 
@@ -86,9 +86,15 @@ class LayerRunner:
 
         def bound(op: Op, n: int, k: int = 0, *, scheme: str | None = None) -> BoundKernel:
             phase: Phase = "prefill" if op == "attention_prefill" else "decode"
-            capped = arch.attn_softcap is not None and op.startswith("attention")
+            attends = op.startswith("attention")
             problem = deployment.kernel_device.problem(
-                op, n=n, k=k, phase=phase, scheme=scheme, softcap=capped
+                op,
+                n=n,
+                k=k,
+                phase=phase,
+                scheme=scheme,
+                softcap=attends and arch.attn_softcap is not None,
+                sinks=attends and arch.attn_sinks,
             )
             return BoundKernel(select(problem), problem)
 
@@ -168,7 +174,7 @@ class LayerRunner:
         before it. `ffn_rows` are given where the FFN reads the same input as attention.
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
-        attended_TF = attend(layer.shape, q_THC, kv).reshape(qkv_TF.shape[0], -1)
+        attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
         ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
@@ -281,7 +287,8 @@ class LayerRunner:
     def attend_decode(self, block_table_RB: Tensor, context_lens_R: Tensor, *, q_len: int) -> Attend:
         """Return attention for the last `q_len` rows of each sequence; `context_lens` count them."""
 
-        def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            shape = layer.shape
             fn = self._head_ops["attention_decode", _head_key(shape)].kernel.fn
             out: Tensor = fn(
                 q_THC,
@@ -292,6 +299,7 @@ class LayerRunner:
                 window=shape.window,
                 scale=self._arch.score_scale(shape),
                 softcap=self._arch.attn_softcap,
+                sinks_H=layer.sinks,
             )
             return out
 
@@ -302,7 +310,8 @@ class LayerRunner:
     ) -> Attend:
         """Return attention for `query_lens[r]` rows of each sequence; `context_lens` count them."""
 
-        def attend(shape: LayerShape, q_THC: Tensor, kv: PagedKV) -> Tensor:
+        def attend(layer: LayerWeights, q_THC: Tensor, kv: PagedKV) -> Tensor:
+            shape = layer.shape
             fn = self._head_ops["attention_prefill", _head_key(shape)].kernel.fn
             out: Tensor = fn(
                 q_THC,
@@ -313,6 +322,7 @@ class LayerRunner:
                 window=shape.window,
                 scale=self._arch.score_scale(shape),
                 softcap=self._arch.attn_softcap,
+                sinks_H=layer.sinks,
             )
             return out
 

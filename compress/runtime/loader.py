@@ -58,6 +58,7 @@ class LayerWeights:
     kv_scales: tuple[float, float] | None
     attn_post_norm: RowNorm | None = None
     ffn_post_norm: RowNorm | None = None
+    sinks: Tensor | None = None
     experts: ExpertLinears | None = None
     shared_gate: FusedLinear | None = None
 
@@ -268,6 +269,7 @@ def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) ->
         o=fused.o,
         gate_up=fused.gate_up,
         down=fused.down,
+        sinks=_sinks(arch, weights, deployment),
         experts=None if shape.experts is None else _experts(arch, shape.experts, weights, deployment),
         shared_gate=_shared_gate(weights, deployment),
         kv_scales=_kv_scales(weights),
@@ -342,6 +344,13 @@ def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deploymen
         router_bias_E=rare("moe.router.bias"),
         selection_bias_E=rare("moe.selection_bias"),
     )
+
+
+def _sinks(arch: Arch, weights: Weights, deployment: Deployment) -> Tensor | None:
+    """Return the attention sinks of a layer, float32 [H]."""
+    if not arch.attn_sinks:
+        return None
+    return dense(weights["attn.sinks"]).to(device=deployment.device, dtype=torch.float32)
 
 
 def _shared_gate(weights: Weights, deployment: Deployment) -> FusedLinear | None:

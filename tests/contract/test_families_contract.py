@@ -38,11 +38,11 @@ from compress.models.surgery import fold_
 from compress.models.weights import MemorySource, Weights, build_decoder
 from compress.quant.scheme import SCHEMES, ModelScheme
 from tests.support.tiny_decoder import tiny_decoder
-from tests.support.tiny_hf import CASES, SMALL, build_config, tokens
+from tests.support.tiny_hf import CASES, SMALL, TEXT_FAMILIES, build_config, tokens
 
 CPU = torch.device("cpu")
 FIRST: dict[str, str] = {family: case for case, (family, _) in reversed(CASES.items())}
-each_family = pytest.mark.parametrize("family", FAMILIES.names())
+each_family = pytest.mark.parametrize("family", TEXT_FAMILIES)
 
 
 def arch_of(family: str, **changes: Any) -> Arch:

@@ -612,10 +612,12 @@ def test_decode_attention_reads_its_own_blocks_and_its_rows_are_independent(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_a_kernel_everywhere(op: Any, device: str, dtype: str) -> None:
+    facts = {"activation": "silu", "experts": 4, "top_k": 2} if op == "experts" else {}
     for m_max in (1, 8, 128, 129, 4096):
-        kernel = select(problem(op, device, dtype, m_max=m_max))
+        kernel = select(problem(op, device, dtype, m_max=m_max, **facts))
         assert kernel.op == op
         assert (kernel.repack is not None) == (op == "linear")
+        assert (kernel.repack_experts is not None) == (op == "experts")
 
 
 def test_names_are_unique_and_members_stand_under_their_own_name() -> None:

@@ -10,6 +10,7 @@ import transformers
 from compress.models.config_facts import FACTS_FILE, facts_of
 from compress.models.family import FAMILIES
 from scripts.config_defaults import document, reads_of
+from tests.support.tiny_hf import TEXT_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ def test_the_facts_that_ship_are_those_of_the_pinned_transformers() -> None:
     assert shipped == json.loads(json.dumps(document())), "run python -m scripts.config_defaults"
 
 
-@pytest.mark.parametrize("family", FAMILIES.names())
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_what_decides_the_function_is_among_the_names_that_are_read(family: str) -> None:
     reads = facts_of(family).reads
     assert reads is not None

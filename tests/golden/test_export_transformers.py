@@ -14,24 +14,25 @@ from torch import Tensor
 from compress.calibrate.layer_state import LayerPass
 from compress.calibrate.sequential import Compression, run_sequential
 from compress.context import Context
-from compress.export import FORMATS, check_rules, open_checkpoint
+from compress.export import open_checkpoint, write_format
 from compress.export.conversion import stated_scheme
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
 from compress.models.arch import Arch
 from compress.models.canonical import layer_name, load_weights
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import FAMILIES, family_of
 from compress.models.overrides import linear_names, overridden
 from compress.models.weights import WeightSource, build_decoder, dense
+from compress.quant.kv import FP8_STATIC
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight, Scheme
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig
 from compress.stages.budget.spec import scheme_or_dense
-from tests.support.tiny_hf import CASES, SMALL, saved, tokens
+from tests.support.tiny_hf import CASES, SMALL, auto_class, saved, tokens
 
 NUM_LAYERS = 2
 WHOLE_GROUPS = {
@@ -83,6 +84,9 @@ EXPORTED = [
     ("exaone4", "W4A16_G128"),
     ("seed_oss", "W8A16"),
     ("ernie4_5", "W4A16_G128"),
+    ("gemma3-vision", "W4A16_G128"),
+    ("mistral3-ministral3", "FP8_DYNAMIC"),
+    ("qwen2_5_vl", "W4A16_G128"),
 ]
 WITH_HEAD = [
     ("llama-gqa", "W4A16_G128", "FP8_DYNAMIC"),
@@ -114,6 +118,7 @@ class Stored:
         self._source = source
         self._directory = directory
         self.scheme = scheme
+        self.kv_format: str | None = None
 
     @property
     def arch(self) -> Arch:
@@ -169,18 +174,9 @@ def quantized(
         compute_dtype=torch.float32,
     )
     stored = Stored(source, ctx.scratch, whole)
-    form = FORMATS.get("compressed-tensors")
-    check_rules("compressed-tensors", source.arch, whole)
-    to_disk = family_of({"model_type": family}).to_disk
-    linears = [to_disk(linear) for linear in linear_names(source.arch)]
-    config = form.static_kv.alone
-    if whole is not None:
-        config = form.quantization_config(whole.renamed(to_disk), head=to_disk("head"), linears=linears)
-        config |= form.static_kv.beside if kv_scales else {}
     (tmp_path / "exported").mkdir()
-    write_checkpoint(
-        tmp_path / "exported", stored, codec=form.codec, quantization_config=config, max_shard_bytes=200_000
-    )
+    stored.kv_format = FP8_STATIC if kv_scales else None
+    write_format("compressed-tensors", tmp_path / "exported", stored, whole, max_shard_bytes=200_000)
     return stored, tmp_path / "exported"
 
 
@@ -237,7 +233,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
 ) -> None:
     scheme = SCHEMES[scheme_name]
     _, exported = quantized(tmp_path, case, scheme, SCHEMES[head] if head else None)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = auto_class(CASES[case][0]).from_pretrained(
         exported, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
     )
     assert not any(
@@ -269,7 +265,7 @@ def test_transformers_loads_the_export_and_computes_the_same(
     if scheme.type == "float":
         assert rms(theirs - unrounded) > of_bf16  # they round the inputs too
     elif scheme.activation is not None:  # to integers, by less than bf16 moves them
-        in_float32 = transformers.AutoModelForCausalLM.from_pretrained(
+        in_float32 = auto_class(CASES[case][0]).from_pretrained(
             exported, dtype=torch.float32, attn_implementation="eager"
         )
         with torch.no_grad():

@@ -50,6 +50,8 @@ FEATURES: dict[str, dict[str, Any]] = {
             ),
         )
     },
+    "attention sinks": {"attn_sinks": True, "layers": (tiny_shape(window=5), tiny_shape())},
+    "sinks beside capped scores": {"attn_sinks": True, "attn_softcap": 2.0},
     "experts": {"layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)), tiny_shape())},
     "experts, a shared one and a gate": {
         "layers": (tiny_shape(experts=Experts(5, 3, 32, shared_size=40, shared_gate=True)),)

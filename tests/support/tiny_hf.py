@@ -40,7 +40,46 @@ CONFIGS: dict[str, Any] = {
     "glm4_moe": transformers.Glm4MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
+    "gemma3": transformers.Gemma3Config,
+    "mistral3": transformers.Mistral3Config,
+    "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# What is around the text model of a wrapper; ids of images are beyond the vocabulary.
+AROUND: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": _VISION,
+        "image_token_index": 97,
+        "boi_token_index": 98,
+        "eoi_token_index": 99,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
+        "image_token_index": 97,
+    },
+    "qwen2_5_vl": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "fullatt_block_indexes": [0],
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "vision_start_token_id": 99,
+        "vision_end_token_id": 100,
+    },
+}
+TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -301,6 +340,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
+    "mistral3-mistral": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}),
+    "mistral3-ministral3": (
+        "mistral3",
+        {
+            "model_type": "ministral3",
+            "head_dim": 8,
+            "rope_parameters": GROWING_YARN,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
     "mixtral-window": ("mixtral", {**LOCAL_EXPERTS, "num_experts_per_tok": 3, "sliding_window": 5}),
@@ -369,14 +423,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_config(family: str, changes: dict[str, Any]) -> Any:
     """Return the configuration of a tiny model of that family."""
-    return CONFIGS[family](**copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes}))
+    stated = copy.deepcopy({**SMALL, **NEEDED.get(family, {}), **changes})
+    if family not in AROUND:
+        return CONFIGS[family](**stated)
+    around = copy.deepcopy(AROUND[family])
+    around["tie_word_embeddings"] = stated["tie_word_embeddings"]
+    if "depth" in around["vision_config"]:
+        around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
+        num_pairs = stated["hidden_size"] // stated["num_attention_heads"] // 2
+        stated["rope_parameters"]["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
+    return CONFIGS[family](text_config=stated, **around)
+
+
+def auto_class(family: str) -> Any:
+    """Return the class that loads models of a family."""
+    if family in AROUND:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A model of that family on the CPU, in eval mode."""
     config = build_config(family, changes)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = auto_class(family).from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -5,6 +5,8 @@ absolute chunks.
     s = q k^T scale (capped: c tanh(s / c)),  m_j = max s,  l_j = sum e^(s - m_j),  o_j = e^(s - m_j) v
     m = max_j m_j,    out = sum_j e^(m_j - m) o_j / sum_j e^(m_j - m) l_j,  j ascending
 
+A sink is one more chunk, of one score and no value.
+
 Every product has the shape [H/K, C] x [C, N] or [H/K, N] x [N, C] whatever the context is, masked
 positions weigh exactly zero, and chunks are added one by one in order. So a request's result does not
 depend on the other requests or on the length of their contexts: a chunk beyond the context (or before the
@@ -45,6 +47,7 @@ def attention_decode(
     window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written.
 
@@ -55,7 +58,7 @@ def attention_decode(
         ends = context_lens_R.unsqueeze(1) - torch.arange(q_len - 1, -1, -1, device=context_lens_R.device)
         block_table_RB = block_table_RB.repeat_interleave(q_len, dim=0)
         context_lens_R = ends.flatten()
-    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap)
+    return _attend(q_THC, kv, block_table_RB, context_lens_R, window, scale, softcap, sinks_H)
 
 
 def _attend(
@@ -66,6 +69,7 @@ def _attend(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Return [R, H, C]. A row has J chunks of N positions; the batch of the products is K * (R * J +
     padding), in that order."""
@@ -100,7 +104,14 @@ def _attend(
     s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()
-    out = _merge(product(p, v), m, _sum(p))[:, :, : num_heads // num_kv_heads]
+    o, total = product(p, v), _sum(p)
+    if sinks_H is not None:
+        sinks = F.pad(sinks_H.view(num_kv_heads, -1), (0, repeat - num_heads // num_kv_heads))
+        m_sinks = sinks.to(torch.float32).view(num_kv_heads, 1, 1, -1, 1).expand(-1, num_rows, -1, -1, -1)
+        m = torch.cat((m_sinks, m), dim=2)
+        total = F.pad(total, (0, 0, 0, 0, 1, 0), value=1.0)
+        o = F.pad(o, (0, 0, 0, 0, 1, 0))
+    out = _merge(o, m, total)[:, :, : num_heads // num_kv_heads]
     return out.transpose(0, 1).reshape(num_rows, num_heads, head_dim).to(q_RHC.dtype)
 
 

@@ -115,10 +115,12 @@ def attention_decode(
     window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
     assert softcap is None
+    assert sinks_H is None
     num_kv_heads = kv.k.shape[0]
     (num_rows, num_heads, head_dim) = q_THC.shape
     row_eights = row_eights_of(q_len * num_heads // num_kv_heads)
@@ -239,6 +241,8 @@ def supports(problem: Problem) -> str | None:
         return "computes in bfloat16 or float16"
     if problem.n % 16 or problem.n > MAX_HEAD_DIM:
         return f"a head of {problem.n} dimensions is no multiple of 16 up to {MAX_HEAD_DIM}"
+    if problem.sinks:
+        return "attention scores have sinks"
     if problem.softcap:
         return "its scores have no cap"
     return integers_refused(problem.scheme)

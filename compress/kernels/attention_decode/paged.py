@@ -227,6 +227,7 @@ def _merge_chunks(
     ml_ptr: tl.tensor,
     lens_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     max_chunks: tl.tensor,
     q_len: tl.tensor,
     K: tl.constexpr,
@@ -236,9 +237,10 @@ def _merge_chunks(
     CHUNK: tl.constexpr,
     MERGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Merge one row of one head of the output."""
+    """Merge one row of one head of the output. A sink is a key with the weight of its score and no value."""
     launch_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -253,6 +255,9 @@ def _merge_chunks(
         first_chunk = tl.maximum(position + 1 - WINDOW, 0) // CHUNK
     m = float("-inf")
     total = 0.0
+    if SINKS:
+        m = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = 1.0
     o = tl.zeros([C_TILE], tl.float32)
     for start in range(first_chunk // MERGE * MERGE, position // CHUNK + 1, MERGE):
         chunks = start + tl.arange(0, MERGE)
@@ -284,6 +289,7 @@ def attention_decode(
     window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C], T = R * q_len. A context includes the queries' own positions, already written; a row
     without a position gives zeros."""
@@ -296,6 +302,7 @@ def attention_decode(
         window=window,
         scale=scale,
         softcap=softcap,
+        sinks_H=sinks_H,
         config=config_of(q_THC.shape[2], q_THC.dtype),
     )
 
@@ -311,6 +318,7 @@ def attend(
     scale: float,
     config: Config,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_decode` in a given configuration."""
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
@@ -374,9 +382,11 @@ def attend(
         ml,
         context_lens_R,
         out_THC,
+        sinks_H,
         max_chunks,
         q_len,
         MERGE=config.merge_chunks,
+        SINKS=sinks_H is not None,
         num_warps=config.merge_warps,
         **shared,
     )

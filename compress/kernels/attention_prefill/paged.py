@@ -156,6 +156,7 @@ def _attention_prefill(
     k_tiles: tl.tensor,
     v_tiles: tl.tensor,
     out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     table_stride: tl.tensor,
     head_stride: tl.tensor,
     scale: tl.tensor,
@@ -169,6 +170,7 @@ def _attention_prefill(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     TMA: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -199,6 +201,9 @@ def _attention_prefill(
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # one more key, with a score and no value
+        m = tl.load(sinks_ptr + kv_head * G + rows % G) * 1.4426950408889634
+        total += 1.0
     o = tl.zeros([ROWS, C_TILE], tl.float32)
     # Keys on the window's edge, keys that every row sees, keys on the diagonal.
     window_start = 0
@@ -275,6 +280,7 @@ def attention_prefill(
     window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
@@ -288,6 +294,7 @@ def attention_prefill(
         window=window,
         scale=scale,
         softcap=softcap,
+        sinks_H=sinks_H,
         config=config,
     )
 
@@ -303,6 +310,7 @@ def attend(
     scale: float,
     config: Config,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
@@ -328,6 +336,7 @@ def attend(
         tiles,
         *tile_loads,
         out_THC,
+        sinks_H,
         block_table_RB.stride(0),
         kv.k.stride(0),
         scale,
@@ -341,6 +350,7 @@ def attend(
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         CAPPED=softcap is not None,
+        SINKS=sinks_H is not None,
         TMA=tma,
         STAGES=config.stages,
         PRECISION="ieee" if q_THC.dtype == torch.float32 else "tf32",

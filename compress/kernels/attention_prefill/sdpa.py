@@ -28,12 +28,13 @@ def attention_prefill(
     window: int | None,
     scale: float,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return [T, H, C]; the queries of a sequence are the last of its context, whose keys and values are all
     in the pages."""
     chunks = torch.split(q_THC, list(query_lens))
     outputs = [
-        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale, softcap)
+        _attend(chunk, *kv.gather(blocks_B, length, q_THC.dtype), window, scale, softcap, sinks_H)
         for chunk, blocks_B, length in zip(chunks, block_table_RB, context_lens, strict=True)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -46,6 +47,7 @@ def _attend(
     window: int | None,
     scale: float,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     num_queries = q_THC.shape[0]
     num_keys = k_KLC.shape[1]
@@ -53,9 +55,9 @@ def _attend(
         each.clone(memory_format=torch.contiguous_format).unsqueeze(0)
         for each in (q_THC.transpose(0, 1), k_KLC, v_KLC)
     )
-    if softcap is not None:
+    if softcap is not None or sinks_H is not None:
         seen = causal_mask(num_queries, num_keys, window, q_THC.device)
-        return attend_with_scores(q, k, v, seen, scale, softcap).squeeze(0)
+        return attend_with_scores(q, k, v, seen, scale, softcap, sinks_H).squeeze(0)
     grouped = q.shape[1] != k.shape[1]
     whole = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if whole else causal_mask(num_queries, num_keys, window, q_THC.device)

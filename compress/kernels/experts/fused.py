@@ -18,48 +18,61 @@ from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
 from compress.quant.scheme import SCHEMES
 
-MAX_SCANNED_ROWS = 16
-"""Rows up to which every program finds its own pairs."""
-MAX_COMBINED_ROWS = 16
-"""Rows up to which the last program of an output tile combines: one program reads K numbers of each row."""
+MAX_PAIRED_ROWS = 4
+"""Rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the last
+program of an output tile combines (one program reads K numbers of every row)."""
 MAX_DECODE_ROWS = 512
 MIN_COLUMNS = 16
 
 
 def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
     """Return how decode rows run."""
-    bn = 8 if num_rows <= 8 else 16 if num_rows <= 128 else 32
-    bm, warps, stages = {"w4": (16, 1, 6), "dense16": (16, 1, 5)}.get(packed.format, (16, 1, 6))
-    gate_up = Tile(bm, bn, columns(packed, packed.gate_up.in_features), warps, stages)
-    down = Tile(bm, bn, columns(packed, packed.down.in_features), warps, stages)
+    few = num_rows <= MAX_PAIRED_ROWS
+    bn = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
+    if packed.format == "w4":
+        bm, warps, stages = (32, 2, 3) if num_rows <= 2 else (64, 4, 3) if few else (128, 4, 3)
+        most = 256 if few else 128
+    else:
+        bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
+        most = 128
     return Plan(
-        gate_up,
-        down,
-        sort=num_rows > MAX_SCANNED_ROWS,
-        combine=num_rows <= MAX_COMBINED_ROWS,
-        native_fp8=False,
+        Tile(bm, bn, columns(packed, packed.gate_up.in_features, most), warps, stages),
+        Tile(bm, bn, columns(packed, packed.down.in_features, most), warps, stages),
+        sort=not few,
+        combine=few,
         y_dtype=torch.float32,
+        prefetch=packed.format == "w4" or (packed.format != "dense16" and num_rows == 1),
     )
 
 
-def prefill_plan(packed: PackedExperts, num_rows: int) -> Plan:
+def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
     """Return how the rows of a prompt run."""
-    pairs_per_expert = num_rows * 8 // packed.num_experts
-    bn = 128 if pairs_per_expert > 96 else 64 if pairs_per_expert > 24 else 32
+    many = num_rows * top_k > 48 * packed.num_experts
+    gate_up = down = (64, 64 if many else 32, 4, 3)
+    if packed.format == "dense16":
+        gate_up = (64, 128 if many else 64, 8, 3)
+        down = (128, gate_up[1], 8, 3)
+    elif packed.format == "fp8":
+        gate_up = down = (64, 128 if many else 32, 4, 3)
+    elif packed.format == "fp8_block":
+        gate_up = down = (128, 32, 4, 3)
     most = 64 if packed.format == "dense16" else 128
-    gate_up = Tile(64, bn, columns(packed, packed.gate_up.in_features, most), 8, 3)
-    down = Tile(128, bn, columns(packed, packed.down.in_features, most), 8, 3)
+
+    def tile(sizes: tuple[int, int, int, int], in_features: int) -> Tile:
+        bm, bn, warps, stages = sizes
+        return Tile(bm, bn, columns(packed, in_features, most), warps, stages)
+
     return Plan(
-        gate_up,
-        down,
+        tile(gate_up, packed.gate_up.in_features),
+        tile(down, packed.down.in_features),
         sort=True,
         combine=False,
-        native_fp8=native_fp8(packed.down.data.device),
         y_dtype=packed.dtype,
+        native_fp8=native_fp8(packed.down.data.device),
     )
 
 
-def columns(packed: PackedExperts, size: int, most: int = 2 * BLOCK) -> int:
+def columns(packed: PackedExperts, size: int, most: int) -> int:
     """Return the columns of a step: at most `most`, and a divisor of `size`."""
     if packed.format == "w4":
         return 2 * BLOCK if most > BLOCK and size % (2 * BLOCK) == 0 else BLOCK
@@ -92,7 +105,7 @@ def prefill(
     residual_TD: Tensor | None = None,
 ) -> Tensor:
     """Return [T, D] of many rows."""
-    plan = prefill_plan(packed, len(ids_TK))
+    plan = prefill_plan(packed, *ids_TK.shape)
     return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
 
 

@@ -27,10 +27,11 @@ from compress.kernels.compilers.triton import (
     launch_dependents,
     pdl_options,
     tl,
+    triton,
     wait,
 )
 from compress.kernels.experts.packed import FORMATS, ExpertMatrices, PackedExperts
-from compress.kernels.experts.units import find_unit, sort_pairs
+from compress.kernels.experts.units import Units, load_unit, sort_pairs
 from compress.kernels.operands.e4m3 import e4m3_values
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import compute_capability
@@ -51,15 +52,20 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """How experts run: the tiles of both products, whether pairs are sorted, whether the last program of an
-    output tile combines, whether e4m3 codes are multiplied as they are, and the dtype of y."""
+    """How experts run: the tiles of both products, whether pairs are sorted (else each is a unit), whether
+    the last program of an output tile combines, and the dtype of y.
+
+    `native_fp8` multiplies e4m3 codes as they are. `prefetch` fetches weights of down while gate_up runs,
+    where units are pairs.
+    """
 
     gate_up: Tile
     down: Tile
     sort: bool
     combine: bool
-    native_fp8: bool
     y_dtype: torch.dtype
+    native_fp8: bool = False
+    prefetch: bool = False
 
 
 @jit()
@@ -164,8 +170,8 @@ def _product(
         b_at = w_ptr + ((second // 16) * row_words + second % 16 * 32)[:, None] + words[None, :]
         a_first = expert * (OUT * SCALES) + (first // 16) * (SCALES * 16) + first % 16
         b_first = expert * (OUT * SCALES) + (second // 16) * (SCALES * 16) + second % 16
-        # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton pipelines
-        # only what a product reads.
+        # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton
+        # pipelines only what a product reads.
         PER_STEP: tl.constexpr = BK // 128
         LAST: tl.constexpr = IN // 128 - 1
         a_scale = tl.load(scale_ptr + a_first)
@@ -206,13 +212,12 @@ def _product(
                     a_sum = tl.dot(_numbers(a_words, a_offset, 4 * i, DTYPE, INTERPRETED), x, a_sum)
                     if TWO:
                         b_sum = tl.dot(_numbers(b_words, b_offset, 4 * i, DTYPE, INTERPRETED), x, b_sum)
-                    if GROUP < 128:
-                        if (i + 1) * 32 % GROUP == 0:
-                            a += a_sum * tl.load(scale_ptr + a_first + group).to(tl.float32)[:, None]
-                            a_sum = tl.zeros([BM, BN], dtype=tl.float32)
-                            if TWO:
-                                b += b_sum * tl.load(scale_ptr + b_first + group).to(tl.float32)[:, None]
-                                b_sum = tl.zeros([BM, BN], dtype=tl.float32)
+                    if GROUP < 128 and (i + 1) * 32 % GROUP == 0:
+                        a += a_sum * tl.load(scale_ptr + a_first + group).to(tl.float32)[:, None]
+                        a_sum = tl.zeros([BM, BN], dtype=tl.float32)
+                        if TWO:
+                            b += b_sum * tl.load(scale_ptr + b_first + group).to(tl.float32)[:, None]
+                            b_sum = tl.zeros([BM, BN], dtype=tl.float32)
                 if GROUP >= 128:
                     a += a_sum * (a_scale if part == 0 else a_scale1).to(tl.float32)[:, None]
                     if TWO:
@@ -229,30 +234,25 @@ def _product(
         b_at = w_ptr + (second * IN)[:, None] + columns[None, :]
         if FORMAT == 3:
             STEPS: tl.constexpr = IN // 128
-            x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
             scale_ptr += expert * (BLOCKS * STEPS)
             a_scale_at = scale_ptr + first_block * STEPS
             b_scale_at = scale_ptr + second_block * STEPS
-            x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
             a_scale = tl.load(a_scale_at)
             b_scale = tl.load(b_scale_at)
+            x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
+            x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
             for step in tl.range(0, STEPS, num_stages=STAGES):
                 after = tl.minimum(step + 1, STEPS - 1)
                 x_next = tl.load(x_scale_at + after, mask=valid, other=0.0)
                 a_next = tl.load(a_scale_at + after)
                 b_next = tl.load(b_scale_at + after)
-                a_sum = tl.zeros([BM, BN], dtype=tl.float32)
-                b_sum = tl.zeros([BM, BN], dtype=tl.float32)
-                for part in tl.static_range(0, 128, BK):
-                    at = step * 128 + part
-                    x = tl.trans(
-                        _factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED)
-                    )
-                    a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, a_sum)
-                    if TWO:
-                        b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, b_sum)
+                at = step * 128
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
+                zero = tl.zeros([BM, BN], dtype=tl.float32)
+                a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
                 a += a_sum * x_scale[None, :] * a_scale
                 if TWO:
+                    b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
                     b += b_sum * x_scale[None, :] * b_scale
                 x_scale = x_next
                 a_scale = a_next
@@ -260,27 +260,14 @@ def _product(
         else:
             for at in tl.range(0, IN, BK, num_stages=STAGES):
                 x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
-                if NATIVE:
-                    a = tl.dot(
-                        _factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED),
-                        x,
-                        a,
-                        max_num_imprecise_acc=BK,
-                    )
-                    if TWO:
-                        b = tl.dot(
-                            _factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED),
-                            x,
-                            b,
-                            max_num_imprecise_acc=BK,
-                        )
-                else:
-                    a = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, a)
-                    if TWO:
-                        b = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, b)
+                left = _factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED)
+                a = tl.dot(left, x, a, max_num_imprecise_acc=BK if NATIVE else None)
+                if TWO:
+                    right = _factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED)
+                    b = tl.dot(right, x, b, max_num_imprecise_acc=BK if NATIVE else None)
             if FORMAT == 2:
-                x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)
                 scale_ptr += expert * OUT
+                x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)
                 a = a * x_scale[None, :] * tl.load(scale_ptr + first)[:, None]
                 if TWO:
                     b = b * x_scale[None, :] * tl.load(scale_ptr + second)[:, None]
@@ -301,26 +288,32 @@ def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.t
         return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
 
 
-@jit(varying=("num_pairs",))
+@jit()
+def _prefetch(at: tl.tensor, count: tl.tensor, MOST: tl.constexpr, LINE: tl.constexpr) -> None:
+    """Bring `count` items, in lines of `LINE`, to L2."""
+    LINES: tl.constexpr = triton.next_power_of_2((MOST + LINE - 1) // LINE)
+    items = tl.arange(0, LINES) * LINE
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [at + tl.where(items < count, items, 0)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit()
 def _gate_up(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     h_ptr: tl.tensor,
-    num_pairs: tl.tensor,
     K: tl.constexpr,
-    E: tl.constexpr,
-    E2: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -329,18 +322,20 @@ def _gate_up(
     ASYMMETRIC: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SORTED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    launch_dependents(PDL)
+    if not PREFETCH:
+        launch_dependents(PDL)
     wait(PDL)
-    alive, expert, pairs, valid = find_unit(
-        ids_ptr, order_ptr, starts_ptr, tl.program_id(1), num_pairs, E, E2, BN, PAIRS, SORTED
-    )
-    if alive:
+    if PREFETCH:  # `_down` may then read what was written before this kernel
+        launch_dependents(PDL)
+    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
+    if expert >= 0:
         start = tl.program_id(0) * BM
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
@@ -361,9 +356,8 @@ def _gate_up(
 def _down(
     h_ptr: tl.tensor,
     h_scale_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
     w_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     offset_ptr: tl.tensor,
@@ -376,11 +370,9 @@ def _down(
     num_pairs: tl.tensor,
     K: tl.constexpr,
     E: tl.constexpr,
-    E2: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PAIRS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -390,20 +382,26 @@ def _down(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     COMBINE: tl.constexpr,
-    SORTED: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
-    wait(PDL)
-    alive, expert, pairs, valid = find_unit(
-        ids_ptr, order_ptr, starts_ptr, tl.program_id(1), num_pairs, E, E2, BN, PAIRS, SORTED
-    )
     start = tl.program_id(0) * BM
     outputs = start + tl.arange(0, BM)
-    if alive:
+    if PDL and PREFETCH:
+        # The ids were there before gate_up ran; weights are on their way to L2 while it ends.
+        ahead = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
+        ahead = tl.minimum(tl.maximum(ahead, 0), E - 1).to(tl.int64)
+        ITEMS: tl.constexpr = F // 4 if FORMAT == 1 else F
+        LINE: tl.constexpr = 128 if FORMAT >= 2 else 64
+        _prefetch(w_ptr + (ahead * D + start) * ITEMS, tl.minimum(BM, D - start) * ITEMS, BM * ITEMS, LINE)
+    wait(PDL)
+    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
+    if expert >= 0:
         rows = tl.minimum(outputs, D - 1)
         y, _ = _product(
             h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
@@ -495,41 +493,40 @@ def run(
     out_TD = torch.empty(num_rows, hidden, dtype=packed.dtype, device=device)
     if num_rows == 0:
         return out_TD
-    assert ids_TK.is_contiguous() and weights_TK.is_contiguous()
-    assert plan.sort or num_rows <= plan.gate_up.bn == plan.down.bn, "a unit that is scanned is one tile"
+    assert ids_TK.is_contiguous()
+    assert weights_TK.is_contiguous()
+    assert plan.gate_up.bn == plan.down.bn, "both products have the same units"
     h_PF = torch.empty(num_pairs, ffn, dtype=packed.dtype, device=device)
     y_PD = torch.empty(num_pairs, hidden, dtype=plan.y_dtype, device=device)
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    paired = not plan.sort
     x_values, x_scale = _operand(x, packed)
-    order, starts = sort_pairs(ids_TK, packed.num_experts) if plan.sort else (None, None)
+    if paired:
+        units = Units(ids_TK, ids_TK)
+    else:
+        units = sort_pairs(ids_TK, packed.num_experts, plan.gate_up.bn)
     common = {
         "K": top_k,
-        "E": packed.num_experts,
-        "E2": 1 << max(packed.num_experts - 1, 1).bit_length(),
         "D": hidden,
         "F": ffn,
-        "PAIRS": 1 << max(num_pairs - 1, 1).bit_length() if not plan.sort else 0,
         "FORMAT": FORMATS.index(packed.format),
-        "SORTED": plan.sort,
+        "PAIRED": paired,
         "NATIVE": plan.native_fp8,
+        "PREFETCH": plan.prefetch and paired,
         "INTERPRETED": interpreted(),
         **pdl_options(device),
     }
 
     def grid(size: int, tile: Tile) -> tuple[int, int]:
-        most = min(num_pairs, packed.num_experts)
-        units = min(num_pairs, num_pairs // tile.bn + most) if plan.sort else num_pairs
-        return -(-size // tile.bm), units
+        return -(-size // tile.bm), units.experts.numel()
 
     _gate_up[grid(ffn, plan.gate_up)](
         x_values,
         x_scale,
-        ids_TK,
-        order,
-        starts,
+        units.experts,
+        units.pairs,
         *_operands(packed.gate_up),
         h_PF,
-        num_pairs,
         **_constants(packed.gate_up, plan.gate_up),
         ACTIVATION=activation,
         **common,
@@ -538,9 +535,8 @@ def run(
     _down[grid(hidden, plan.down)](
         h_values,
         h_scale,
-        ids_TK,
-        order,
-        starts,
+        units.experts,
+        units.pairs,
         *_operands(packed.down),
         y_PD,
         weights_TK,
@@ -549,6 +545,7 @@ def run(
         packed.arrivals,
         num_pairs,
         **_constants(packed.down, plan.down),
+        E=packed.num_experts,
         RESIDUAL=residual_TD is not None,
         COMBINE=plan.combine,
         **common,
@@ -570,7 +567,7 @@ def run(
 
 
 def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
-    """Return the rows as a product reads them, and their scales."""
+    """Return the rows as a product reads them, and their scales where they are e4m3 codes."""
     if isinstance(x, Tensor):
         if packed.format == "fp8_block":
             x = quantize_groups(x, ActivationQuant(group_size=128))

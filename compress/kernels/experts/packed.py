@@ -1,11 +1,12 @@
-"""The experts of a layer as the grouped kernels read them: one tensor for all gates and ups, one for all downs.
+"""The experts of a layer as the grouped kernels read them: one tensor for all gates and ups, one for all
+downs.
 
     dense16      numbers [E, O, I] in the model's dtype
     fp8          e4m3 codes [E, O, I], float32 scales [E, O]
     fp8_block    e4m3 codes [E, O, I], float32 scales [E, B, I / 128], B blocks of 128 output rows; those of
                  gate and of up are counted apart
-    w4           int16 words [E, O / 16, I / 128, 16, 32], scales [E, O / 16, N, 16] in the model's dtype for N
-                 scale groups along I, and for an asymmetric scheme offsets likewise
+    w4           int16 words [E, O / 16, I / 128, 16, 32], scales [E, O / 16, N, 16] in the model's dtype for
+                 N scale groups along I, and for an asymmetric scheme offsets likewise
 
 O is F of gate, then F of up, or D of down. Nibble i of word j holds column 32 i + j of its 128, stored + 8: a
 product of 128 columns is four of 32, each of whose factors is a nibble of the same words, so nothing is

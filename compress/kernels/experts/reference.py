@@ -1,7 +1,8 @@
 """Reference experts: every expert that is hit runs its rows through the reference linears of its scheme.
 
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k]),   y[t, k] = down(act(gate(x[t])) * up(x[t]))
-    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order of k
+    for the expert ids[t, k]; each y is rounded to the model's dtype, the sum runs in float32 in the order
+    of k
 
     silu, gelu_pytorch_tanh    act(gate) * up
     swiglu_clamped             gate s(1.702 gate) (up + 1), gate <= 7, |up| <= 7, s(x) = 1 / (1 + e^-x)

@@ -1,11 +1,13 @@
 """Units of work of grouped kernels: one expert and at most `BN` of its pairs. A pair is one choice of one
 token, numbered t K + k.
 
-Few pairs are scanned by every program: unit u is the expert of pair u if no earlier pair has the same, so
-there is nothing to prepare. Many pairs are sorted by expert once, in their order within an expert, by one
-launch of a program for each expert that counts the ids before its own. Both need no host and no atomics, and
-a grid for the worst case: units past the end have nothing to do.
+Up to a few rows every pair is a unit of its own, and nothing is prepared. More pairs are sorted by expert
+once, in their order within an expert, by one launch of a program for each expert: it counts the pairs of all
+experts before its own, and writes a table of its units. Both need no host and no atomics, and a grid for the
+worst case: units past the end have no expert, -1.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,12 +17,23 @@ from compress.kernels.compilers.triton import jit, launch_dependents, pdl_option
 CHUNK = 2048
 
 
-@jit(varying=("num_pairs",))
+@dataclass(frozen=True)
+class Units:
+    """The expert of each unit [U], -1 if it has none, and its pairs [U, BN], -1 where it has fewer."""
+
+    experts: Tensor
+    pairs: Tensor
+
+
+@jit(varying=("num_pairs", "num_units"))
 def _sort_pairs(
     ids_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
     num_pairs: tl.tensor,
+    num_units: tl.tensor,
+    E2: tl.constexpr,
+    BN: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -28,67 +41,63 @@ def _sort_pairs(
     wait(PDL)
     expert = tl.program_id(0)
     columns = tl.arange(0, CHUNK)
-    start = tl.full([], 0, dtype=tl.int32)
+    bins = tl.arange(0, E2)
+    counts = tl.zeros([E2], dtype=tl.int32)
     for first in range(0, num_pairs, CHUNK):
-        ids = tl.load(ids_ptr + first + columns, mask=first + columns < num_pairs, other=1 << 30)
-        start += tl.sum((ids < expert).to(tl.int32), axis=0)
-    tl.store(starts_ptr + expert, start)
+        there = first + columns < num_pairs
+        ids = tl.load(ids_ptr + first + columns, mask=there, other=0)
+        counts += tl.histogram(ids, E2, mask=there)
+    tiles = (counts + BN - 1) // BN
+    unit = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    own_tiles = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    slot = unit * BN
     for first in range(0, num_pairs, CHUNK):
-        ids = tl.load(ids_ptr + first + columns, mask=first + columns < num_pairs, other=1 << 30)
-        own = ids == expert
+        there = first + columns < num_pairs
+        own = (tl.load(ids_ptr + first + columns, mask=there, other=-1)) == expert
         rank = tl.cumsum(own.to(tl.int32), axis=0) - 1
-        tl.store(order_ptr + start + rank, first + columns, mask=own)
-        start += tl.sum(own.to(tl.int32), axis=0)
+        tl.store(pairs_ptr + slot + rank, first + columns, mask=own)
+        slot += tl.sum(own.to(tl.int32), axis=0)
+    past = count + tl.arange(0, BN)
+    tl.store(pairs_ptr + unit * BN + past, -1, mask=past < own_tiles * BN)
+    for tile in range(0, own_tiles):
+        tl.store(experts_ptr + unit + tile, expert)
     if expert == tl.num_programs(0) - 1:
-        tl.store(starts_ptr + expert + 1, start)
+        for idle in range(unit + own_tiles, num_units, E2):
+            tl.store(experts_ptr + idle + bins, -1, mask=idle + bins < num_units)
 
 
-def sort_pairs(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs [P] sorted by expert, and where each expert's begin [E + 1]."""
+def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
+    """Return units of at most `size` pairs."""
     num_pairs = ids_TK.numel()
-    order = torch.empty(num_pairs, dtype=torch.int32, device=ids_TK.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids_TK.device)
-    chunk = min(CHUNK, 1 << max(num_pairs - 1, 15).bit_length())
+    num_units = min(num_pairs, num_pairs // size + min(num_pairs, num_experts))
+    experts = torch.empty(num_units, dtype=torch.int32, device=ids_TK.device)
+    pairs = torch.empty(num_units, size, dtype=torch.int32, device=ids_TK.device)
     _sort_pairs[(num_experts,)](
-        ids_TK, order, starts, num_pairs, CHUNK=chunk, num_warps=4, **pdl_options(ids_TK.device)
+        ids_TK,
+        experts,
+        pairs,
+        num_pairs,
+        num_units,
+        E2=1 << max(num_experts - 1, 1).bit_length(),
+        BN=size,
+        CHUNK=min(CHUNK, 1 << max(num_pairs - 1, 15).bit_length()),
+        num_warps=4,
+        **pdl_options(ids_TK.device),
     )
-    return order, starts
+    return Units(experts, pairs)
 
 
 @jit()
-def find_unit(
-    ids_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    unit: tl.tensor,
-    num_pairs: tl.tensor,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    BN: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SORTED: tl.constexpr,
+def load_unit(
+    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr, PAIRED: tl.constexpr
 ) -> tl.tensor:
-    """Return (whether the unit has pairs, its expert, pairs [BN], which of them are valid)."""
+    """Return (expert of this program's unit or -1, pairs [BN], which of them are valid). `PAIRED` units are
+    pairs, and `experts_ptr` their ids."""
+    unit = tl.program_id(1)
     slots = tl.arange(0, BN)
-    if SORTED:
-        every = tl.arange(0, E2)
-        start = tl.load(starts_ptr + every, mask=every < E, other=num_pairs)
-        stop = tl.load(starts_ptr + 1 + every, mask=every < E, other=num_pairs)
-        tiles = (stop - start + BN - 1) // BN
-        ends = tl.cumsum(tiles, axis=0)
-        expert = tl.sum((ends <= unit).to(tl.int32), axis=0)
-        here = every == expert
-        first = tl.sum(tl.where(here, start - (ends - tiles) * BN, 0), axis=0) + unit * BN + slots
-        valid = first < tl.sum(tl.where(here, stop, 0), axis=0)
-        pairs = tl.load(order_ptr + first, mask=valid, other=0)
-        return expert < E, expert, pairs, valid
-    else:
-        every = tl.arange(0, PAIRS)
-        ids = tl.load(ids_ptr + every, mask=every < num_pairs, other=-1)
-        expert = tl.load(ids_ptr + unit)
-        hit = ids == expert
-        rank = tl.cumsum(hit.to(tl.int32), axis=0) - 1
-        earlier = tl.sum((hit & (every < unit)).to(tl.int32), axis=0)
-        chosen = hit[None, :] & (rank[None, :] == slots[:, None])
-        pairs = tl.sum(tl.where(chosen, every[None, :], 0), axis=1)
-        return earlier == 0, expert, pairs, slots < tl.sum(hit.to(tl.int32), axis=0)
+    expert = tl.load(experts_ptr + unit)
+    if PAIRED:
+        return expert, unit + slots * 0, slots == 0
+    pairs = tl.load(pairs_ptr + unit * BN + slots)
+    return expert, tl.maximum(pairs, 0), pairs >= 0

@@ -66,7 +66,7 @@ class RouterWeights:
     arrivals: Tensor
 
 
-MAX_COUNTED_ROWS = 128
+MAX_COUNTED_ROWS = 16
 
 
 def router_weights(

@@ -50,7 +50,8 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 def quantize_groups(x_TK: Tensor, quant: ActivationQuant) -> QuantizedRows:
     """Return values and scales of each group of columns."""
     num_rows, size = x_TK.shape
-    assert quant.group_size is not None and quant.dtype == FP8
+    assert quant.group_size is not None
+    assert quant.dtype == FP8
     groups = size // quant.group_size
     assert groups * quant.group_size == size, f"{size} features are no whole groups of {quant.group_size}"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=x_TK.device)

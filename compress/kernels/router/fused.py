@@ -1,12 +1,13 @@
 """Router of few or many rows: logits, scores, the choice and its weights, in one launch for few rows.
 
-A program computes the logits of `EXPERTS_PER_PROGRAM` experts for one row, by sums over whole rows of the
-router weight in float32, in an order that follows from D alone. The program of a row that arrives last reads
-all logits of the row and chooses. So a row's bits depend on the row alone, and decode spends one launch. A
-prompt's logits are one product of the library, and a program chooses for one row.
+A program computes the logits of `EXPERTS_PER_PROGRAM` experts, row after row, by sums over whole rows of the
+router weight in float32, in an order that follows from D alone. Of up to `MAX_FUSED_ROWS` rows each has
+programs of its own, and the one that arrives last reads all logits of the row and chooses: one launch. For
+more rows a second launch chooses, with as many threads, so that the sums over experts have one order too. So
+a row's bits depend on the row alone. A prompt's logits are one product of the library.
 
 The choice takes the largest key K times; a key is the compared number as an integer of the same order, then
-the id, so that of equal numbers the lowest id is first. Sums over experts have the same order in both uses.
+the id, so that of equal numbers the lowest id is first.
 
 Shapes: T rows, D hidden, E experts, K choices.
 """
@@ -29,6 +30,10 @@ from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 EXPERTS_PER_PROGRAM = 8
+MAX_FUSED_ROWS = MAX_COUNTED_ROWS
+ROWS_PER_PROGRAM = 4
+"""Of more rows than `MAX_FUSED_ROWS`, so that the weight is read less often."""
+NUM_WARPS = 8
 MAX_SIZE = 8192
 """Columns of a row that 8 warps keep in registers beside those of the weight."""
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
@@ -56,13 +61,16 @@ def _choose(
     """Choose for one row, whose logits [E2] are -inf beyond E."""
     ids = tl.arange(0, E2)
     if SCORE == 0:
-        exponents = tl.exp(logits - tl.max(logits, axis=0))
-        scores = exponents / tl.sum(exponents, axis=0)
+        most = tl.max(logits, axis=0)
+        exponents = tl.exp(logits - most)
+        total = tl.sum(exponents, axis=0)
+        scores = exponents / total
     elif SCORE == 1:
         scores = 1 / (1 + tl.exp(-logits))
     else:
         scores = logits
-    compared = logits if SCORE == 0 and not SELECTION_BIAS and GROUPS == 1 else scores
+    BY_LOGIT: tl.constexpr = SCORE == 0 and not SELECTION_BIAS and GROUPS == 1
+    compared = logits if BY_LOGIT else scores
     if SELECTION_BIAS:
         compared += tl.load(selection_bias_ptr + ids, mask=ids < E, other=0.0)
     keys = _keys(compared, E2, E)
@@ -85,10 +93,15 @@ def _choose(
     for k in tl.static_range(K):
         best = tl.max(keys, axis=0)
         expert = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+        if SELECTION_BIAS:
+            score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+        else:
+            score = _number(best)
         chosen = tl.where(columns == k, expert, chosen)
         weights = tl.where(columns == k, score, weights)
         keys = tl.where(ids == expert, -(1 << 63), keys)
+    if BY_LOGIT:
+        weights = tl.where(columns < K, tl.exp(weights - most) / total, 0.0)
     if SCORE == 2:
         exponents = tl.exp(weights - tl.max(weights, axis=0))
         weights = exponents / tl.sum(exponents, axis=0)
@@ -170,6 +183,33 @@ def _route(
         )  # fmt: skip
 
 
+@jit(varying=("num_rows",))
+def _logits(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    E: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    launch_dependents(PDL)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    columns = tl.arange(0, BLOCK)
+    there = (experts < E)[:, None] & (columns < SIZE)[None, :]
+    w = tl.load(weight_ptr + experts[:, None].to(tl.int64) * SIZE + columns[None, :], mask=there, other=0.0)
+    wait(PDL)
+    for i in range(ROWS):
+        row = tl.program_id(1) * ROWS + i
+        mask = (columns < SIZE) & (row < num_rows)
+        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=mask, other=0.0)
+        logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+        tl.store(logits_ptr + row * E + experts, logits, mask=(experts < E) & (row < num_rows))
+
+
 @jit()
 def _choose_rows(
     logits_ptr: tl.tensor,
@@ -242,52 +282,68 @@ def _check(x_TD: Tensor, router: RouterWeights, routing: Routing) -> None:
 def route(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K], of few rows."""
     _check(x_TD, router, routing)
-    ids_TK, weights_TK = _outputs(x_TD, routing)
-    size = x_TD.shape[1]
+    num_rows, size = x_TD.shape
     device = x_TD.device
     x_TD = x_TD.contiguous()
-    for start in range(0, len(x_TD), MAX_COUNTED_ROWS):
-        rows = slice(start, start + MAX_COUNTED_ROWS)
-        num_rows = len(x_TD[rows])
-        constants = _constants(router, routing)
-        logits = torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device)
-        _route[-(-routing.num_experts // EXPERTS_PER_PROGRAM), num_rows](
-            x_TD[rows],
+    programs = -(-routing.num_experts // EXPERTS_PER_PROGRAM)
+    sizes = {"SIZE": size, "BLOCK": _power_of_two(size), "EXPERTS": EXPERTS_PER_PROGRAM}
+    options = {"num_warps": NUM_WARPS, **pdl_options(device)}
+    if num_rows > MAX_FUSED_ROWS or num_rows == 0:
+        logits_TE = torch.empty(num_rows, routing.num_experts, dtype=torch.float32, device=device)
+        _logits[programs, -(-num_rows // ROWS_PER_PROGRAM)](
+            x_TD,
             router.weight_ED,
-            router.bias_E,
-            router.selection_bias_E,
-            logits,
-            router.arrivals,
-            ids_TK[rows],
-            weights_TK[rows],
-            SIZE=size,
-            BLOCK=_power_of_two(size),
-            EXPERTS=EXPERTS_PER_PROGRAM,
-            **constants,
-            num_warps=8,
-            **pdl_options(device),
+            logits_TE,
+            num_rows,
+            ROWS=ROWS_PER_PROGRAM,
+            E=routing.num_experts,
+            **sizes,
+            **options,
         )
+        return _chosen(logits_TE, router, routing, num_warps=NUM_WARPS)
+    ids_TK, weights_TK = _outputs(x_TD, routing)
+    constants = _constants(router, routing)
+    _route[programs, num_rows](
+        x_TD,
+        router.weight_ED,
+        router.bias_E,
+        router.selection_bias_E,
+        torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
+        router.arrivals,
+        ids_TK,
+        weights_TK,
+        **sizes,
+        **constants,
+        **options,
+    )
     return ids_TK, weights_TK
 
 
 def route_many(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     _check(x_TD, router, routing)
-    ids_TK, weights_TK = _outputs(x_TD, routing)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    if len(x_TD) > 0:
-        _choose_rows[(len(x_TD),)](
+    return _chosen(logits_TE, router, routing, num_warps=1)
+
+
+def _chosen(
+    logits_TE: Tensor, router: RouterWeights, routing: Routing, *, num_warps: int
+) -> tuple[Tensor, Tensor]:
+    """Choose for each row of logits, to which the bias is yet to be added."""
+    ids_TK, weights_TK = _outputs(logits_TE, routing)
+    if len(logits_TE) > 0:
+        _choose_rows[(len(logits_TE),)](
             logits_TE,
             router.bias_E,
             router.selection_bias_E,
             ids_TK,
             weights_TK,
             **_constants(router, routing),
-            num_warps=1,
-            **pdl_options(x_TD.device),
+            num_warps=num_warps,
+            **pdl_options(logits_TE.device),
         )
     return ids_TK, weights_TK
 

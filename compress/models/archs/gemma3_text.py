@@ -35,46 +35,45 @@ def _implied(config: Fields) -> dict[str, Any]:
     return every_nth_full(config, period) | rope_by_layer_type(config, full_theta, sliding_theta)
 
 
-FAMILIES.add(
-    "gemma3_text",
-    Family(
-        model_type="gemma3_text",
-        architecture="Gemma3ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        heads_divide_hidden=True,
-        windows=windows_by_layer_type,
-        facts=_facts,
-        implied=_implied,
-        spelled={"hidden_act": "hidden_activation"},
-        layer_modules={**LAYER_MODULES, **SANDWICH_NORMS},
-        known_fields=frozenset(
-            {
-                "attention_bias",
-                "sliding_window",
-                "sliding_window_pattern",
-                "_sliding_window_pattern",
-                "layer_types",
-                "rope_local_base_freq",
-                "query_pre_attn_scalar",
-                "final_logit_softcapping",
-            }
-        ),
-        # `transformers` reads the cap of attention scores and never applies it.
-        fixed_fields={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
-        defaults={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6,
-            "num_hidden_layers": 26,
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-        },
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    heads_divide_hidden=True,
+    windows=windows_by_layer_type,
+    facts=_facts,
+    implied=_implied,
+    spelled={"hidden_act": "hidden_activation"},
+    layer_modules={**LAYER_MODULES, **SANDWICH_NORMS},
+    known_fields=frozenset(
+        {
+            "attention_bias",
+            "sliding_window",
+            "sliding_window_pattern",
+            "_sliding_window_pattern",
+            "layer_types",
+            "rope_local_base_freq",
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+        }
     ),
+    # `transformers` reads the cap of attention scores and never applies it.
+    fixed_fields={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "num_hidden_layers": 26,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
 )
+
+FAMILIES.add("gemma3_text", GEMMA3_TEXT)

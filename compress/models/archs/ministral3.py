@@ -37,22 +37,21 @@ _DEFAULT_ROPE = {
     _GROWTH: 0.1,
 }
 
-FAMILIES.add(
-    "ministral3",
-    Family(
-        model_type="ministral3",
-        architecture="Ministral3ForCausalLM",
-        windows=same_window,
-        facts=_facts,
-        implied=_implied,
-        known_fields=frozenset({"sliding_window"}),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-        },
-    ),
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    windows=same_window,
+    facts=_facts,
+    implied=_implied,
+    known_fields=frozenset({"sliding_window"}),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+    },
 )
+
+FAMILIES.add("ministral3", MINISTRAL3)

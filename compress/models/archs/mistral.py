@@ -3,20 +3,19 @@ layer when one is stated."""
 
 from compress.models.family import FAMILIES, Family, same_window
 
-FAMILIES.add(
-    "mistral",
-    Family(
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        windows=same_window,
-        known_fields=frozenset({"sliding_window"}),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-        },
-    ),
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    windows=same_window,
+    known_fields=frozenset({"sliding_window"}),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
 )
+
+FAMILIES.add("mistral", MISTRAL)

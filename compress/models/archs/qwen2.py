@@ -3,23 +3,22 @@ when switched on."""
 
 from compress.models.family import FAMILIES, Family, windows_by_layer_type
 
-FAMILIES.add(
-    "qwen2",
-    Family(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        qkv_bias=True,
-        windows=windows_by_layer_type,
-        known_fields=frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
-        defaults={
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "num_key_value_heads": 32,
-            "use_sliding_window": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-        },
-    ),
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    qkv_bias=True,
+    windows=windows_by_layer_type,
+    known_fields=frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
+    defaults={
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
 )
+
+FAMILIES.add("qwen2", QWEN2)

@@ -81,6 +81,7 @@ if INTERPRETED:
         window: int | None,
         scale: float,
         softcap: float | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """[Q, H, C]: the last Q positions of one context, by the definition."""
         k, v = kv.gather(blocks_B, context_len, torch.float64)
@@ -91,7 +92,12 @@ if INTERPRETED:
         at = torch.arange(context_len - len(q), context_len).unsqueeze(1)
         keys = torch.arange(context_len)
         unseen = (keys > at) | (keys <= at - window if window else torch.tensor(False))
-        return torch.einsum("kgql,klc->qkgc", s.masked_fill(unseen, -torch.inf).softmax(-1), v).flatten(1, 2)
+        s = s.masked_fill(unseen, -torch.inf)
+        if sinks_H is not None:
+            sinks = sinks_H.double().view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
+            s = torch.cat((s, sinks), dim=-1)
+        p = s.softmax(-1)[..., :context_len]
+        return torch.einsum("kgql,klc->qkgc", p, v).flatten(1, 2)
 
     def assert_close(actual: Tensor, expected: Tensor) -> None:
         """One rounding of weights and result to the dtype; a long logit's float32 rounding is some steps of
@@ -175,7 +181,8 @@ if INTERPRETED:
     @pytest.mark.parametrize(
         ("kv_format", "head_dim", "block_size", "group", "window", "dtype", "softcap"), RARE_CASES
     )
-    def test_scores_may_be_capped_and_heads_wide(
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_scores_may_be_capped_and_have_sinks_and_heads_be_wide(
         kv_format: str,
         head_dim: int,
         block_size: int,
@@ -183,6 +190,7 @@ if INTERPRETED:
         window: int | None,
         dtype: torch.dtype,
         softcap: float | None,
+        has_sinks: bool,
     ) -> None:
         lens = [4, 133]
         scale = 0.11
@@ -190,13 +198,15 @@ if INTERPRETED:
         kv = pages(kv_format, (1, 1 + table.numel(), block_size, head_dim), dtype)
         seen = poisoned(kv, table, lens) if kv_format == "dense" else kv
         q = randn(6, group, head_dim, dtype=dtype, seed=3)
-        facts = {"window": window, "scale": scale, "softcap": softcap}
+        sinks_H = 2 * randn(group, seed=5) if has_sinks else None
+        facts = {"window": window, "scale": scale, "softcap": softcap, "sinks_H": sinks_H}
         decoded = decode.attention_decode(q, seen, table, torch.tensor(lens), q_len=3, **facts)
         filled = prefill.attention_prefill(q, seen, table, (3, 3), tuple(lens), **facts)
         for out in (decoded, filled):
             for idx, length in enumerate(lens):
                 rows = slice(3 * idx, 3 * idx + 3)
-                assert_close(out[rows], expected_f64(q[rows], kv, table[idx], length, window, scale, softcap))
+                expected = expected_f64(q[rows], kv, table[idx], length, window, scale, softcap, sinks_H)
+                assert_close(out[rows], expected)
 
     def test_a_padding_row_gives_zeros_where_it_has_no_position() -> None:
         kv = pages("dense", (1, 2, 16, 64), torch.float32)

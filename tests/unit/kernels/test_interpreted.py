@@ -16,6 +16,7 @@ FILES = [
         "attention_kernels",
         "columns",
         "decode_step",
+        "experts",
         "rope_store",
         "row_kernels",
         "verify_step",

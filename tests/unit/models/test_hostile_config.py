@@ -108,7 +108,8 @@ def test_no_value_of_any_field_is_an_internal_error(family: str, value: Any) -> 
     base = build_config(family, {}).to_dict()
     assert isinstance(family_of(base).read_config(base), Arch)
     fields = {*base, *FAMILIES.get(family).known_fields, "rope_scaling", "architectures"}
-    fields |= {*facts_of(family).defaults, *facts_of(family).reads, "rope_interleaved", "unheard", "a\n"}
+    facts = facts_of(family)
+    fields |= {*facts.defaults, *(facts.reads or ()), "rope_interleaved", "unheard", "a\n", "text_config"}
     for field in sorted(fields):
         config = base | {field: value}
         with contextlib.suppress(UnsupportedArch, UnsupportedFormat):

@@ -1,0 +1,130 @@
+"""Models with a text decoder inside: vision towers and projectors around a language model.
+
+The text model is compressed. Every other tensor is untouched: a `WeightSource` has it among its outer weights
+under `UNTOUCHED` and its own name, no decoder is built from it, and export writes it back as it was. So the
+result loads in the class of the source.
+
+A wrapper is a `Family` whose shapes are those of the family inside, read from `text_config`, or from the top
+of the config in flat files from before that field existed. On disk its text tensors have the names that the
+vendors published and that `transformers` writes; names that some versions wrote, those of the modules in
+memory, are read too (`in_memory`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compress.errors import UnsupportedArch
+from compress.models.arch import Arch
+from compress.models.family import Family
+from compress.untrusted.fields import Fields
+
+TEXT_CONFIG = "text_config"
+_SHARED = ("dtype", "torch_dtype", "quantization_config")
+"""Fields of the whole model that a text config may leave to it."""
+
+
+@dataclass(frozen=True)
+class Wrapper(Family):
+    """A model around one of `text_families` (the `model_type` of a text config -> its table).
+
+    `outside` are the config fields of flat files that are not the text model's. `ties_by_default` is what
+    the head is where no config says.
+    """
+
+    text_families: Mapping[str, Family] = field(default_factory=dict)
+    outside: frozenset[str] = frozenset()
+    ties_by_default: bool = False
+
+    def read_config(self, raw: Mapping[str, Any]) -> Arch:
+        text = self._text_of(raw)
+        return self._inner(text).read_config(text).replace(family=self.model_type, config=dict(raw))
+
+    def write_config(self, arch: Arch) -> dict[str, Any]:
+        text = self._text_of(arch.config)
+        written = self._inner(text).write_config(arch.replace(config=text))
+        config = {name: value for name, value in arch.config.items() if name not in _SHARED}
+        config |= {
+            "architectures": [self.architecture],
+            "dtype": arch.dtype,
+            "tie_word_embeddings": arch.tied_head,
+        }
+        if TEXT_CONFIG not in arch.config:
+            return {**config, **written, **{name: config[name] for name in ("architectures", "model_type")}}
+        stated = arch.config[TEXT_CONFIG]
+        written = {name: value for name, value in written.items() if name not in _ADDED or name in stated}
+        return {**config, TEXT_CONFIG: {**written, "tie_word_embeddings": arch.tied_head}}
+
+    def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        text = self._text_of(raw)
+        return self._inner(text).completed(text)
+
+    def changed(self, raw: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        if TEXT_CONFIG not in raw:
+            return {**raw, **fields}
+        return {**raw, TEXT_CONFIG: {**raw[TEXT_CONFIG], **fields}}
+
+    def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
+        text = self._text_of(config)
+        return self._inner(text).unread_fields(text)
+
+    def _inner(self, text: Mapping[str, Any]) -> Family:
+        kind = str(text.get("model_type"))
+        if kind not in self.text_families:
+            raise UnsupportedArch(
+                f"the text model inside this {self.model_type} model is '{kind:.80}'; known there: "
+                f"{', '.join(self.text_families)}."
+            )
+        return self.text_families[kind]
+
+    def _text_of(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config of the text model, as one of its own would state it."""
+        where = f"config.json of this {self.model_type} model"
+        stated = Fields(raw, where, UnsupportedArch).mapping(TEXT_CONFIG, default={})
+        kind = next(iter(self.text_families))
+        if not stated:
+            flat = {name: value for name, value in raw.items() if name not in self.outside}
+            return {**flat, "model_type": kind, "tie_word_embeddings": self._ties(raw, {})}
+        shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
+        return {"model_type": kind, **shared, **stated, "tie_word_embeddings": self._ties(raw, stated)}
+
+    def _ties(self, raw: Mapping[str, Any], stated: Mapping[str, Any]) -> Any:
+        found = [each["tie_word_embeddings"] for each in (raw, stated) if "tie_word_embeddings" in each]
+        return found[0] if found else self.ties_by_default
+
+
+_ADDED = ("architectures", "dtype")
+"""Fields that a text config has only where the source's has them."""
+
+
+def wrapper(model_type: str, architecture: str, *text_families: Family, **facts: Any) -> Wrapper:
+    """Return a wrapper with the modules of the first of its text families."""
+    inner = {each.name: getattr(text_families[0], each.name) for each in dataclasses.fields(Family)}
+    return Wrapper(
+        **{
+            **inner,
+            "model_type": model_type,
+            "architecture": architecture,
+            "text_families": {each.model_type: each for each in text_families},
+            **facts,
+        }
+    )
+
+
+LLAVA_NAMES: Mapping[str, Any] = {
+    "layer_prefix": "language_model.model.layers.",
+    "outer_modules": {
+        "embed": "language_model.model.embed_tokens",
+        "norm": "language_model.model.norm",
+        "head": "language_model.lm_head",
+    },
+    "in_memory": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head": "lm_head",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+    "untouched": ("vision_tower", "multi_modal_projector"),
+}
+"""Names on disk and in memory of models like Llava: Gemma 3 and Mistral 3."""

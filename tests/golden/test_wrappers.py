@@ -1,0 +1,153 @@
+"""Models with a vision tower: the text model is compressed, all else travels through untouched, and the
+result loads in the class of the source."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from compress.cli.app import main
+from compress.errors import UnsupportedArch
+from compress.export import open_checkpoint
+from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.family import family_of
+from compress.models.weights import UNTOUCHED, Dense, build_decoder, split_outer
+from tests.support.tiny_hf import AROUND, CASES, saved, tokens
+
+WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+each_wrapper = pytest.mark.parametrize("case", WRAPPERS)
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def wide(case: str, directory: Path) -> Any:
+    family, changes = CASES[case]
+    return saved(directory, family, {**changes, **WIDE}, dtype=torch.bfloat16)
+
+
+@each_wrapper
+def test_names_that_some_versions_wrote_are_read_and_written_as_the_others(case: str, tmp_path: Path) -> None:
+    family = family_of({"model_type": CASES[case][0]})
+    saved(tmp_path / "source", *CASES[case])
+    stored = tensors_of(tmp_path / "source")
+    (tmp_path / "other").mkdir()
+    save_file(
+        {family.to_memory(name): each for name, each in stored.items()}, tmp_path / "other/model.safetensors"
+    )
+    (tmp_path / "other/config.json").write_bytes((tmp_path / "source/config.json").read_bytes())
+    (tmp_path / "written").mkdir()
+    write_checkpoint(tmp_path / "written", Checkpoint(tmp_path / "other"))
+    written = tensors_of(tmp_path / "written")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+
+
+def test_a_flat_config_of_qwen_means_the_same(tmp_path: Path) -> None:
+    model = saved(tmp_path, *CASES["qwen2_5_vl"])
+    modern = Checkpoint(tmp_path).arch
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = {**text, **config}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    source = Checkpoint(tmp_path)
+    assert source.arch.replace(config={}) == modern.replace(config={})
+    written = source.family.write_config(source.arch)
+    assert "text_config" not in written
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(again.eval()(tokens(1, 12)).logits, model(tokens(1, 12)).logits)
+
+
+def test_another_text_model_inside_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", "text_config": {"model_type": "qwen3"}}
+    with pytest.raises(UnsupportedArch, match=r"'qwen3'; known there: mistral, ministral3"):
+        family_of(config).read_config(config)
+
+
+@each_wrapper
+def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: Path) -> None:
+    saved(tmp_path, *CASES[case])
+    outer = Dense(Checkpoint(tmp_path)).outer()
+    own, untouched = split_outer(outer)
+    assert set(own) <= {"embed.weight", "norm.weight", "head.weight"}
+    stored = tensors_of(tmp_path)
+    for name, value in untouched.items():
+        assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])
+
+
+@each_wrapper
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [("W4A16_G128", "compressed-tensors"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "compressed-tensors")],
+)
+def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untouched(
+    case: str,
+    scheme: str,
+    form: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wide(case, tmp_path / "model")
+    (tmp_path / "model/preprocessor_config.json").write_text('{"size": 28}')
+    recipe = {
+        "version": 1,
+        "model": "./model",
+        "stages": [
+            {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}},
+            {"kind": "export", "formats": [form]},
+        ],
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    code = main(["run", "recipe.yaml", "--offline", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err + out
+    (found,) = {
+        file.parent for file in tmp_path.rglob("compress.json") if (file.parent / "config.json").exists()
+    }
+    before, after = tensors_of(tmp_path / "model"), tensors_of(found)
+    family = family_of({"model_type": CASES[case][0]})
+    untouched = [name for name in before if family.is_untouched(name)]
+    assert untouched
+    for name in untouched:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name])
+    assert (found / "preprocessor_config.json").read_text() == '{"size": 28}'
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        found, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
+    weights = dict(model.named_parameters())
+    for name in untouched:
+        assert torch.equal(weights[family.to_memory(name)], before[name])
+    with torch.no_grad():
+        ours = build_decoder(open_checkpoint(found), dtype=torch.float32, device=torch.device("cpu"))
+        exact = ours(tokens(2, 12))
+        theirs = model.eval()(tokens(2, 12)).logits.float()
+    assert (theirs - exact).square().mean().sqrt() < 0.1 * exact.square().mean().sqrt()

@@ -1,0 +1,317 @@
+"""A router chooses what its definition says, experts give the weighted sum in float64 within rounding, and a
+row of either has the same bits in any company. The Triton kernels run in triton's interpreter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.experts import packed as packed_experts
+from compress.kernels.experts import reference
+from compress.kernels.operands.routing import ExpertWeights, Routing, choose, router_weights
+from compress.kernels.problem import KernelDevice, Problem
+from compress.kernels.router import reference as router_reference
+from compress.kernels.select import refusals, select
+from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+from compress.runtime.deployment import Deployment
+from compress.runtime.expert_linears import ExpertLinears
+from tests.support.slow import slow
+from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+
+inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
+CPU = torch.device("cpu")
+ROUTINGS = (
+    Routing(8, 2),
+    Routing(12, 3, renormalize=False, scale=2.5),
+    Routing(7, 4, "softmax_topk"),
+    Routing(16, 4, "sigmoid", num_groups=4, top_groups=2, selection_bias=True),
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts of a layer and the rows that are given to them."""
+
+    experts: list[ExpertWeights]
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    residual_TD: Tensor
+    activation: str
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_TD[start:stop], self.ids_TK[start:stop], self.weights_TK[start:stop]
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(shape: tuple[int, int], name: str | None, dtype: torch.dtype, seed: int) -> Any:
+    w_OI = (randn(*shape, seed=seed) * shape[1] ** -0.5).to(dtype)
+    if name is None:
+        return w_OI
+    scheme = SCHEMES[name]
+    scale_dtype = dtype if scheme.type == "int" else torch.float32
+    return round_to_nearest(w_OI, scheme, *min_max_scale(grouped(w_OI, scheme), scheme, scale_dtype))
+
+
+def layer(
+    name: str | None,
+    dtype: torch.dtype,
+    *,
+    hidden: int = 128,
+    ffn: int = 128,
+    count: int = 5,
+    top_k: int = 2,
+    rows: int = 7,
+    activation: str = "silu",
+    bias: bool = False,
+) -> Layer:
+    """Ids leave out the last expert; the first rows all choose the same experts."""
+    experts = [
+        ExpertWeights(
+            weight((ffn, hidden), name, dtype, 10 * idx),
+            weight((ffn, hidden), name, dtype, 10 * idx + 1),
+            weight((hidden, ffn), name, dtype, 10 * idx + 2),
+            *([randn(size, seed=10 * idx + size).to(dtype) for size in (ffn, ffn, hidden)] if bias else []),
+        )
+        for idx in range(count)
+    ]
+    generator = torch.Generator().manual_seed(3)
+    ids_TK = torch.rand(rows, count - 1, generator=generator).argsort(1)[:, :top_k].to(torch.int32)
+    ids_TK[: rows // 2] = torch.arange(top_k, dtype=torch.int32)
+    return Layer(
+        experts,
+        randn(rows, hidden, seed=1).to(dtype),
+        ids_TK,
+        torch.rand(rows, top_k, generator=generator),
+        randn(rows, hidden, seed=2).to(dtype),
+        activation,
+    )
+
+
+def wide(matrix: Tensor | QuantizedWeight) -> Tensor:
+    dense = matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
+    return dense.double()
+
+
+def in_float64(given: Layer) -> Tensor:
+    """The sum with weights dequantized and rows not rounded."""
+    out_TD = given.residual_TD.double()
+    for t, k in ((t, k) for t in range(len(given.ids_TK)) for k in range(given.ids_TK.shape[1])):
+        expert = given.experts[int(given.ids_TK[t, k])]
+        gate_F, up_F = (wide(each) @ given.x_TD[t].double() for each in (expert.gate, expert.up))
+        if expert.gate_bias is not None and expert.up_bias is not None:
+            gate_F, up_F = gate_F + expert.gate_bias.double(), up_F + expert.up_bias.double()
+        if given.activation == "swiglu_clamped":
+            gate_F, up_F = gate_F.clamp(max=7), up_F.clamp(-7, 7)
+            mid_F = gate_F * torch.sigmoid(1.702 * gate_F) * (up_F + 1)
+        else:
+            mid_F = reference.gated(torch.stack((gate_F, up_F)).view(1, -1), given.activation)[0]
+        y_D = wide(expert.down) @ mid_F
+        y_D = y_D if expert.down_bias is None else y_D + expert.down_bias.double()
+        out_TD[t] += given.weights_TK[t, k].double() * y_D
+    return out_TD
+
+
+def problem(phase: Any, name: str | None, dtype: torch.dtype, given: Layer, **facts: Any) -> Problem:
+    sizes = {"n": given.x_TD.shape[1], "k": given.experts[0].down.shape[1], **facts}
+    return KernelDevice("cpu", 90 if INTERPRETED else 0, dtype).problem(
+        "experts",
+        phase=phase,
+        scheme=name,
+        activation=given.activation,
+        experts=len(given.experts),
+        top_k=given.ids_TK.shape[1],
+        **sizes,
+    )
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def check(phase: Any, name: str | None, dtype: torch.dtype, given: Layer) -> None:
+    """The kernel that is selected gives the sum; decode rows keep their bits."""
+    kernel = select(problem(phase, name, dtype, given))
+    assert kernel.name.startswith("triton" if INTERPRETED else "reference")
+    assert kernel.repack_experts is not None
+    packed = kernel.repack_experts(given.experts, dtype=dtype, device=CPU)
+    num_rows = len(given.x_TD)
+    out = kernel.fn(*_call(given, packed, 0, num_rows), residual_TD=given.residual_TD)
+    assert out.dtype == dtype
+    expected = in_float64(given)
+    # Rows of e4m3 are rounded twice, by up to 1/16 of a number.
+    eps = 1 / 32 if name is not None and SCHEMES[name].activation is not None else torch.finfo(dtype).eps
+    assert float((out.double() - expected).norm() / expected.norm()) < 2 * eps
+    alone = kernel.fn(*_call(given, packed, 0, num_rows))
+    assert out.shape == alone.shape
+    if phase == "decode":
+        for start, stop in ((0, 1), (num_rows - 1, num_rows), (1, 4)):
+            residual = given.residual_TD[start:stop]
+            part = kernel.fn(*_call(given, packed, start, stop), residual_TD=residual)
+            assert same_bits(part, out[start:stop])
+
+
+def _call(given: Layer, packed: Any, start: int, stop: int) -> tuple[Any, ...]:
+    x_TD, ids_TK, weights_TK = given.rows(start, stop)
+    return x_TD, packed, ids_TK, weights_TK
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    "name", [None, "W4A16_G128", "W4A16_G32_ASYM", "FP8_DYNAMIC", "FP8_BLOCK", "INT8_DYNAMIC"]
+)
+def test_reference_experts(phase: Any, name: str | None) -> None:
+    check(phase, name, torch.bfloat16, layer(name, torch.bfloat16))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped"])
+def test_reference_experts_of_odd_sizes_with_biases(activation: str) -> None:
+    check(
+        "decode",
+        None,
+        torch.float32,
+        layer(None, torch.float32, hidden=37, ffn=19, activation=activation, bias=True),
+    )
+
+
+@inside
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("W4A16_G128", torch.float16),
+        ("W4A16_G32_ASYM", torch.float16),
+        ("FP8_BLOCK", torch.float16),
+        slow("W4A16_CHANNEL", torch.bfloat16),
+        slow("W4A16_G64_ASYM", torch.bfloat16),
+        slow("FP8_DYNAMIC", torch.bfloat16),
+    ],
+)
+def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_row_independent_products(monkeypatch)
+    check(phase, name, dtype, layer(name, dtype, count=3, rows=5))
+
+
+@inside
+@pytest.mark.parametrize(
+    ("activation", "bias", "rows", "top_k"),
+    [("silu", False, 6, 1), ("swiglu_clamped", True, 5, 3), slow("gelu_pytorch_tanh", False, 19, 2)],
+)
+def test_triton_experts_of_dense_weights(
+    activation: str, bias: bool, rows: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_row_independent_products(monkeypatch)
+    given = layer(
+        None,
+        torch.float16,
+        hidden=48,
+        ffn=80,
+        count=5,
+        rows=rows,
+        top_k=top_k,
+        activation=activation,
+        bias=bias,
+    )
+    for phase in ("decode", "prefill"):
+        check(phase, None, torch.float16, given)
+
+
+@inside
+def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
+    given = layer(None, torch.float16)
+    for name, sizes, reason in (
+        (None, {"n": 72}, "D = 72 is no multiple of 16"),
+        ("W4A16_G128", {"k": 192}, "F = 192 is no multiple of 128"),
+        ("FP8_DYNAMIC", {"k": 48}, "F = 48 is no multiple of 32"),
+        ("INT8_DYNAMIC", {}, "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"),
+    ):
+        why = refusals(problem("decode", name, torch.float16, given, **sizes))
+        assert why["triton.decode.silu"] == reason
+
+
+def test_four_bit_words_hold_every_code_once() -> None:
+    codes = torch.randint(-8, 8, (48, 256), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    words = packed_experts.w4_words(codes).to(torch.int32)
+    nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=-2) - 8
+    assert torch.equal(nibbles.transpose(1, 2).reshape(48, 256).to(torch.int8), codes)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: f"{routing.score}{routing.num_experts}")
+def test_router(routing: Routing) -> None:
+    """The kernels that are selected choose as float64 does, and a row's choice depends on the row alone."""
+    x_TD = randn(9, 40, seed=1).to(torch.bfloat16)
+    count = routing.num_experts
+    selection_bias = torch.linspace(0, 0.3, count) if routing.selection_bias else None
+    bias = randn(count, seed=4) * 0.1
+    router = router_weights(randn(count, 40, seed=2), bias, selection_bias, dtype=torch.bfloat16, device=CPU)
+    logits_TE = (x_TD.double() @ router.weight_ED.double().t() + bias.double()).float()
+    expected_ids, expected_weights = choose(logits_TE, routing, selection_bias)
+    for phase in ("decode", "prefill"):
+        device = KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16)
+        kernel = select(device.problem("router", n=count, k=40, phase=phase, experts=count))
+        ids, weights = kernel.fn(x_TD, router, routing)
+        assert ids.dtype == torch.int32
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+        assert int(router.arrivals.abs().sum()) == 0
+        if phase == "decode":
+            some_ids, some_weights = kernel.fn(x_TD[3:5], router, routing)
+            assert torch.equal(some_ids, ids[3:5])
+            assert same_bits(some_weights, weights[3:5])
+
+
+def test_of_equal_logits_the_lowest_ids_are_chosen() -> None:
+    routing = Routing(8, 3)
+    router = router_weights(torch.zeros(8, 16), None, None, dtype=torch.bfloat16, device=CPU)
+    ids, weights = select(
+        KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16).problem("router", n=8, k=16)
+    ).fn(randn(2, 16, seed=0).to(torch.bfloat16), router, routing)
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+def test_groups_limit_the_choice() -> None:
+    routing = Routing(6, 2, "sigmoid", renormalize=False, num_groups=3, top_groups=1)
+    logits = torch.tensor([[5.0, -9.0, 2.0, 1.0, 3.0, -1.0]])
+    ids, weights = choose(logits, routing)
+    assert ids.tolist() == [[2, 3]]  # the best single expert is in a group of a worse sum
+    torch.testing.assert_close(weights, logits[:, 2:4].sigmoid())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="in the parent process")
+def test_experts_of_a_layer_are_bound_once_and_reported() -> None:
+    given = layer(None, torch.bfloat16)
+    routing = Routing(5, 2)
+    bound = ExpertLinears.bind(
+        routing,
+        randn(5, 128, seed=7),
+        given.experts,
+        Deployment(CPU, torch.bfloat16, max_batch_size=8, max_step_tokens=512),
+        activation="silu",
+    )
+    ids, weights = bound.route(given.x_TD, "decode")
+    assert torch.equal(ids, router_reference.route(given.x_TD, bound.router, routing)[0])
+    whole = bound(given.x_TD, "decode", residual=given.residual_TD)
+    assert same_bits(whole, bound.experts(given.x_TD, ids, weights, "decode", residual=given.residual_TD))
+    assert bound.kernels["decode"].packed is bound.kernels["prefill"].packed
+    assert [row["op"] for row in bound.report(0)] == ["router", "router", "experts", "experts"]
+    assert 0 < bound.expected_bytes(1) < bound.expected_bytes(64) <= bound.weight_bytes
