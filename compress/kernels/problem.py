@@ -38,8 +38,9 @@ class Problem:
     `row_invariant` demands that the bits of a row depend on that row alone: not on M, not on the other rows,
     not on its place among them. Decode rows always demand it. `scheme` names the quantization scheme, or the
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
-    `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` say whether attention scores
-    have a cap, and a score of each head without a value beside them. `experts` and `top_k` count the experts of a layer and those that serve one token. `sm` is the
+    `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
+    attention scores have a cap, and each head a score without a value. `experts` and `top_k` count the
+    experts of a layer and those that serve one token. `sm` is the
     compute capability times ten, 0 without a GPU.
     """
 

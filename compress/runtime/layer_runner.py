@@ -73,7 +73,7 @@ class LayerRunner:
 
     Raises:
         EnvironmentUnfit: no kernel here serves a norm, the activation, rotary embeddings or attention, or the
-            runtime does not know the kind of norm or block.
+            runtime does not serve the kind of norm or block.
     """
 
     def __init__(self, arch: Arch, deployment: Deployment, kv_format: str, *, max_model_len: int) -> None:
@@ -149,7 +149,8 @@ class LayerRunner:
         if self._arch.block == "parallel":
             qkv_rows, ffn_rows = self._rows_of_both(layer, stream.x_TD, phase)
         else:
-            qkv_rows, ffn_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase), None
+            qkv_rows = self.rows(stream, Reader(layer.attn_norm, layer.qkv), phase)
+            ffn_rows = None
         where = positions_T, slots_T, kv
         return self.after_qkv(
             layer, layer.qkv(qkv_rows, phase), stream.x_TD, *where, attend, phase, reader, ffn_rows=ffn_rows

@@ -20,11 +20,11 @@ Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, 
 K.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor
 
+from compress.kernels.attention_decode.config import CONFIG as CONFIG
+from compress.kernels.attention_decode.config import Config, config_of
 from compress.kernels.compilers.triton import (
     interpreted,
     jit,
@@ -45,32 +45,7 @@ from compress.kernels.soft_cap.fused import capped
 MAX_Q_LEN = 8
 
 
-@dataclass(frozen=True)
-class Config:
-    """The constants of the kernel: the bits depend on `chunk`, `tile`, `merge_chunks` and the warps, only
-    the time on `stages` and `programs`."""
-
-    chunk: int = 128
-    tile: int = 64
-    merge_chunks: int = 16
-    merge_warps: int = 1
-    num_warps: int = 4
-    stages: int = 3
-    programs: int = 1056
-
-
-CONFIG = Config()
 LOG2_E = 1.4426950408889634
-
-
-def config_of(head_dim: int, dtype: torch.dtype) -> Config:
-    """Return the configuration of a head dimension; tiles of wide heads are smaller, so that those in flight
-    fit the shared memory of sm_80 (163 KiB)."""
-    if head_dim * dtype.itemsize <= 2 * 256:
-        return CONFIG
-    if head_dim * dtype.itemsize <= 4 * 256:
-        return replace(CONFIG, tile=32, stages=2)
-    return replace(CONFIG, tile=16, stages=2)
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))

@@ -13,11 +13,11 @@ G = H / K.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from compress.kernels.attention_prefill.tiles import dense_blocks, query_tiles
 from compress.kernels.compilers.triton import (
     jit,
     launch_dependents,
@@ -326,7 +326,7 @@ def attend(
     box = [config.tile, triton.next_power_of_2(head_dim)]
     tile_loads = [tensor_descriptor(each.view(-1, head_dim), box) if tma else None for each in (kv.k, kv.v)]
     rows = max(config.rows, triton.next_power_of_2(group))
-    tiles = _query_tiles(query_lens, context_lens, rows // group, q_THC.device)
+    tiles = query_tiles(query_lens, context_lens, rows // group, q_THC.device)
     out_THC = torch.empty_like(q_THC)
     _attention_prefill[(tiles.shape[0] * num_kv_heads,)](
         q_THC,
@@ -369,7 +369,7 @@ def _widened(
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
     assert kv.k_scale is not None
     assert kv.k.is_contiguous()
-    blocks, table_RB = _dense_blocks(
+    blocks, table_RB = dense_blocks(
         tuple(-(-length // block_size) for length in context_lens), block_table_RB.device
     )
     k, v = (
@@ -394,36 +394,6 @@ def _widened(
         **pdl_options(kv.k.device),
     )
     return PagedKV(k, v), table_RB
-
-
-@lru_cache(maxsize=4)
-def _dense_blocks(num_blocks: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return int32 [blocks, 2], sequence and place in its table of every block of each sequence in order,
-    and the table over that order."""
-    blocks = [(sequence, idx) for sequence, count in enumerate(num_blocks) for idx in range(count)]
-    firsts = [sum(num_blocks[:sequence]) for sequence in range(len(num_blocks))]
-    table = [[first + idx for idx in range(max(num_blocks))] for first in firsts]
-    return torch.tensor(blocks, dtype=torch.int32).to(device), torch.tensor(table, dtype=torch.int32).to(
-        device
-    )
-
-
-@lru_cache(maxsize=4)
-def _query_tiles(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device
-) -> Tensor:
-    """Return int32 [tiles, 4]: first row among the T, number of tokens, position of the first, sequence. All
-    layers of a step share it."""
-    tiles = []
-    row = 0
-    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        for start in range(0, query_len, size):
-            tiles.append(
-                (row + start, min(size, query_len - start), context_len - query_len + start, sequence)
-            )
-        row += query_len
-    tiles.sort(key=lambda tile: tile[1] + tile[2], reverse=True)
-    return torch.tensor(tiles, dtype=torch.int32).to(device)
 
 
 def supports(problem: Problem) -> str | None:
