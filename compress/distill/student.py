@@ -71,12 +71,17 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "number, at most the teacher's "
             f"{first.num_heads // first.num_kv_heads}. Give heads and kv_heads that fit."
         )
+    family = family_of({"model_type": teacher.family})
+    if family.untouched and shape.hidden not in (None, teacher.hidden_size):
+        raise UsageError(
+            f"student: {', '.join(family.untouched)} of a {teacher.family} model write into its hidden "
+            "states, so their size stays."
+        )
     kept = evenly(shape.layers or teacher.num_layers, teacher.num_layers)
     widths = Widths(num_heads, num_kv_heads, shape.ffn or first.intermediate_size, len(kept))
     student = resized(with_layers(teacher, kept), widths).replace(
         hidden_size=shape.hidden or teacher.hidden_size
     )
-    family = family_of({"model_type": student.family})
     again = family.read_config(family.write_config(student))
     return student.replace(embed_scale=again.embed_scale)  # some follow from the hidden size
 

@@ -27,6 +27,7 @@ from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
 from compress.export.rules import float16_scales, in_layers, packed_rules
 from compress.models.arch import MAX_SIZE, Arch
+from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.packing import pack, unpack
 from compress.quant.scheme import ModelScheme, QuantizedWeight, Scheme, weight_only_scheme
@@ -205,6 +206,14 @@ class Gptq:
                     "symmetric",
                     "vLLM reads symmetric GPTQ codes only, and zeros stored minus one are ambiguous; use "
                     "awq.",
+                )
+            )
+        if scheme.dense and family_of({"model_type": arch.family}).in_memory:
+            rules.append(
+                Rule(
+                    "dense-linears",
+                    f"consumers name the linears of a {arch.family} model in several ways, and gptq lists "
+                    "dense ones by pattern; compressed-tensors has them by name.",
                 )
             )
         if scheme.head not in (None, scheme.layers):

@@ -82,7 +82,6 @@ EXPORTED = [
     ("cohere", "W4A16_G128"),
     ("cohere2", "FP8_DYNAMIC"),
     ("exaone4", "W4A16_G128"),
-    ("seed_oss", "W8A16"),
     ("ernie4_5", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
     ("mistral3-ministral3", "FP8_DYNAMIC"),

@@ -56,6 +56,11 @@ def test_every_family_has_a_golden_case() -> None:
     assert set(FAMILIES.names()) == {family for family, _ in CASES.values()}
 
 
+def test_the_documents_name_every_family() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "extend.md").read_text(encoding="utf-8").lower()
+    assert [family for family in FAMILIES.names() if family not in text] == []
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers_in_prefill_and_in_cached_decode(
     case: str, tmp_path: Path

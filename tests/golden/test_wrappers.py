@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compress.cli.app import main
-from compress.errors import UnsupportedArch
-from compress.export import open_checkpoint
+from compress.errors import UnsupportedArch, UnsupportedFormat
+from compress.export import check_rules, open_checkpoint, write_format
 from compress.models.checkpoint import Checkpoint, write_checkpoint
 from compress.models.family import family_of
-from compress.models.weights import UNTOUCHED, Dense, build_decoder, split_outer
+from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, with_exceptions
 from tests.support.tiny_hf import AROUND, CASES, saved, tokens
 
 WRAPPERS = [case for case, (family, _) in CASES.items() if family in AROUND]
@@ -96,6 +98,64 @@ def test_what_is_dense_keeps_the_other_tensors_as_they_are(case: str, tmp_path: 
     stored = tensors_of(tmp_path)
     for name, value in untouched.items():
         assert torch.equal(value, stored[name.removeprefix(UNTOUCHED)])
+
+
+class Rounded:
+    """A dense source with its linears rounded to nearest."""
+
+    kv_format = None
+
+    def __init__(self, source: Checkpoint, scheme: ModelScheme) -> None:
+        self.arch = source.arch
+        self._source = source
+        self._scheme = scheme
+
+    def outer(self) -> Any:
+        return self._source.outer()
+
+    def layer(self, layer_idx: int) -> Any:
+        layer = self._source.layer(layer_idx)
+        for linear in self.arch.layers[layer_idx].linears:
+            scheme = self._scheme.for_linear(f"layers.{layer_idx}.{linear}")
+            if scheme is not None:
+                weight = dense(layer[f"{linear}.weight"])
+                layer[f"{linear}.weight"] = nearest_weight(weight, scheme, torch.bfloat16)
+        return layer
+
+
+@each_wrapper
+def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_them(
+    case: str, tmp_path: Path
+) -> None:
+    wide(case, tmp_path / "model")
+    source = Checkpoint(tmp_path / "model")
+    names: dict[str, Scheme | None] = {
+        "layers.0.ffn.down": SCHEMES["FP8_DYNAMIC"],
+        "layers.1.attn.o": None,
+    }
+    scheme = with_exceptions(SCHEMES["W4A16_G128"], names)
+    (tmp_path / "out").mkdir()
+    write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
+    opened = open_checkpoint(tmp_path / "out")
+    assert opened.schemes["layers.0.ffn.down"] == names["layers.0.ffn.down"]
+    assert "layers.1.attn.o" not in opened.schemes
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(
+        info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    ), info
+    with torch.no_grad():
+        model.eval()(tokens(1, 8))  # unpacks the linears
+    weights = dict(model.named_parameters())
+    for idx in range(opened.arch.num_layers):
+        for name, value in opened.layer(idx).items():
+            module, _, leaf = name.rpartition(".")
+            disk = opened.family.to_disk(f"layers.{idx}.{module}")
+            theirs = weights[f"{opened.family.to_memory(disk)}.{leaf}"]
+            assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
+    with pytest.raises(UnsupportedFormat, match="dense-linears"):
+        check_rules("gptq", source.arch, with_exceptions(SCHEMES["W4A16_G128"], {"layers.1.attn.o": None}))
 
 
 @each_wrapper

@@ -31,7 +31,6 @@ CONFIGS: dict[str, Any] = {
     "cohere": transformers.CohereConfig,
     "cohere2": transformers.Cohere2Config,
     "exaone4": transformers.Exaone4Config,
-    "seed_oss": transformers.SeedOssConfig,
     "ernie4_5": transformers.Ernie4_5Config,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
@@ -334,11 +333,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": LLAMA3,
         },
     ),
-    "seed_oss": ("seed_oss", {"head_dim": 12}),
-    "seed_oss-other-biases": (
-        "seed_oss",
-        {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
-    ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
     "mistral3-mistral": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}),
@@ -431,7 +425,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     if "depth" in around["vision_config"]:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
         num_pairs = stated["hidden_size"] // stated["num_attention_heads"] // 2
-        stated["rope_parameters"]["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
+        rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
     return CONFIGS[family](text_config=stated, **around)
 
 

@@ -25,11 +25,19 @@ from compress.distill.objective import HeldOut, Objective, Teacher, checkpoint_l
 from compress.distill.train import Training
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
+from compress.models.family import family_of
 from compress.models.weights import MemorySource, build_decoder
 from compress.stages import STAGES, Inputs, Port
 from compress.stages.distill.estimate import estimate, reshape
 from compress.stages.distill.learning import learning_facts, training_batches
-from compress.stages.distill.models import NamedTeacher, build_student, check_pair, identity_of, teacher_of
+from compress.stages.distill.models import (
+    NamedTeacher,
+    build_student,
+    check_pair,
+    identity_of,
+    teacher_of,
+    untouched_weights,
+)
 from compress.stages.distill.spec import SOURCE, Distill
 from compress.stages.distill.text import TrainingText, shared_text
 
@@ -121,7 +129,8 @@ def train_student(spec: Distill, inputs: Inputs, ctx: Context) -> TrainedStudent
 def distill(spec: Distill, inputs: Inputs, out: ArtifactWriter, ctx: Context) -> None:
     trained = train_student(spec, inputs, ctx)
     arch = trained.student.arch
-    weights = MemorySource(trained.student, dtype=getattr(torch, arch.dtype))
+    beside = untouched_weights(spec, inputs, ctx) if family_of({"model_type": arch.family}).untouched else {}
+    weights = MemorySource(trained.student, dtype=getattr(torch, arch.dtype), untouched=beside)
     save_weights(out.path / OUTER_NAME, weights.outer())
     for idx in range(arch.num_layers):
         save_weights(out.path / layer_name(idx), weights.layer(idx))

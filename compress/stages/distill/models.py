@@ -13,7 +13,7 @@ from compress.export import open_weights
 from compress.models.arch import Arch
 from compress.models.decoder import Decoder
 from compress.models.initialise import fresh_decoder
-from compress.models.weights import WeightSource, build_decoder
+from compress.models.weights import Weights, WeightSource, build_decoder, split_outer
 from compress.recipe import parse_model_ref
 from compress.registry.model_source import ModelSource, resolve_model
 from compress.stages import Inputs, Port
@@ -97,6 +97,14 @@ def build_student(
         else sliced_decoder(weights, arch)
     )
     return student.to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def untouched_weights(spec: Distill, inputs: Inputs, ctx: Context) -> Weights:
+    """Return what the model that the student was made from has beside its language model."""
+    wanted = spec.student
+    own = None if wanted is None else wanted.checkpoint
+    path = inputs[Port.DENSE].path if own is None else _located(own, ctx)[0]
+    return split_outer(open_weights(path).outer())[1]
 
 
 def _located(ref: str, ctx: Context) -> tuple[Path, str]:

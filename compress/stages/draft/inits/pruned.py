@@ -32,7 +32,8 @@ from compress.methods.prune.scores import Activation
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
 from compress.models.decoder import Decoder
-from compress.models.pruning import LayerSubset, Widths, resized, with_layers
+from compress.models.family import family_of
+from compress.models.pruning import LayerSubset, Widths, resized, why_heads_stay, with_layers
 from compress.models.weights import Dense, MemorySource, WeightSource, build_decoder, without_codes
 from compress.recipe import MAX_SAMPLES, MAX_SIZE, ByKind, Spec, list_to_tuple
 from compress.stages import Estimate, PlanFacts
@@ -98,8 +99,15 @@ class Pruned(Spec):
         """Return the indices of the layers that stay.
 
         Raises:
-            UsageError: the target has no such layers.
+            UsageError: the target has no such layers, or no draft can be cut from it so.
         """
+        if parts := family_of({"model_type": arch.family}).untouched:
+            raise UsageError(
+                f"draft: a draft cut from a {arch.family} model would need its {' and '.join(parts)}. Take "
+                "`init: eagle3`, or a checkpoint of a text model."
+            )
+        if self.heads is not None and (reason := why_heads_stay(arch)) is not None:
+            raise UsageError(f"draft: heads: {reason} Leave out `heads`.")
         if isinstance(self.keep_layers, int):
             if self.keep_layers > arch.num_layers:
                 raise UsageError(
