@@ -76,7 +76,7 @@ class ExportFormat(Protocol):
     ) -> dict[str, Any]:
         """Return the `quantization_config` of `config.json`. All names are those of the modules in
         `transformers`, also in `scheme`; `linears` are all linears of the layers, which a format needs where
-        they have several schemes. `untouched` are parts beside the language model, all of which stays
+        they have several schemes. `untouched` are parts that are none of the language model's and stay
         dense."""
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:

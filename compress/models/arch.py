@@ -397,7 +397,7 @@ PLAIN_FACTS: Mapping[str, Any] = {
     for field in dataclasses.fields(Arch)
     if field.default is not dataclasses.MISSING
 }
-"""What few families have, as it is in a model of the others."""
+"""Facts that few families have -> their values in models of the other families."""
 
 
 def _is_default(field: "dataclasses.Field[Any]", value: Any) -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.header import TensorHeader
-from compress.artifact.tensors import ShardWriter, TensorFiles
+from compress.artifact.tensors import ShardWriter
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.family import Family, family_of
+from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place, expert_places, expert_stack, row_order, stacked
 from compress.models.weights import UNTOUCHED, WeightSource, parameter_names
 from compress.quant.codec import Codec, ForeignCodec
@@ -98,7 +98,7 @@ class Checkpoint:
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
-        self._files = _Files(path, self.family)
+        self._files = FamilyFiles(path, self.family)
         self.family = self.family.as_stored(self._arch, self._files)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
@@ -324,34 +324,6 @@ class Checkpoint:
                     f"{self.path}: tensor '{stored}' is {list(self._files.shape(stored))}, its config says "
                     f"{list(wanted)}."
                 )
-
-
-class _Files:
-    """The tensors of a checkpoint by the names that its family writes, whichever of its names they have."""
-
-    def __init__(self, path: Path, family: Family) -> None:
-        self._files = TensorFiles(path)
-        self._stored = {family.from_memory(name): name for name in self._files.names()}
-        if len(self._stored) < len(self._files.names()):
-            raise UnsupportedArch(f"{path} holds tensors under two names of one module.")
-
-    def names(self) -> list[str]:
-        return list(self._stored)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._stored
-
-    def header(self, name: str) -> TensorHeader:
-        return self._files.header(self._stored.get(name, name))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._stored.get(name, name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._files.dtype(self._stored.get(name, name))
-
-    def get(self, name: str) -> Tensor:
-        return self._files.get(self._stored.get(name, name))
 
 
 def write_checkpoint(

@@ -159,7 +159,7 @@ class Family:
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
     `in_memory` maps prefixes of names on disk to those of modules in `transformers`, where the two differ;
-    `untouched` are the parts on disk beside a language model (`wrapper.py`)."""
+    `untouched` are the parts on disk that are none of the language model's (`wrapper.py`)."""
 
     model_type: str
     architecture: str

@@ -1,4 +1,4 @@
-"""Where the canonical parameters of a model lie in the tensors of a checkpoint.
+"""Places of the canonical parameters of a model in the tensors of a checkpoint.
 
 Most parameters are a tensor of their own. Some families stack linears that read one input (`qkv_proj`,
 `gate_up_proj`): a canonical parameter is then some rows of a tensor. Rows of q and k may be in another order:

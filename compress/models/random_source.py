@@ -75,8 +75,13 @@ class RandomSource:
 
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         generator = self._generator(layer_idx)
-        shapes = self._layer_shapes[layer_idx]
-        return {name: self._parameter(shape, self._scheme, name, generator) for name, shape in shapes.items()}
+        linears = self._arch.layers[layer_idx].linears
+        return {
+            name: self._parameter(
+                shape, self._scheme if name.removesuffix(".weight") in linears else None, name, generator
+            )
+            for name, shape in self._layer_shapes[layer_idx].items()
+        }
 
     def _parameter(
         self, shape: tuple[int, ...], scheme: Scheme | None, name: str, generator: torch.Generator

@@ -93,7 +93,8 @@ def cos_sin(
         is_long = longest > rope.original_max_position
     frequencies = inverse_frequencies(rope, head_dim, positions.device, is_long=is_long)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if rope is not None and rope.attention_factor != 1:
         num_rotated = (rope.rotary_dim or head_dim) // 2
         cos = torch.cat((cos[..., :num_rotated] * rope.attention_factor, cos[..., num_rotated:]), dim=-1)

@@ -29,8 +29,8 @@ _SHARED = ("dtype", "torch_dtype", "quantization_config")
 class Wrapper(Family):
     """A model around one of `text_families` (the `model_type` of a text config -> its table).
 
-    `outside` are the config fields of flat files that are not the text model's. `ties_by_default` is what
-    the head is where no config says.
+    `outside` are the config fields of flat files that are not the text model's. `ties_by_default`: the
+    head is tied where no config states it.
     """
 
     text_families: Mapping[str, Family] = field(default_factory=dict)

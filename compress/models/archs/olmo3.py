@@ -17,8 +17,8 @@ _THETA = 500000.0
 
 
 def _implied(config: Fields) -> dict[str, Any]:
-    """Return the types of layers and their ropes. A `rope_theta` beside them is that of full attention only,
-    as in `transformers`."""
+    """Return the types of layers and their ropes. A `rope_theta` of the config is that of full attention
+    only, as in `transformers`."""
     theta = config.number("rope_theta", *THETAS, default=_THETA)
     return every_nth_full(config, 4) | rope_by_layer_type(config, theta, _THETA)
 

@@ -100,7 +100,7 @@ def build_student(
 
 
 def untouched_weights(spec: Distill, inputs: Inputs, ctx: Context) -> Weights:
-    """Return what the model that the student was made from has beside its language model."""
+    """Return the untouched weights of the model from which the student was made."""
     wanted = spec.student
     own = None if wanted is None else wanted.checkpoint
     path = inputs[Port.DENSE].path if own is None else _located(own, ctx)[0]
