@@ -3,8 +3,8 @@
     python -m scripts.train_moe --out WORK --results benchmarks/h200/moe.json       # a GPU, some minutes
 
 The model is of Qwen3's family: 6 layers, 16 experts of which a token goes to 2, about 34 M parameters, of
-which 9 M compute each token. Its text is the standard library of the running Python, in the tokens of the bundled
-reference model; an auxiliary loss (arXiv 2101.03961, equation 4) keeps the router from a few experts.
+which 9 M compute each token. Its text is the standard library of the running Python, in the tokens of the
+bundled reference model; an auxiliary loss (arXiv 2101.03961, equation 4) keeps the router from a few experts.
 
 Rows of the table: plain rounding, GPTQ and `balanced` at W4A16 in groups of 64, on little and on much
 calibration text, with each policy for starved experts; and 16 experts pruned to 12 by REAP and at random, as

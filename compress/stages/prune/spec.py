@@ -55,8 +55,8 @@ class ExpertAxis(Spec):
     keep: Keep = Field(description="a share of the experts of a layer, or their number")
     score: Literal["reap"] = Field(
         "reap",
-        description="`reap`: the mean, over the tokens of an expert, of the router's weight times the norm of "
-        "its output",
+        description="`reap`: the mean, over the tokens of an expert, of the router's weight times the norm "
+        "of its output",
     )
 
     def num_kept(self, arch: Arch) -> int:
