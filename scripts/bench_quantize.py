@@ -263,7 +263,13 @@ def main() -> None:
             per_layer_s = measured["seconds"] / arch.num_layers
             of_all = {"seconds_per_layer": per_layer_s, "full_model_seconds": per_layer_s * num_layers}
             rows.append(
-                {"tool": measured.pop("tool"), "method": measured.pop("method"), **facts, **of_all, **measured}
+                {
+                    "tool": measured.pop("tool"),
+                    "method": measured.pop("method"),
+                    **facts,
+                    **of_all,
+                    **measured,
+                }
             )
             print(f"{rows[-1]['tool']} {rows[-1]['method']}: {rows[-1]['seconds']:.1f} s", flush=True)
             if args.out is not None:

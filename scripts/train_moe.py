@@ -2,9 +2,9 @@
 
     python -m scripts.train_moe --out WORK --results benchmarks/h200/moe.json       # a GPU, some minutes
 
-The model is of Qwen3's family: 6 layers, 16 experts of which a token goes to 2, about 34 M parameters of which
-9 M compute a token. Its text is the standard library of the running Python, in the tokens of the bundled
-reference model; an auxiliary loss (arXiv 2101.03961, equation 4) keeps the router from a few experts.
+The model is of Qwen3's family: 6 layers, 16 experts of which a token goes to 2, about 34 M parameters, of
+which 9 M compute each token. Its text is the standard library of the running Python, in the tokens of the
+bundled reference model; an auxiliary loss (arXiv 2101.03961, equation 4) keeps the router from a few experts.
 
 Rows of the table: plain rounding, GPTQ and `balanced` at W4A16 in groups of 64, on little and on much
 calibration text, with each policy for starved experts; and 16 experts pruned to 12 by REAP and at random, as
@@ -48,6 +48,7 @@ from compress.stages.quantize.spec import Quantize
 
 SEED = 0
 SEQ_LEN = 512
+BATCH = 32
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -127,8 +128,8 @@ def train_model(out: Path, stream: Tensor, steps: int, device: torch.device) -> 
     started_s = time.perf_counter()
     arch = family_of(CONFIG).read_config(CONFIG)
     model = fresh_decoder(arch, generator=torch.Generator().manual_seed(SEED)).to(device)
-    config = TrainConfig(steps, 32, 32, 3e-3, "muon", weight_decay=0.1)
-    batches = TokenStream(stream.to(device), seq_len=SEQ_LEN, batch_size=32, seed=SEED)
+    config = TrainConfig(steps, BATCH, BATCH, 2e-3, "adamw", weight_decay=0.1)
+    batches = TokenStream(stream.to(device), seq_len=SEQ_LEN, batch_size=BATCH, seed=SEED)
     log = [
         {"step": row.step, "loss": round(row.loss, 4)}
         for row in train(model, Balance(model), batches.batch, config, device=device)
@@ -138,7 +139,7 @@ def train_model(out: Path, stream: Tensor, steps: int, device: torch.device) -> 
     write_checkpoint(out, MemorySource(model, dtype=torch.bfloat16))
     return {
         "steps": steps,
-        "tokens": steps * 32 * SEQ_LEN,
+        "tokens": steps * BATCH * SEQ_LEN,
         "seconds": round(time.perf_counter() - started_s, 1),
         "num_params": arch.num_params,
         "num_active_linear_params": arch.num_active_linear_params,
@@ -211,8 +212,8 @@ def pruned(
     student = build_decoder(subset, dtype=torch.float32, device=device).requires_grad_(True)
     teacher = Teacher(build_decoder(source, dtype=torch.bfloat16, device=device), device=device)
     objective = Objective(Divergence(), teacher, compute_dtype=torch.bfloat16)
-    batches = TokenStream(stream.to(device), seq_len=SEQ_LEN - 1, batch_size=32, seed=SEED + 1)
-    config = TrainConfig(steps, 32, 32, 3e-4, "adamw", weight_decay=0.0)
+    batches = TokenStream(stream.to(device), seq_len=SEQ_LEN - 1, batch_size=BATCH, seed=SEED + 1)
+    config = TrainConfig(steps, BATCH, BATCH, 3e-4, "adamw", weight_decay=0.0)
     for _ in train(student, objective, batches.batch, config, device=device):
         pass
     return before, student.requires_grad_(False)
@@ -262,7 +263,9 @@ def main() -> None:
                     args.out / "quantized", source, calibration, method, policy, device
                 )
                 candidate = build_decoder(stored, dtype=torch.bfloat16, device=device)
-                counts = [row["tokens"] for row in layers if row["linear"].endswith(".down") and "tokens" in row]
+                counts = [
+                    row["tokens"] for row in layers if row["linear"].endswith(".down") and "tokens" in row
+                ]
                 add(
                     {
                         "method": method,

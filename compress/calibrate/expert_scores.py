@@ -1,10 +1,10 @@
-"""How much each expert adds to its layer's output: router-weighted expert activation (REAP, arXiv 2510.13999).
+"""What each expert adds to its layer's output: router-weighted expert activation (REAP, arXiv 2510.13999).
 
     S_e = mean over the tokens routed to e of  w_e(x) |f_e(x)|
 
-with the router's weight w_e and the expert's output f_e. The scores are those of the source model, on one walk
-through its layers; an expert to which no token goes has the score 0. What the paper does besides, choosing the
-share of experts by layer, is not done: a stock config has one number for all layers.
+with the router's weight w_e and the expert's output f_e. The scores are those of the source model, from one
+walk through its layers; an expert to which no token goes has the score 0. Every layer keeps the same number
+of experts, because a stock config states one number for all.
 
 Shapes: N samples, S sequence, T tokens of a sample, D hidden, E experts.
 """

@@ -42,6 +42,9 @@ class ExpertPolicy:
     starved: StarvedPolicy = "shrink"
 
 
+DEFAULT_POLICY = ExpertPolicy()
+
+
 class Tokens:
     """The number of tokens."""
 

@@ -24,7 +24,7 @@ Shapes: B batch, S sequence, D hidden, T tokens, K kv heads, C head dimension, F
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -125,6 +125,9 @@ class CacheError:
                 other._counts_2 if self._counts_2 is None else self._counts_2.add_(other._counts_2)
             )
             self.num_values += other.num_values
+
+    def complete_(self, target: Self, num_tokens: int) -> None:
+        """Do nothing: keys and values are those of all tokens."""
 
     def compact(self) -> None:
         """Keep the sums as they are, because they are small."""

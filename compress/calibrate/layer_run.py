@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.calibrate.experts import ExpertPolicy
+from compress.calibrate.experts import DEFAULT_POLICY, ExpertPolicy
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.samples import Samples
 from compress.context import NUM_SHARDS, OneRank, Ranks
@@ -44,7 +44,7 @@ class LayerRun:
     ranks: Ranks
     memory: MemoryGuard
     dtype: torch.dtype
-    experts: ExpertPolicy = ExpertPolicy()
+    experts: ExpertPolicy = DEFAULT_POLICY
 
     @staticmethod
     def on_one_rank(x_NSD: Tensor, source_NSD: Tensor | None = None) -> "LayerRun":

@@ -39,8 +39,8 @@ class LayerState:
     tap, as the layer sees them when all layers before it are compressed. `pairs` and `weights` are complete
     on every rank; weights lie on the device, are read as float32, and a pass sets those that it changes. A
     linear that a pass has quantized is in `quantized` and no longer in `weights`. `num_rows` is linear ->
-    output features. `cache` holds the scales of the layer's KV cache, and `tokens` the tokens that each expert
-    saw whose groups are here.
+    output features. `cache` holds the scales of the layer's KV cache, `tokens` the number of tokens
+    of each expert whose groups are here.
     """
 
     layer_idx: int

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.experts import (
+    DEFAULT_POLICY,
     ExpertPolicy,
     Tokens,
     TokenSample,
@@ -84,9 +85,7 @@ def observe(
                     stat = sums.setdefault((tap, type(stat)), stat)
                     if factory is Tokens:
                         stat.update(_tokens_of(tap, chosen, x_BSD))
-                    elif (
-                        x_BSD.numel()
-                    ):  # an expert without a token has a sum nevertheless: it keeps the order
+                    elif x_BSD.numel():  # without a token, an empty sum keeps the order of the merges
                         run.memory.retry_on_oom(partial(_update, stat, *rows[stat.is_quadratic]), _OBSERVING)
         for key in list(sums):
             trees.setdefault(key, MergeTree()).push(shard_idx, sums.pop(key))
@@ -121,7 +120,7 @@ def _source_at_experts(
 
 
 def observe_on_one_rank(
-    layer: DecoderLayer, x_NSD: Tensor, factories: Sequence[type[Stat]], policy: ExpertPolicy = ExpertPolicy()
+    layer: DecoderLayer, x_NSD: Tensor, factories: Sequence[type[Stat]], policy: ExpertPolicy = DEFAULT_POLICY
 ) -> Stats:
     """Return the statistics of every tap over all samples, computed in this process alone; those of starved
     experts are completed."""

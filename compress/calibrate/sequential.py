@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.calibrate.at_once import compress_at_once
-from compress.calibrate.experts import ExpertPolicy
+from compress.calibrate.experts import DEFAULT_POLICY, ExpertPolicy
 from compress.calibrate.guide import GuideFiles
 from compress.calibrate.kv import READ, Forward, KeysValues, calibrate_cache
 from compress.calibrate.layer_files import (
@@ -84,7 +84,7 @@ class Compression:
     kv_scales: bool = False
     guide: GuideFiles | None = None
     pruned: Arch | None = None
-    experts: ExpertPolicy = ExpertPolicy()
+    experts: ExpertPolicy = DEFAULT_POLICY
 
     @property
     def compares_with_source(self) -> bool:

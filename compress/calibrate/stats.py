@@ -32,8 +32,8 @@ class Stat(Protocol):
 
     `update` adds all tokens of one piece at once. `merge` adds the sum of later samples and overwrites that
     sum. After `compact` only `merge` and reading follow. A statistic that `is_quadratic` can weigh tokens: it
-    receives rows times the root of their weights. `complete_` adds as many tokens of the average of `target` as
-    are missing to `num_tokens`, of which there must be some.
+    receives rows times the root of their weights. `complete_` adds the average of `target` for
+    as many tokens as are missing to `num_tokens`.
     """
 
     @property

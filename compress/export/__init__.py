@@ -258,8 +258,8 @@ def write_format(
 
 
 def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
-    """Return the schemes with the routers, and the gates of shared experts, among the dense linears: consumers
-    take them for linears like others."""
+    """Return the schemes with the routers, and the gates of shared experts, among the dense linears, because
+    consumers take them for linears like others."""
     routers = [
         (f"layers.{idx}.{name.removesuffix('.weight')}", None)
         for idx, layer in enumerate(arch.layers)

@@ -84,8 +84,8 @@ def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
         rules.append(
             Rule(
                 "experts-apart",
-                f"checkpoints of {arch.family} have the weights of all experts of a layer in one tensor, and no "
-                "consumer reads codes from it. Leave the experts dense: `overrides: {'*.moe.experts.*': "
+                f"checkpoints of {arch.family} have the weights of all experts of a layer in one tensor, and "
+                "no consumer reads codes from it. Leave the experts dense: `overrides: {'*.moe.experts.*': "
                 "dense}`.",
             )
         )

@@ -263,7 +263,7 @@ class Arch:
     def is_uniform(self) -> bool:
         """Whether all layers have the same widths, as a stock `config.json` requires; dense layers and those
         with experts each have theirs."""
-        kinds = [
+        kinds: list[set[Any]] = [
             {layer.widths for layer in self.layers if layer.experts is None},
             {(*layer.widths, layer.experts) for layer in self.layers if layer.experts is not None},
             {layer.widths[:3] for layer in self.layers},

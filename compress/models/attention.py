@@ -21,7 +21,7 @@ from compress.models import causal_gradient
 
 class AttentionFn(Protocol):
     """(layer, queries, keys, values of this call) -> [B, S, H, C]. `scale` None is 1 / sqrt(C); scores x are
-    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] is a score of each head without a value.
+    capped to `softcap` tanh(x / `softcap`) if one is given; `sinks` [H] are scores without a value.
     """
 
     def __call__(

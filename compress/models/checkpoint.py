@@ -99,7 +99,7 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        self.family = self.family.as_stored(self._arch, self._files)
+        self.family = self.family.as_stored(self._arch, set(self._files.names()))
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
@@ -199,7 +199,7 @@ class Checkpoint:
 
     def _stored_shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor that holds a parameter."""
-        module, _, leaf = name.rpartition(".")
+        module = name.rpartition(".")[0]
         shapes = [self._shape_of(each) for each in members_of(self.family, self._arch, name)]
         if not shapes[0]:
             return ()
@@ -350,7 +350,7 @@ def write_checkpoint(
             assert isinstance(value, Tensor)
             shards.add(name.removeprefix(UNTOUCHED), value)
             return
-        module, _, leaf = name.rpartition(".")
+        module = name.rpartition(".")[0]
         stored = family.tensor(name)
         members = members_of(family, arch, name)
         all_experts = family.holds_all_experts(module)

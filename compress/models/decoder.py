@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from compress.models.arch import Arch, LayerShape, LinearGroup
 from compress.models.attention import AttentionFn, FullAttention
-from compress.models.moe import Moe
+from compress.models.moe import GatedFfn, Moe
 from compress.models.norm_gradient import norm_cpu
 from compress.models.rope import cos_sin, rotate
 
@@ -220,7 +220,7 @@ def query_growth(growth: tuple[float, int], positions: Tensor) -> Tensor:
     return 1 + factor * torch.log(1 + torch.floor(positions / num_positions))
 
 
-class Ffn(nn.Module):
+class Ffn(GatedFfn):
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
@@ -398,8 +398,8 @@ class DecoderLayer(nn.Module):
         ]
 
     def _expert_pairs(self, v_to_o: SmoothingPair) -> list[SmoothingPair]:
-        """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads it,
-        too, and its columns would change; nor is an `up` that is clamped."""
+        """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
+        it, too, and its columns would change; nor is an `up` that is clamped."""
         qkv = self.shape.groups[0]
         pairs = [v_to_o]
         if self.arch.block not in ("post", "parallel"):

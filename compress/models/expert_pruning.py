@@ -1,7 +1,7 @@
 """Removal of whole experts: a mixture with fewer of them is left, every layer with the same number.
 
-An expert goes with its linears, its row of the router and its place in the selection bias. Tokens that chose it
-choose the next best of those that stay.
+An expert goes with its linears, its row of the router and its place in the selection bias. Tokens that chose
+it choose the next best of those that stay.
 
 Shapes: E experts.
 """

@@ -60,7 +60,8 @@ class Experts:
     def __post_init__(self) -> None:
         assert self.score in SCORES
         assert 1 <= self.top_k <= self.num_experts
-        assert self.num_experts % self.num_groups == 0 and self.top_groups <= self.num_groups
+        assert self.num_experts % self.num_groups == 0
+        assert self.top_groups <= self.num_groups
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -27,9 +27,9 @@ ROTATED = ("attn.q", "attn.k", "attn.q_norm", "attn.k_norm")
 
 @dataclass(frozen=True)
 class Place:
-    """The rows `start` to `stop` of a tensor, every `step`-th; canonical row i is row `order[i]` of them, None
-    for the same order. Of a tensor with a matrix for each expert they are rows of that of `expert`, which
-    may be stored `transposed`."""
+    """The rows `start` to `stop` of a tensor, every `step`-th; canonical row i is row `order[i]` of them,
+    None for the same order. Of a tensor with a matrix for each expert they are rows of that of `expert`,
+    which may be stored `transposed`."""
 
     start: int
     stop: int

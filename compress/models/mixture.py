@@ -60,8 +60,8 @@ AS_IN_MEMORY = in_one("mlp.experts.gate_up_proj", "mlp.experts.down_proj", suffi
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family states its experts. `fields` maps facts of `Experts` to fields of the config, `facts` holds
-    those that the family fixes.
+    """How a family states its experts. `fields` maps facts of `Experts` to fields of the config, `facts`
+    holds those that the family fixes.
 
     Args:
         is_sparse: (config, number of layers) -> whether each layer has experts.

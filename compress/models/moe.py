@@ -13,6 +13,7 @@ Shapes: T tokens, D hidden, E experts, R chosen experts of a token, F channels o
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -80,11 +81,21 @@ def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
     return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
+class GatedFfn(nn.Module):
+    """The FFN of one expert, as the decoder makes it."""
+
+    down: nn.Linear
+
+    def gated(self, x_BSD: Tensor) -> Tensor:
+        """Return the input of `down`."""
+        raise NotImplementedError
+
+
 class Moe(nn.Module):
     """A mixture of experts. `expert(module)` makes the FFN of that canonical name, with `gate`, `up` and
     `down`, and `gated(x)`, the input of `down`."""
 
-    def __init__(self, facts: Experts, hidden_size: int, expert: Callable[[str], nn.Module]) -> None:
+    def __init__(self, facts: Experts, hidden_size: int, expert: Callable[[str], "GatedFfn"]) -> None:
         super().__init__()
         self.facts = facts
         self.taps_see_all = False  # set to show every token to the taps of every expert
@@ -92,7 +103,7 @@ class Moe(nn.Module):
         if facts.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(facts.num_experts), requires_grad=False)
         if facts.shared_size:
-            self.shared = expert("moe.shared")
+            self.shared: GatedFfn = expert("moe.shared")
         if facts.shared_gate:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
@@ -128,7 +139,7 @@ class Moe(nn.Module):
         """Yield for every expert its index, its tokens [t], their weights [t] and its outputs [t, D], not yet
         weighted."""
         for idx, tokens, weights in self.route(x_TD).by_expert():
-            expert = self.experts[idx]
+            expert = cast(GatedFfn, self.experts[idx])
             x_tD = x_TD[tokens]
             mid_tF = expert.gated(x_tD)
             tap(f"{TOKENS}.{idx}", tokens.unsqueeze(1))

@@ -64,8 +64,8 @@ def overridden(
         if len(set(names.values())) > 1:
             given = ", ".join(f"{linear} {name}" for linear, name in list(names.items())[:MAX_NAMED])
             raise UsageError(
-                "overrides: linears that read one input are one product for every consumer, and so are those of "
-                "all experts of a layer; they need one scheme, and these would get "
+                "overrides: linears that read one input are one product for every consumer, and so are those "
+                "of all experts of a layer; they need one scheme, and these would get "
                 f"several: {given}. Give all of them the same, with a pattern that matches each or with one "
                 "for each."
             )

@@ -112,7 +112,12 @@ def resized(arch: Arch, widths: Widths) -> Arch:
     """Return the same layers with other widths."""
     assert widths.num_layers == arch.num_layers, "layers go by `with_layers`, which says which"
     of_layer = {name: getattr(widths, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
-    return arch.replace(layers=tuple(replace(each, **of_layer) for each in arch.layers))
+    of_experts = {name: size for name, size in of_layer.items() if name != "intermediate_size"}
+    return arch.replace(
+        layers=tuple(
+            replace(each, **(of_layer if each.experts is None else of_experts)) for each in arch.layers
+        )
+    )
 
 
 def with_layers(arch: Arch, kept: Sequence[int]) -> Arch:

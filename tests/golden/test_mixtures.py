@@ -65,7 +65,7 @@ def test_mxfp4_blocks_are_read_as_the_numbers_that_transformers_makes_of_them(tm
     family, changes = CASES["gpt-oss"]
     changes = {**changes, "hidden_size": 64, "intermediate_size": 96}
     model = saved(tmp_path, family, changes, dtype=torch.bfloat16)
-    tensors = {name: tensor for name, tensor in tensors_of(tmp_path).items()}
+    tensors = tensors_of(tmp_path)
     generator = torch.Generator().manual_seed(3)
     state = dict(model.named_parameters())
     for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:

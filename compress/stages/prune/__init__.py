@@ -1,5 +1,5 @@
-"""`prune`: remove heads, FFN channels and layers, and let what stays compensate for it. The result is a
-smaller dense model of the same family.
+"""`prune`: remove heads, FFN channels, layers and experts, and let what stays compensate for it. The result
+is a smaller dense model of the same family.
 
 Layers are pruned one after the other on the inputs that the pruned layers before them give; a run resumes
 after each layer.
@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from compress.artifact.atomic import place
+from compress.artifact.resume import ResumePoint
 from compress.artifact.workspace import ArtifactWriter
-from compress.calibrate.arithmetic import computes_in
+from compress.calibrate.arithmetic import compute_dtype, computes_in
+from compress.calibrate.expert_scores import best_experts, expert_scores
 from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import load_token_set
+from compress.digest import significant
 from compress.export import open_weights
 from compress.methods.prune import Compensation, Scorer
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name
+from compress.models.expert_pruning import ExpertSubset, with_experts
 from compress.models.pruning import Recast, Widths
 from compress.models.weights import WeightSource
 from compress.stages import STAGES, Inputs, Port
@@ -32,8 +37,11 @@ from compress.stages.budget.times import depends
 from compress.stages.prune.estimate import estimate, reshape
 from compress.stages.prune.round import PruningMethod, delete_weights, finished, prune_round
 from compress.stages.prune.search import search
-from compress.stages.prune.spec import Prune
+from compress.stages.prune.spec import ExpertAxis, Prune
 from compress.stages.prune.widths import round_widths
+
+EXPERTS_NAME = "experts.json"
+TINY = 1e-30
 
 
 def _depends(spec: Prune, device: str) -> Mapping[str, str]:
@@ -55,6 +63,9 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     tokens_NS = load_token_set(inputs[Port.CALIB].path / TOKENS_NAME).tokens_NS
     before = source.arch
     found: dict[str, Any] = {}
+    if spec.experts is not None:
+        source, found = _without_experts(spec.experts, source, tokens_NS, ctx)
+        before = source.arch
     scorer = cast(Scorer, spec.score)
     compensation = cast(Compensation, spec.compensate)
     method = PruningMethod(
@@ -63,8 +74,10 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
     if spec.target is None:
         goal = spec.explicit_widths(before)
     else:
-        goal, found = search(spec.target, method, source, tokens_NS, ctx, multiple=spec.multiple)
+        goal, searched = search(spec.target, method, source, tokens_NS, ctx, multiple=spec.multiple)
+        found |= searched
     steps = round_widths(before, goal, spec.rounds, unit=spec.unit, multiple=spec.multiple)
+    steps = steps or [goal]  # only experts go
     directories = [ctx.scratch / f"round-{idx}" for idx in range(len(steps))]
     newest = ctx.ranks.from_lead(lambda: _newest_whole(directories, ctx))
     rounds: list[dict[str, Any]] = []
@@ -76,6 +89,34 @@ def prune_rounds(spec: Prune, inputs: Inputs, ctx: Context) -> tuple[Path, Arch,
         if idx > 0 and ctx.ranks.rank == 0:
             delete_weights(directories[idx - 1])
     return directories[-1], source.arch, {"rounds": rounds, **found}
+
+
+def _without_experts(
+    spec: ExpertAxis, source: WeightSource, tokens_NS: Tensor, ctx: Context
+) -> tuple[WeightSource, dict[str, Any]]:
+    """Return the source with the best experts of each layer, and facts of the choice; rank 0 scores them."""
+    arch = source.arch
+    num_kept = spec.num_kept(arch)
+    with_experts(arch, num_kept)  # refuses a number that cannot be kept
+    point = ResumePoint(ctx.scratch / EXPERTS_NAME, ctx.progress.log)
+
+    def scored() -> list[list[float]]:
+        scores: list[list[float]] | None = point.load()
+        if scores is None:
+            in_dtype = compute_dtype(ctx.device, getattr(torch, arch.dtype))
+            found = expert_scores(source, tokens_NS, ctx, compute_dtype=in_dtype)
+            scores = [each.tolist() for each in found]
+            point.save(scores)
+        return scores
+
+    scores = ctx.ranks.from_lead(scored)
+    kept = [best_experts(torch.tensor(each, dtype=torch.float64), num_kept) for each in scores]
+    lost = [
+        significant(1 - sum(each[idx] for idx in stay) / max(sum(each), TINY)) if each else 0.0
+        for each, stay in zip(scores, kept, strict=True)
+    ]
+    facts = {"score": spec.score, "kept": kept, "score_lost": lost, "num_kept": num_kept}
+    return ExpertSubset(source, kept), {"experts": facts}
 
 
 def _newest_whole(directories: Sequence[Path], ctx: Context) -> int:
@@ -132,4 +173,6 @@ def _size(arch: Arch) -> dict[str, int]:
         "ffn": widths.intermediate_size,
         "layers": widths.num_layers,
     }
+    experts = {each.experts.num_experts for each in arch.layers if each.experts is not None}
+    named |= {"experts": max(experts)} if experts else {}
     return {**named, "params": arch.num_params, "size_bytes": dtype.itemsize * arch.num_params}

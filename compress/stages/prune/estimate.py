@@ -8,6 +8,7 @@ from compress.methods.prune import Scorer
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
+from compress.models.expert_pruning import with_experts
 from compress.models.pruning import Widths, resized, with_layers
 from compress.stages import Estimate, PlanFacts
 from compress.stages.calibrate import calibration_of
@@ -29,6 +30,8 @@ def reshape(spec: Prune, arch: Arch) -> Arch:
     if spec.target is not None:
         return arch
     widths = spec.explicit_widths(arch)
+    if spec.experts is not None:
+        arch = with_experts(arch, spec.experts.num_kept(arch))
     return resized(with_layers(arch, range(widths.num_layers)), widths)
 
 
@@ -51,7 +54,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     backward = (
         3
         * 2.0
-        * arch.num_linear_params
+        * arch.num_active_linear_params
         * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples)
         * calib.seq_len
     )
@@ -135,6 +138,8 @@ def _notes(spec: Prune, before: Arch, after: Arch) -> list[str]:
         )
         if getattr(old, field) != getattr(new, field)
     ]
+    if spec.experts is not None:
+        changed.append(f"experts of a layer -> {spec.experts.num_kept(before)}")
     method = f"score: {spec.score.model_dump()['kind']}, compensate: {spec.compensate.model_dump()['kind']}"
     if not changed:
         return [method]

@@ -12,6 +12,7 @@ from compress.methods.prune import COMPENSATIONS, LAYER_SCORERS, SCORERS, Compen
 from compress.methods.prune.compensations import LeastSquares
 from compress.methods.prune.obs import Obs
 from compress.models.arch import Arch
+from compress.models.expert_pruning import with_experts
 from compress.models.pruning import HeadUnit, Widths, as_mistral, can_have_bias, why_heads_stay
 from compress.recipe import MAX_SAMPLES, MAX_SEQ_LEN, MAX_SIZE, ByKind, Spec, checked_by, list_to_tuple
 from compress.stages import specs_of
@@ -46,6 +47,23 @@ class Ffn(Spec):
     keep: Keep = Field(
         description="a share of the channels, or their number; the nearest legal number is taken"
     )
+
+
+class ExpertAxis(Spec):
+    """Experts that stay in every layer that has some."""
+
+    keep: Keep = Field(description="a share of the experts of a layer, or their number")
+    score: Literal["reap"] = Field(
+        "reap",
+        description="`reap`: the mean, over the tokens of an expert, of the router's weight times the norm "
+        "of its output",
+    )
+
+    def num_kept(self, arch: Arch) -> int:
+        """Return the number of experts that stay in a layer."""
+        mixtures = [each.experts for each in arch.layers if each.experts is not None]
+        whole = max((each.num_experts for each in mixtures), default=0)
+        return self.keep if isinstance(self.keep, int) else max(1, round(self.keep * whole))
 
 
 class Depth(Spec):
@@ -143,6 +161,11 @@ class Prune(Spec):
     heads: Heads | None = Field(None, description="attention heads that stay; left out, all do")
     ffn: Ffn | None = Field(None, description="FFN channels that stay; left out, all do")
     depth: Depth | None = Field(None, description="layers that stay; left out, all do")
+    experts: ExpertAxis | None = Field(
+        None,
+        description="experts that stay in each layer of a mixture; left out, all do",
+        exclude_if=lambda value: value is None,  # keeps the cache keys of recipes older than this option
+    )
     target: PruningBudget | None = Field(
         None,
         description="instead of those three: how small or fast the model is to be, and what may go for it",
@@ -177,9 +200,10 @@ class Prune(Spec):
         by_hand = [name for name in AXES if getattr(self, name) is not None]
         if self.target is not None and by_hand:
             raise ValueError(f"target decides what {', '.join(by_hand)} would say: give one or the other.")
-        if self.target is None and not by_hand:
+        if self.target is None and not by_hand and self.experts is None:
             raise ValueError(
-                "nothing is to go: give heads, ffn or depth, such as `ffn: {keep: 0.75}`, or a target."
+                "nothing is to go: give heads, ffn, depth or experts, such as `ffn: {keep: 0.75}`, or a "
+                "target."
             )
         return self
 
@@ -245,6 +269,13 @@ class Prune(Spec):
                 "puts new weights in the place of "
                 "codes. Name the dense model that it was made from, and quantize after pruning."
             )
+        if arch.has_experts and "ffn" in self.axes:
+            raise UsageError(
+                "ffn: the channels of experts are not pruned; remove whole experts, such as `experts: {keep: "
+                "0.75}`, or name `target: {prune: [heads, depth]}`."
+            )
+        if self.experts is not None:
+            with_experts(arch, self.experts.num_kept(arch))
         if not arch.is_uniform:
             raise UsageError(
                 "the layers of this model differ in width; pruning keeps the same numbers in every layer, "

@@ -1,5 +1,5 @@
-"""Mixtures of experts through the runner: what experts are shown, what becomes of starved ones, and that every
-preset quantizes them.
+"""Mixtures of experts through the runner: what experts are shown, what becomes of starved ones, and that
+every preset quantizes them.
 """
 
 from pathlib import Path
