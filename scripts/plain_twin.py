@@ -65,12 +65,18 @@ are. vLLM and transformers take FP8 in blocks as weights only there."""
 
 
 def twin(path: Path, program: str) -> Decoder:
-    """The model at `path` as `program` computes it; not rounded to the model's dtype anywhere."""
+    """The model at `path` as `program` computes it; not rounded to the model's dtype anywhere.
+
+    Only `transformers` decodes experts when it loads them, to the dtype of their scales, and multiplies all
+    of a layer as one tensor: their inputs stay as they are.
+    """
     checkpoint = open_checkpoint(path)
     decoder = build_decoder(checkpoint, dtype=torch.float32, device=CPU)
     for idx in range(checkpoint.arch.num_layers):
         for name, weight in checkpoint.layer(idx).items():
             if isinstance(weight, QuantizedWeight):
+                if program == "transformers" and ".experts." in name:
+                    continue
                 linear = decoder.get_submodule(f"layers.{idx}.{name.removesuffix('.weight')}")
                 linear.weight.data = weight.dequantize(torch.float32)
                 if inputs := INPUTS.get((program, weight.scheme.name)):
