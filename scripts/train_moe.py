@@ -1,6 +1,6 @@
 """Train a small mixture of experts and measure what quantizing and pruning do to it.
 
-    python -m scripts.train_moe --out WORK --results benchmarks/h200/moe_quality.json       # a GPU, some minutes
+    python -m scripts.train_moe --out WORK --results benchmarks/h200/moe_quality.json   # a GPU
 
 The model is of Qwen3's family: 6 layers, 16 experts of which a token goes to 2, about 34 M parameters, of
 which 9 M compute each token. Its text is the standard library of the running Python, in the tokens of the

@@ -15,11 +15,12 @@ from scripts.docs.journeys import JOURNEYS
 from scripts.docs.pictures import floors, pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
-from scripts.docs.tables import performance, pruning, quality, readme, schemes, speculation
+from scripts.docs.tables import families, performance, pruning, quality, readme, schemes, speculation
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = (
     "recipe.md",
+    "models.md",
     "choosing.md",
     "techniques.md",
     "architecture.md",
@@ -60,6 +61,7 @@ def environment() -> Environment:
         "pruning": pruning,
         "speculation": speculation,
         "performance": performance,
+        "families": families,
         "schemes": schemes,
         "recipe": RecipeReference(),
         "journeys": JOURNEYS,
