@@ -215,6 +215,36 @@ def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: 
 
 @inside
 @pytest.mark.parametrize(
+    ("name", "hidden", "ffn"),
+    [
+        ("W4A16_G32_ASYM", 160, 96),
+        ("W4A16_CHANNEL_ASYM", 80, 176),
+        ("FP8_DYNAMIC", 48, 80),
+        slow("W4A16_G64", 192, 320),
+        slow("W4A16_G32", 416, 32),
+        slow("W4A16_CHANNEL", 16, 272),
+    ],
+)
+def test_triton_experts_of_sizes_that_are_no_whole_blocks(
+    name: str, hidden: int, ffn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_row_independent_products(monkeypatch)
+    given = layer(
+        name,
+        torch.float16,
+        hidden=hidden,
+        ffn=ffn,
+        count=3,
+        rows=5,
+        activation="swiglu_clamped",
+        bias=True,
+    )
+    for phase in ("decode", "prefill"):
+        check(phase, name, torch.float16, given)
+
+
+@inside
+@pytest.mark.parametrize(
     ("activation", "bias", "rows", "top_k"),
     [("silu", False, 6, 1), ("swiglu_clamped", True, 5, 3), slow("gelu_pytorch_tanh", False, 19, 2)],
 )
@@ -242,8 +272,10 @@ def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
     given = layer(None, torch.float16)
     for name, sizes, reason in (
         (None, {"n": 72}, "D = 72 is no multiple of 16"),
-        ("W4A16_G128", {"k": 192}, "F = 192 is no multiple of 128"),
-        ("FP8_DYNAMIC", {"k": 48}, "F = 48 is no multiple of 32"),
+        ("W4A16_G128", {"k": 192}, "F = 192 is no multiple of the group size 128"),
+        ("FP8_BLOCK", {"n": 2880}, "D = 2880 is no multiple of the group size 128"),
+        ("W4A16_G32", {"k": 48}, "F = 48 is no multiple of the group size 32"),
+        ("FP8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
         ("INT8_DYNAMIC", {}, "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"),
     ):
         why = refusals(problem("decode", name, torch.float16, given, **sizes))
