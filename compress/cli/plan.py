@@ -48,7 +48,7 @@ def plan(
 
     loaded = load_recipe(recipe)
     steps = build_steps(loaded)
-    read, source = _model(loaded.model, offline=offline)
+    read, source = model_reader(loaded.model, offline=offline)
     shapes = shapes_of(read)
     directory = None if source is None else source.path
     target = device_kind(device) if device is not None else _default_device()
@@ -116,7 +116,7 @@ def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
     }
 
 
-def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
+def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
     """Return a function that reads the model's shapes (from its directory, from its config.json on the hub,
     or from those that ship with the package), and the model where it is on this machine.
     """

@@ -66,6 +66,7 @@ class ExpertLinears:
                 phase=phase,
                 experts=facts.num_experts,
                 top_k=facts.top_k,
+                expert_groups=facts.num_groups,
             )
             routers[phase] = BoundKernel(select(problem), problem)
             problem = device.problem(

@@ -355,6 +355,8 @@ def _refusal(problem: Problem) -> str | None:
         return refusal
     if problem.row_invariant and problem.k > MAX_SIZE:
         return f"holds a row in registers, at most {MAX_SIZE} columns"
+    if problem.expert_groups > 1 and _power_of_two(problem.experts) != problem.experts:
+        return f"limits groups of experts whose number is a power of two, not {problem.experts}"
     return None
 
 
