@@ -70,6 +70,11 @@ class Experts:
         plain = not self.selection_bias and self.num_groups == 1
         return self.score == "softmax_topk" or (self.score == "softmax" and plain)
 
+    def expected_hit(self, num_rows: int) -> float:
+        """Return how many experts so many rows are routed to together, if every choice is equally likely:
+        E (1 - (1 - K / E)^rows)."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
+
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The modules of all experts, relative to the layer: the shared one first."""

@@ -112,6 +112,15 @@ class ModelWeights:
         layer; by default one of a single row."""
         return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self.head.weight_bytes
 
+    def expected_bytes_read(self, num_rows: int) -> int:
+        """Return the bytes of weights that a step of so many rows reads, if routers choose experts alike;
+        without experts those of one row."""
+        total = self.head.weight_bytes
+        for layer in self.layers:
+            mixture = layer.experts
+            total += layer.bytes_read(None if mixture is None else mixture.facts.expected_hit(num_rows))
+        return total
+
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
     """Stream a model onto the device, layer by layer.

@@ -51,7 +51,7 @@ def estimate(spec: Prune, facts: PlanFacts) -> Estimate:
     backward = (
         3
         * 2.0
-        * arch.num_linear_params
+        * arch.num_active_linear_params
         * min(cast(Scorer, spec.score).gradient_samples, calib.num_samples)
         * calib.seq_len
     )

@@ -199,7 +199,7 @@ def _tuning_effort(tune: Tune, work: Workload, num_code_bytes: int) -> tuple[int
     passes = (
         10 if recomputed else 8
     )  # two a forward: teacher, student, recomputation; a backward is two forwards
-    params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
+    params = arch.num_active_linear_params + arch.vocab_size * arch.hidden_size
     activations = kept * batch * arch.hidden_size * arch.num_layers * work.value_bytes
     held = work.value_bytes * arch.num_params + 2 * num_code_bytes + activations
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
@@ -235,7 +235,7 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     # four for two forwards, one with statistics, and a backward; a scheme that rounds inputs takes two more
     # products, others one
     products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)
-    walks = products * 2.0 * arch.num_linear_params * num_tokens
+    walks = products * 2.0 * arch.num_active_linear_params * num_tokens
     searches = sum(
         2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes
     )
