@@ -26,9 +26,10 @@ import triton
 from torch import Tensor
 
 from compress.kernels.experts import fused, launch, packed, reference
-from compress.kernels.operands.routing import ExpertWeights, Routing, router_weights
+from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
+from compress.models.experts import Experts
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES
@@ -147,33 +148,40 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
 
 def router_checks(device: torch.device) -> Iterator[dict[str, Any]]:
     cases = [
-        (Routing(128, 8), 2048, False),
-        (Routing(60, 4, renormalize=False), 320, True),
-        (Routing(32, 4, "softmax_topk"), 2880, True),
-        (Routing(64, 6, "sigmoid", True, 2.5, 8, 3, True), 512, False),
-    ]
-    for routing, hidden, bias in cases:
+        (Experts(128, 8, 1, renormalize=True), 2048, False),
+        (Experts(60, 4, 1), 320, True),
+        (Experts(32, 4, 1, score="softmax_topk"), 2880, True),
+        (
+            Experts(
+                64, 6, 1, score="sigmoid", renormalize=True, scale=2.5, num_groups=8, top_groups=3,
+                selection_bias=True,
+            ),
+            512,
+            False,
+        ),
+    ]  # fmt: skip
+    for facts, hidden, bias in cases:
         x = torch.randn(150, hidden, dtype=torch.bfloat16, device=device)
-        count = routing.num_experts
+        count = facts.num_experts
         weights = router_weights(
             torch.randn(count, hidden) * hidden**-0.5,
             torch.randn(count) if bias else None,
-            torch.rand(count) * 0.2 if routing.selection_bias else None,
+            torch.rand(count) * 0.2 if facts.selection_bias else None,
             dtype=torch.bfloat16,
             device=device,
         )
-        ids, w = router_reference.route(x, weights, routing)
+        ids, w = router_reference.route(x, weights, facts)
         with poisoned_memory():
-            few_ids, few_w = router_fused.route(x, weights, routing)
-            many_ids, _ = router_fused.route_many(x, weights, routing)
+            few_ids, few_w = router_fused.route(x, weights, facts)
+            many_ids, _ = router_fused.route_many(x, weights, facts)
             alone = all(
                 torch.equal(each[0], few_ids[start:stop]) and torch.equal(each[1], few_w[start:stop])
                 for start, stop in ((0, 1), (7, 24), (149, 150), (3, 131))
-                for each in [router_fused.route(x[start:stop], weights, routing)]
+                for each in [router_fused.route(x[start:stop], weights, facts)]
             )
         same = (ids == few_ids).all(1)
         yield {
-            "check": f"router {routing.score}",
+            "check": f"router {facts.score}",
             "same_ids_frac": float(same.float().mean()),
             "same_ids_frac_many": float((ids == many_ids).all(1).float().mean()),
             "weight_error": float((few_w - w)[same].abs().max()),
@@ -316,7 +324,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
 
 def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     hidden, _, count, top_k = SHAPES[args.shape]
-    routing = Routing(count, top_k)
+    facts = Experts(count, top_k, 1, renormalize=True)
     routers = [
         router_weights(torch.randn(count, hidden), None, None, dtype=torch.bfloat16, device=device)
         for _ in range(160)
@@ -325,7 +333,7 @@ def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[d
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
         fn = router_fused.route if rows <= fused.MAX_DECODE_ROWS else router_fused.route_many
         timing = time_launches(
-            [partial(fn, x, each, routing) for each in routers], device, replays=args.replays
+            [partial(fn, x, each, facts) for each in routers], device, replays=args.replays
         )
         yield {"scheme": "router", "rows": rows, **timing.as_json()}
 

@@ -1,7 +1,8 @@
 """`compress doctor`: whether this machine can do the work, what to do where not, and which kernel would serve
 what here.
 
-Imports only torch and the kernels (with triton, where it is); the rest is metadata.
+Imports only torch and the kernels (with triton, where it is), and what reads a model that is named; the rest
+is metadata.
 """
 
 import importlib.metadata
@@ -13,13 +14,16 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from compress.cli.output import JsonFlag, emit, size_text, table
 from compress.errors import EnvironmentUnfit
 from compress.plugins import installed_version
+
+if TYPE_CHECKING:
+    from compress.models.arch import Arch
 
 Status = Literal["ok", "note", "unfit"]
 _CPU_FEATURES = {  # flag of /proc/cpuinfo: what the CPU path gains by it
@@ -50,6 +54,10 @@ def doctor(
     workspace: Annotated[Path, typer.Option(help="Where results are kept; its disk is looked at.")] = Path(
         ".compress"
     ),
+    model: Annotated[
+        str,
+        typer.Option(help="Whose shapes the kernels are listed for: hf://org/name, or a model's directory."),
+    ] = _SHAPES_OF,
     as_json: JsonFlag = False,
 ) -> None:
     """Check Python, packages, CPU, GPU, disk and kernels; exit code 4 when something required is missing."""
@@ -58,7 +66,7 @@ def doctor(
     rows = [(finding.status, finding.name, finding.value) for finding in findings]
     advice = [f"{finding.name}: {finding.advice}" for finding in findings if finding.advice]
     verdict = f"not fit: {', '.join(finding.name for finding in unfit)}" if unfit else "fit for work"
-    served = kernels_here() if all(finding.name != "torch" for finding in unfit) else None
+    served = kernels_here(model) if all(finding.name != "torch" for finding in unfit) else None
     text = "\n".join([table(rows), "", *advice, "", *([kernel_text(served), ""] if served else []), verdict])
     document = {"fit": not unfit, "findings": [asdict(finding) for finding in findings], "kernels": served}
     failure = None
@@ -209,30 +217,43 @@ def accelerator() -> Iterator[Finding]:
         )
 
 
-def kernels_here() -> dict[str, Any]:
-    """Return which kernel serves which op, scheme and range of rows here, for the shapes of one common model,
-    and why the others do not.
+def kernels_here(model: str = _SHAPES_OF) -> dict[str, Any]:
+    """Return which kernel serves which op, scheme and range of rows here, for the shapes of one model, and
+    why the others do not.
+
+    Raises:
+        StorageError: the model is not found.
+        UnsupportedArch: its architecture is not known.
     """
     import torch
 
     from compress.kernels.coverage import coverage, unused
     from compress.kernels.problem import KernelDevice
-    from compress.models.family import family_of
-    from compress.models.known import known_config
 
-    config = known_config(_SHAPES_OF)
-    assert config is not None, _SHAPES_OF
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = KernelDevice.from_torch(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    served = coverage(family_of(config).read_config(config), machine)
+    served = coverage(_arch(model), machine)
     return {
-        "model": _SHAPES_OF,
+        "model": model,
         "device": machine.device,
         "sm": machine.sm,
         "dtype": machine.dense,
         "rows": [each.as_json() for each in served],
         "unused": unused(served),
     }
+
+
+def _arch(model: str) -> "Arch":
+    """Return the shapes of a model that ships with the package by its plain name, or of any other."""
+    from compress.cli.plan import model_reader
+    from compress.models.family import family_of
+    from compress.models.known import known_config
+
+    shipped = known_config(model)
+    if shipped is not None and "/" not in model:
+        return family_of(shipped).read_config(shipped)
+    read, _ = model_reader(model, offline=False)
+    return read()
 
 
 def kernel_text(served: Mapping[str, Any]) -> str:
@@ -247,7 +268,7 @@ def kernel_text(served: Mapping[str, Any]) -> str:
             row["kernel"] or "none",
             row["scheme"],
         )
-        linears.setdefault(key, []).append(row["linear"] + (" (gated)" if row["activation"] else ""))
+        linears.setdefault(key, []).append(_named(row))
     schemes: dict[tuple[str, ...], list[str]] = {}
     for (op, m_range, kernel, scheme), names in linears.items():
         what = "" if names == [op] else " ".join(names)
@@ -266,6 +287,13 @@ def kernel_text(served: Mapping[str, Any]) -> str:
         for by_op in idle.values()
     ]
     return "\n".join([head, table(lines), *map("".join, zip(reasons, names, strict=True))])
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """Return the name of a row: the linear's, or what sets the op of this model apart."""
+    if row.get("sinks"):
+        return "with sinks"
+    return row["linear"] + (" (gated)" if row["op"] == "linear" and row["activation"] else "")
 
 
 def driver_version() -> str | None:

@@ -48,7 +48,7 @@ def plan(
 
     loaded = load_recipe(recipe)
     steps = build_steps(loaded)
-    read, source = _model(loaded.model, offline=offline)
+    read, source = model_reader(loaded.model, offline=offline)
     shapes = shapes_of(read)
     directory = None if source is None else source.path
     target = device_kind(device) if device is not None else _default_device()
@@ -106,17 +106,26 @@ def _model_facts(shapes: "Arch | UnsupportedArch") -> dict[str, Any]:
     from compress.models.family import unread_note
 
     if isinstance(shapes, UnsupportedArch):
-        return {"params": None, "layers": None, "dtype": None, "notes": [shapes.message]}
+        return {
+            "params": None,
+            "active_params": None,
+            "experts": None,
+            "layers": None,
+            "dtype": None,
+            "notes": [shapes.message],
+        }
     sentence = unread_note(shapes)
     return {
         "params": shapes.num_params,
+        "active_params": shapes.num_active_params,
+        "experts": _experts_text(shapes),
         "layers": shapes.num_layers,
         "dtype": shapes.dtype,
         "notes": [] if sentence is None else [sentence],
     }
 
 
-def _model(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
+def model_reader(model: str, *, offline: bool) -> "tuple[Callable[[], Arch], ModelSource | None]":
     """Return a function that reads the model's shapes (from its directory, from its config.json on the hub,
     or from those that ship with the package), and the model where it is on this machine.
     """
@@ -171,7 +180,27 @@ def _machine(device: str, ranks: int) -> str:
 def _shape_text(model: dict[str, Any]) -> str:
     if model["params"] is None:
         return ""
-    return f"{model['params'] / 1e6:,.0f} M parameters, {model['layers']} layers, {model['dtype']}; "
+    active = f" ({model['active_params'] / 1e6:,.0f} M active)" if model["experts"] else ""
+    experts = f" {model['experts']}" if model["experts"] else ""
+    return (
+        f"{model['params'] / 1e6:,.0f} M parameters{active}, {model['layers']} layers{experts}, "
+        f"{model['dtype']}; "
+    )
+
+
+def _experts_text(shapes: "Arch") -> str | None:
+    """Return the experts of a mixture and how many serve a token; None for a dense model."""
+    mixtures = [layer.experts for layer in shapes.layers if layer.experts is not None]
+    if not mixtures:
+        return None
+    facts = mixtures[0]
+    dense = shapes.num_layers - len(mixtures)
+    parts = [f"of {facts.num_experts} experts, {facts.top_k} a token"]
+    if facts.shared_size:
+        parts.append("and a shared one")
+    if dense:
+        parts.append(f"({dense} of them dense)")
+    return " ".join(parts)
 
 
 def _text(document: dict[str, Any]) -> str:

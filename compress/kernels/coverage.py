@@ -13,10 +13,11 @@ from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.problem import PHASES, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
 from compress.models.arch import LINEAR_GROUPS, Arch
+from compress.models.experts import Experts
 from compress.quant.scheme import SCHEMES
 
 LINEARS = (*LINEAR_GROUPS, "head")
-"""The products of a model by name: its linear groups and the head."""
+"""The products of a dense model by name: its linear groups and the head."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Served:
             "m_range": [problem.m_min, problem.m_max],
             "phase": self.phase,
             "activation": problem.activation,
+            "sinks": problem.sinks,
             "kernel": self.kernel,
             "refused": self.refused,
         }
@@ -53,13 +55,25 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
     return arch.layers[layer_idx].group_shape(LINEAR_GROUPS[name], arch.hidden_size)
 
 
+def linear_shapes(arch: Arch) -> dict[str, tuple[int, int]]:
+    """Return name -> [O, I] of the products that every row goes through, each of the first layer that has
+    it, and of the head. A shared expert's are `shared.gate_up` and `shared.down`."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in dict.fromkeys(arch.layers):
+        for group in layer.groups:
+            if not group.name.startswith("expert."):
+                shapes.setdefault(group.name, layer.group_shape(group, arch.hidden_size))
+    return {**shapes, "head": linear_shape(arch, "head")}
+
+
 def linear_problems(
-    arch: Arch, device: KernelDevice, name: str, *, scheme: str, phase: Phase
+    arch: Arch, device: KernelDevice, name: str, shape: tuple[int, int], *, scheme: str, phase: Phase
 ) -> list[Problem]:
     """Return the problems of a fused linear in the order in which they are tried: in decode, gate_up first
     with its activation."""
-    n, k = linear_shape(arch, name)
-    activations = (arch.activation, None) if name == "gate_up" and phase == "decode" else (None,)
+    n, k = shape
+    gated = name.endswith("gate_up") and phase == "decode"
+    activations = (arch.activation, None) if gated else (None,)
     return [
         device.problem("linear", n=n, k=k, phase=phase, scheme=scheme, activation=each)
         for each in activations
@@ -69,12 +83,17 @@ def linear_problems(
 def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
     """Return the kernels of every op of a model of this shape."""
     schemes = (device.dense, *SCHEMES)
+    shapes = linear_shapes(arch)
     rows = [
-        _served(name, phase, linear_problems(arch, device, name, scheme=scheme, phase=phase))
+        _served(name, phase, linear_problems(arch, device, name, shape, scheme=scheme, phase=phase))
         for scheme in schemes
-        for name in LINEARS
+        for name, shape in shapes.items()
         for phase in PHASES
+        if _divides(scheme, shape[1])
     ]
+    mixture = next((layer.experts for layer in arch.layers if layer.experts is not None), None)
+    if mixture is not None:
+        rows += _experts(arch, mixture, device)
     layer = arch.layers[0]
     repeat = layer.num_heads // layer.num_kv_heads
     cached: tuple[tuple[Op, Phase], ...] = (
@@ -101,14 +120,64 @@ def coverage(arch: Arch, device: KernelDevice) -> list[Served]:
                     ],
                 )
             )
-    row_wise: tuple[tuple[Op, int], ...] = (
+    row_wise: list[tuple[Op, int]] = [
         ("rms_norm", arch.hidden_size),
         ("post_norm", arch.hidden_size),
-        ("act_mul", layer.intermediate_size),
+        *(("act_mul", shape[1]) for name, shape in shapes.items() if name in ("down", "shared.down")),
         ("quantize_rows", arch.hidden_size),
         ("soft_cap", arch.vocab_size),
-    )
+    ]
     return rows + [_served(op, "decode", [device.problem(op, n=size)]) for op, size in row_wise]
+
+
+def _experts(arch: Arch, facts: Experts, device: KernelDevice) -> list[Served]:
+    """Return the kernels of the router and of the experts of a layer."""
+    hidden_size = arch.hidden_size
+    rows = [
+        _served(
+            "router",
+            phase,
+            [
+                device.problem(
+                    "router",
+                    n=facts.num_experts,
+                    k=hidden_size,
+                    phase=phase,
+                    experts=facts.num_experts,
+                    top_k=facts.top_k,
+                    expert_groups=facts.num_groups,
+                )
+            ],
+        )
+        for phase in PHASES
+    ]
+    return rows + [
+        _served(
+            "experts",
+            phase,
+            [
+                device.problem(
+                    "experts",
+                    n=hidden_size,
+                    k=facts.expert_size,
+                    phase=phase,
+                    scheme=scheme,
+                    activation=arch.activation,
+                    experts=facts.num_experts,
+                    top_k=facts.top_k,
+                )
+            ],
+        )
+        for scheme in (device.dense, *SCHEMES)
+        for phase in PHASES
+        if _divides(scheme, hidden_size) and _divides(scheme, facts.expert_size)
+    ]
+
+
+def _divides(scheme: str, in_features: int) -> bool:
+    """Return whether a weight of so many columns has this scheme: they are whole scale groups."""
+    size = SCHEMES[scheme].group_size if scheme in SCHEMES else None
+    return size is None or in_features % size == 0
 
 
 def _served(name: str, phase: Phase, problems: Sequence[Problem]) -> Served:

@@ -40,8 +40,8 @@ class Problem:
     dtype of a dense weight (`BF16`, `F32`); for attention and rope_store it names the format of the KV cache.
     `activation` makes a linear gated, and names that of experts; `softcap` and `sinks` are true where
     attention scores have a cap, and each head a score without a value. `experts` and `top_k` count the
-    experts of a layer and those that serve one token. `sm` is the
-    compute capability times ten, 0 without a GPU.
+    experts of a layer and those that serve one token; a router first chooses among `expert_groups` groups of
+    experts, where there is more than one. `sm` is the compute capability times ten, 0 without a GPU.
     """
 
     op: Op
@@ -59,6 +59,7 @@ class Problem:
     sinks: bool = False
     experts: int = 0
     top_k: int = 0
+    expert_groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class KernelDevice:
         sinks: bool = False,
         experts: int = 0,
         top_k: int = 0,
+        expert_groups: int = 1,
     ) -> Problem:
         """Pose a problem to this device; `scheme` None means dense."""
         return Problem(
@@ -113,6 +115,7 @@ class KernelDevice:
             sinks=sinks,
             experts=experts,
             top_k=top_k,
+            expert_groups=expert_groups,
         )
 
 

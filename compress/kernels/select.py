@@ -26,8 +26,8 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
-    router             fn(x_TD, router, routing) -> (ids_TK int32, weights_TK float32)
-                       router is a `RouterWeights`; distinct experts, the best first
+    router             fn(x_TD, router, facts) -> (ids_TK int32, weights_TK float32)
+                       router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
     experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
 """

@@ -317,6 +317,16 @@ class Arch:
         return total
 
     @property
+    def num_active_params(self) -> int:
+        """All parameters but those of the experts that a token is not routed to; embeddings included."""
+        idle = 0.0
+        for layer in self.layers:
+            for name in layer.linears:
+                rows, columns = layer.linear_shape(name, self.hidden_size)
+                idle += (1 - layer.token_frac(name)) * rows * (columns + self.has_bias(name))
+        return self.num_params - round(idle)
+
+    @property
     def num_norms(self) -> int:
         """Norms over the hidden size that a layer has."""
         return {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[self.block]

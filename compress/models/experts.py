@@ -33,7 +33,7 @@ class Experts:
         shared_size: FFN channels of the expert that every token goes through, 0 for none.
         shared_gate: the shared expert's output is multiplied by the sigmoid of a linear of its input.
         score: `softmax` over all experts, `sigmoid` of each, or `softmax_topk`, over those chosen.
-        renormalize: divide the weights of the chosen experts by their sum.
+        renormalize: divide the weights of the chosen experts by their sum, which is one with `softmax_topk`.
         scale: factor of all weights.
         num_groups, top_groups: consecutive experts form groups, and only those of the `top_groups` groups
             whose two best scores have the largest sum can be chosen (arXiv 2412.19437).
@@ -61,7 +61,19 @@ class Experts:
         assert self.score in SCORES
         assert 1 <= self.top_k <= self.num_experts
         assert self.num_experts % self.num_groups == 0
-        assert self.top_groups <= self.num_groups
+        assert 1 <= self.top_groups <= self.num_groups
+        assert self.top_k <= self.top_groups * (self.num_experts // self.num_groups)
+
+    @property
+    def compares_logits(self) -> bool:
+        """Whether logits decide the choice: softmax keeps their order, and they do not underflow."""
+        plain = not self.selection_bias and self.num_groups == 1
+        return self.score == "softmax_topk" or (self.score == "softmax" and plain)
+
+    def expected_hit(self, num_rows: int) -> float:
+        """Return how many experts so many rows are routed to together, if every choice is equally likely:
+        E (1 - (1 - K / E)^rows)."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

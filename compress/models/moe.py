@@ -4,7 +4,9 @@
     y = sum over chosen e of w_e down_e(act(gate_e(x)) * up_e(x))  [+ shared(x)]
 
 Logits, scores and the sum over experts are float32 whatever the model's dtype. Of equal scores the expert
-with the lower index is chosen. Experts add their outputs in the order of their indices, so the bits depend
+with the lower index is chosen. Softmax keeps the order of logits, so without a selection bias or groups the
+logits are compared, which do not underflow. `route` is the definition that router kernels are tested against.
+Experts add their outputs in the order of their indices, so the bits depend
 neither on the device's schedule nor on other tokens of the batch. Not here: capacity limits, dropped tokens
 and noise on the router, which only training of some models has.
 
@@ -49,19 +51,21 @@ class Routing:
 
 def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = None) -> Routing:
     """Return the routing of tokens by the logits of their router, float32."""
+    assert (selection_bias_E is not None) == facts.selection_bias
     if facts.score == "softmax_topk":
-        experts_TR = best(logits_TE, facts.top_k)
-        weights_TR = logits_TE.gather(1, experts_TR).softmax(-1)
+        scores_TE = logits_TE
     else:
         scores_TE = logits_TE.softmax(-1) if facts.score == "softmax" else logits_TE.sigmoid()
-        choice_TE = scores_TE.detach()
-        if selection_bias_E is not None:
-            choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)
-        if facts.num_groups > 1:
-            choice_TE = _of_best_groups(facts, choice_TE)
-        experts_TR = best(choice_TE, facts.top_k)
-        weights_TR = scores_TE.gather(1, experts_TR)
-    if facts.renormalize:
+    choice_TE = (logits_TE if facts.compares_logits else scores_TE).detach()
+    if selection_bias_E is not None:
+        choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)
+    if facts.num_groups > 1:
+        choice_TE = _of_best_groups(facts, choice_TE)
+    experts_TR = best(choice_TE, facts.top_k)
+    weights_TR = scores_TE.gather(1, experts_TR)
+    if facts.score == "softmax_topk":
+        weights_TR = weights_TR.softmax(-1)
+    elif facts.renormalize:
         floor = SUM_FLOOR if facts.score == "sigmoid" else 0.0
         weights_TR = weights_TR / (weights_TR.sum(-1, keepdim=True) + floor)
     return Routing(experts_TR, weights_TR * facts.scale, facts.num_experts)
@@ -69,13 +73,14 @@ def route(facts: Experts, logits_TE: Tensor, selection_bias_E: Tensor | None = N
 
 def best(scores_TE: Tensor, num: int) -> Tensor:
     """Return the indices [T, num] of the largest scores, the largest first, and of equal ones the first."""
-    return torch.argsort(scores_TE.detach(), dim=-1, descending=True, stable=True)[:, :num]
+    scores_TE = scores_TE.detach() + 0.0  # a sort by bits would put 0.0 before -0.0
+    return torch.argsort(scores_TE, dim=-1, descending=True, stable=True)[:, :num]
 
 
 def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
     """Return the scores with those outside of the best groups at minus infinity."""
     groups_TGE = choice_TE.unflatten(-1, (facts.num_groups, -1))
-    score_TG = groups_TGE.topk(2, dim=-1).values.sum(-1)
+    score_TG = groups_TGE.topk(min(2, groups_TGE.shape[-1]), dim=-1).values.sum(-1)
     kept_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     kept_TG.scatter_(1, best(score_TG, facts.top_groups), True)
     return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)

@@ -69,6 +69,7 @@ class Engine:
         weights = load_model(source, deployment)
         self.weight_bytes = weights.weight_bytes
         self.weight_bytes_read = weights.bytes_read
+        self.expected_weight_bytes = weights.expected_bytes_read
         speculative = config.speculative
         proposer = (
             None

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.kernels.operands.routing import ExpertWeights, RouterWeights, Routing, router_weights
+from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
 from compress.kernels.problem import PHASES, Phase
 from compress.kernels.select import select
+from compress.models.experts import Experts
 from compress.quant.scheme import QuantizedWeight
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, packed_bytes
@@ -28,14 +29,14 @@ class ExpertLinears:
     """The router and the experts of a layer. A dense shared expert is no part of it: its output is added to
     `residual` by its own linears."""
 
-    routing: Routing
+    facts: Experts
     router: RouterWeights
     routers: dict[Phase, BoundKernel]
     kernels: dict[Phase, BoundKernel]
 
     @staticmethod
     def bind(
-        routing: Routing,
+        facts: Experts,
         router_weight_ED: Tensor,
         experts: Sequence[ExpertWeights],
         deployment: Deployment,
@@ -49,7 +50,7 @@ class ExpertLinears:
         Raises:
             EnvironmentUnfit: no kernel supports the experts.
         """
-        assert len(experts) == routing.num_experts
+        assert len(experts) == facts.num_experts
         hidden_size, ffn_size = experts[0].down.shape
         gate = experts[0].gate
         scheme = gate.scheme.name if isinstance(gate, QuantizedWeight) else None
@@ -60,11 +61,12 @@ class ExpertLinears:
         for phase in PHASES:
             problem = device.problem(
                 "router",
-                n=routing.num_experts,
+                n=facts.num_experts,
                 k=hidden_size,
                 phase=phase,
-                experts=routing.num_experts,
-                top_k=routing.top_k,
+                experts=facts.num_experts,
+                top_k=facts.top_k,
+                expert_groups=facts.num_groups,
             )
             routers[phase] = BoundKernel(select(problem), problem)
             problem = device.problem(
@@ -74,8 +76,8 @@ class ExpertLinears:
                 phase=phase,
                 scheme=scheme,
                 activation=activation,
-                experts=routing.num_experts,
-                top_k=routing.top_k,
+                experts=facts.num_experts,
+                top_k=facts.top_k,
             )
             kernel = select(problem)
             assert kernel.repack_experts is not None, f"experts kernel {kernel.name} has no repack_experts"
@@ -91,11 +93,11 @@ class ExpertLinears:
             dtype=deployment.dtype,
             device=deployment.device,
         )
-        return ExpertLinears(routing, router, routers, kernels)
+        return ExpertLinears(facts, router, routers, kernels)
 
     def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
         """Return ids int32 and weights float32, both [T, K], of normalized rows."""
-        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.routing)
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts)
         return ids_TK, weights_TK
 
     def experts(
@@ -124,7 +126,7 @@ class ExpertLinears:
 
     def bytes_read(self, experts_hit: float) -> int:
         """Bytes that one decode step reads whose rows are routed to so many experts."""
-        experts = packed_bytes(self.kernels["decode"].packed) / self.routing.num_experts
+        experts = packed_bytes(self.kernels["decode"].packed) / self.facts.num_experts
         return round(experts_hit * experts) + packed_bytes(self.router)
 
     def report(self, layer: int | None) -> list[dict[str, Any]]:

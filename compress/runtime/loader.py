@@ -12,7 +12,7 @@ and eps of a norm of the stream by r^2.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
-from compress.kernels.operands.routing import ExpertWeights, Routing
+from compress.kernels.operands.routing import ExpertWeights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
@@ -73,7 +73,7 @@ class LayerWeights:
         own = sum(each.weight_bytes for each in self.fused_linears)
         if self.experts is None:
             return own
-        hit = self.experts.routing.top_k if experts_hit is None else experts_hit
+        hit = self.experts.facts.top_k if experts_hit is None else experts_hit
         return own + self.experts.bytes_read(hit)
 
     def report(self, layer_idx: int | None) -> list[dict[str, Any]]:
@@ -111,6 +111,15 @@ class ModelWeights:
         """Return the bytes of weights that a decode step reads whose rows are routed to so many experts of a
         layer; by default one of a single row."""
         return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self.head.weight_bytes
+
+    def expected_bytes_read(self, num_rows: int) -> int:
+        """Return the bytes of weights that a step of so many rows reads, if routers choose experts alike;
+        without experts those of one row."""
+        total = self.head.weight_bytes
+        for layer in self.layers:
+            mixture = layer.experts
+            total += layer.bytes_read(None if mixture is None else mixture.facts.expected_hit(num_rows))
+        return total
 
 
 def load_model(source: WeightSource, deployment: Deployment) -> ModelWeights:
@@ -341,9 +350,8 @@ def _experts(arch: Arch, facts: Experts, weights: Weights, deployment: Deploymen
             rare(f"{down}.bias"),
         )
 
-    routing = Routing(**{each.name: getattr(facts, each.name) for each in fields(Routing)})
     return ExpertLinears.bind(
-        routing,
+        facts,
         dense(weights["moe.router.weight"]),
         [expert(idx) for idx in range(facts.num_experts)],
         deployment,

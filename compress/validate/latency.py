@@ -5,7 +5,8 @@ serves.
     TPOT   (end to end - TTFT) / (n - 1), one value a request
     ITL    the gaps between consecutive tokens, all of them
     floor  bytes that one decode step must move / measured bandwidth: all weights once, and keys and values of
-           every sequence at its mean length
+           every sequence at its mean length; of a mixture of experts the weights that a step of this batch
+           size reads if every choice of the routers is equally likely
 
 Models that are compared are measured in turn, one repeat each, and the order is reversed after every turn (A
 B, B A, A B ...): what slows the machine down for a while slows them all, and a steady drift cancels. Prompts
@@ -79,7 +80,7 @@ class LatencyRow:
     itl_ms_p95: float
     itl_ms_p99: float
     output_tokens_per_s: float  # of the whole batch, prefill included, median over repeats
-    step_bytes: int
+    step_bytes: int  # expected, for a mixture of experts
     floor_ms: float
     floor_frac: float  # floor / median TPOT: 1 is the hardware's limit
     interleaved: bool
@@ -91,6 +92,7 @@ class LatencyRow:
     unstable: bool
     tpot_instability: str
     ttft_instability: str
+    uniform_routing: bool = False  # of a mixture of experts: its floor assumes that all are chosen alike
 
     def metrics(self) -> dict[str, Estimate]:
         """Return the numbers that gates may name, each with its interval over repeats where it has one."""
@@ -112,6 +114,8 @@ class LatencyRow:
         """Return a flat row: an interval becomes `<name>_lower` and `<name>_upper` next to `<name>`."""
         row: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if name == "uniform_routing" and not value:
+                continue
             if isinstance(value, Estimate):
                 row |= {name: value.value, f"{name}_lower": value.lower, f"{name}_upper": value.upper}
             else:
@@ -236,9 +240,8 @@ class _Runs:
         """Return what the repeats show."""
         conditions = self._conditions
         context = conditions.prompt_tokens + conditions.output_tokens / 2
-        step_bytes = int(
-            self._engine.weight_bytes + self._batch_size * context * self._engine.kv_bytes_per_token
-        )
+        weight_bytes = self._engine.expected_weight_bytes(self._batch_size)
+        step_bytes = int(weight_bytes + self._batch_size * context * self._engine.kv_bytes_per_token)
         floor_ms = step_bytes / conditions.bandwidth_bytes_per_s * 1e3
         times = _Times.of(self._repeats)
         tpot_ms_p50 = _median_estimate(times.tpot_ms_RB)
@@ -278,6 +281,7 @@ class _Runs:
             unstable=bool(tpot_instability or ttft_instability),
             tpot_instability=tpot_instability,
             ttft_instability=ttft_instability,
+            uniform_routing=self._engine.arch.has_experts,
         )
 
     def _run(self, prompts: list[list[int]], num_tokens: int) -> "list[Finished]":

@@ -6,10 +6,15 @@ follows from it.
                                                           S (S + 1) / 2 pairs a sequence
     floor       the larger of the two; the larger one names the bound
 
+A mixture of experts computes those that a token is routed to, and reads those that some token is. Their
+number is the one that is expected if every choice of the routers is equally likely; routers that prefer some
+experts read fewer.
+
 Both rates are measured on the device (`compress/machine.py`). Activations and norms are left out: they are
 small, and a floor must not lie above the truth.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,11 +26,20 @@ class Work:
     A multiply and an add are two FLOPs.
     """
 
-    weight_bytes: int  # read once by every step
+    weight_bytes: int  # read once by every step; of a mixture of experts, by a step of one row
     kv_bytes_per_token: int
     flops_per_token: int  # 2 x weights of the linears that every token passes
     head_flops: int  # 2 x weights of the head: once a sequence and step, in prefill too
     attention_flops_per_pair: int  # one query against one key, all layers: 4 x heads x head_dim x layers
+    expected_weight_bytes: Callable[[int], int] | None = (
+        None  # of a mixture of experts: by a step of so many rows
+    )
+
+    def step_weight_bytes(self, num_rows: int) -> int:
+        """Return the bytes of weights that a step of so many rows reads."""
+        return (
+            self.weight_bytes if self.expected_weight_bytes is None else self.expected_weight_bytes(num_rows)
+        )
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,12 @@ def roofline(
     pairs = prompt_tokens * (prompt_tokens + 1) // 2
     context = prompt_tokens + output_tokens / 2
     kv_bytes = int(batch_size * context * work.kv_bytes_per_token)
+    decode_weight_bytes = work.step_weight_bytes(batch_size)
     phases = (
         (
             "prefill",
-            work.weight_bytes + batch_size * prompt_tokens * work.kv_bytes_per_token,
+            work.step_weight_bytes(batch_size * prompt_tokens)
+            + batch_size * prompt_tokens * work.kv_bytes_per_token,
             batch_size
             * (
                 prompt_tokens * work.flops_per_token + work.head_flops + pairs * work.attention_flops_per_pair
@@ -82,7 +98,7 @@ def roofline(
         ),
         (
             "decode",
-            work.weight_bytes + kv_bytes,
+            decode_weight_bytes + kv_bytes,
             int(
                 batch_size
                 * (work.flops_per_token + work.head_flops + context * work.attention_flops_per_pair)
@@ -116,7 +132,7 @@ def roofline(
                     memory_ms=memory_ms,
                     compute_ms=compute_ms,
                     measured_ms=measured_ms,
-                    kv_frac=kv_bytes / (work.weight_bytes + kv_bytes),
+                    kv_frac=kv_bytes / (decode_weight_bytes + kv_bytes),
                 ),
             )
         )

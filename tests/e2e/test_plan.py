@@ -81,6 +81,10 @@ def test_the_wheel_has_the_recipes_and_init_finds_them_there(tmp_path: Path) -> 
         ("qwen3-8b", 8_190_735_360),
         ("qwen2.5-7b", 7_615_616_512),
         ("mistral-7b-v0.3", 7_248_023_552),
+        ("gemma-3-12b", 11_766_034_176),
+        ("phi-4", 14_659_507_200),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
 def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_params: int) -> None:
@@ -90,7 +94,33 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str, num_p
 
 
 def test_every_shipped_shape_has_its_count_checked() -> None:
-    assert len(known_models()) == 7
+    assert len(known_models()) == 11
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_mixture_is_planned_with_its_active_parameters_and_the_tokens_of_an_expert(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = """version: 1
+model: hf://Qwen/Qwen3-30B-A3B
+stages:
+  - kind: calibrate
+    num_samples: 8
+  - kind: quantize
+    scheme: W4A16_G128
+    round: {kind: gptq}
+"""
+    recipe.write_text(text)
+    code, out, err = command("plan", recipe, "--offline", "--device", "cuda")
+    assert code == 0, err
+    assert "30,532 M parameters (3,353 M active), 48 layers of 128 experts, 8 a token" in out
+    assert "about 256 tokens each if all 128 are chosen alike" in out
+    assert "most are starved" in out
+    recipe.write_text(text.replace("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B"))
+    _, out, _ = command("plan", recipe, "--offline", "--device", "cuda")
+    assert "expert" not in out
+    assert "active" not in out
 
 
 def test_plan_refuses_what_is_no_device(command: Callable[..., tuple[int, str, str]]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import Plan, Tile, native_fp8, run
-from compress.kernels.experts.packed import BLOCK, TILE, PackedExperts, format_of, repack
+from compress.kernels.experts.packed import BLOCK, TILE, PackedExperts, format_of, repack, whole_blocks
 from compress.kernels.experts.reference import ACTIVATIONS
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import DENSE_SCHEMES, Problem
@@ -23,6 +23,8 @@ MAX_PAIRED_ROWS = 4
 program of an output tile combines (one program reads K numbers of every row)."""
 MAX_DECODE_ROWS = 512
 MIN_COLUMNS = 16
+MIN_NATIVE_COLUMNS = 32
+"""Columns of a step on tensor cores that multiply e4m3."""
 
 
 def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
@@ -62,20 +64,23 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
         bm, bn, warps, stages = sizes
         return Tile(bm, bn, columns(packed, in_features, most), warps, stages)
 
+    first = tile(gate_up, packed.gate_up.in_features)
+    second = tile(down, packed.down.in_features)
+    narrowest = min(first.bk, second.bk)
     return Plan(
-        tile(gate_up, packed.gate_up.in_features),
-        tile(down, packed.down.in_features),
+        first,
+        second,
         sort=True,
         combine=False,
         y_dtype=packed.dtype,
-        native_fp8=native_fp8(packed.down.data.device),
+        native_fp8=native_fp8(packed.down.data.device) and narrowest >= MIN_NATIVE_COLUMNS,
     )
 
 
 def columns(packed: PackedExperts, size: int, most: int) -> int:
     """Return the columns of a step: at most `most`, and a divisor of `size`."""
     if packed.format == "w4":
-        return 2 * BLOCK if most > BLOCK and size % (2 * BLOCK) == 0 else BLOCK
+        return 2 * BLOCK if most > BLOCK and whole_blocks(size) % (2 * BLOCK) == 0 else BLOCK
     if packed.format == "fp8_block":
         return BLOCK
     return next(step for step in (128, 64, 32, 16) if step <= most and size % step == 0)
@@ -123,9 +128,11 @@ def refusal(problem: Problem) -> str | None:
     if given is None:
         return "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"
     for name, size in (("D", problem.n), ("F", problem.k)):
-        multiple = BLOCK if given in ("w4", "fp8_block") else 32 if given == "fp8" else MIN_COLUMNS
-        if size % multiple:
-            return f"{name} = {size} is no multiple of {multiple}"
+        if size % MIN_COLUMNS:
+            return f"{name} = {size} is no multiple of {MIN_COLUMNS}"
+        group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
+        if group_size is not None and size % group_size:
+            return f"{name} = {size} is no multiple of the group size {group_size}"
     return None
 
 

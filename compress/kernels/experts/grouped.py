@@ -138,7 +138,7 @@ def down(
         # The ids were there before gate_up ran; weights are on their way to L2 while it ends.
         ahead = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
         ahead = tl.minimum(tl.maximum(ahead, 0), E - 1).to(tl.int64)
-        ITEMS: tl.constexpr = F // 4 if FORMAT == 1 else F
+        ITEMS: tl.constexpr = (F + 127) // 128 * 32 if FORMAT == 1 else F
         LINE: tl.constexpr = 128 if FORMAT >= 2 else 64
         _prefetch(w_ptr + (ahead * D + start) * ITEMS, tl.minimum(BM, D - start) * ITEMS, BM * ITEMS, LINE)
     wait(PDL)

@@ -6,7 +6,8 @@ downs.
     fp8_block    e4m3 codes [E, O, I], float32 scales [E, B, I / 128], B blocks of 128 output rows; those of
                  gate and of up are counted apart
     w4           int16 words [E, O / 16, I / 128, 16, 32], scales [E, O / 16, N, 16] in the model's dtype for
-                 N scale groups along I, and for an asymmetric scheme offsets likewise
+                 N scale groups along I, and for an asymmetric scheme offsets likewise; I is rounded up to
+                 whole blocks of 128 columns, with codes and scales of zero
 
 O is F of gate, then F of up, or D of down. Nibble i of word j holds column 32 i + j of its 128, stored + 8: a
 product of 128 columns is four of 32, each of whose factors is a nibble of the same words, so nothing is
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.kernels.operands.routing import ExpertWeights
@@ -37,7 +39,8 @@ OFFSETS = {torch.bfloat16: 136, torch.float16: 1032}
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """One matrix [O, I] for each of E experts; `group_size` is that of w4, else I."""
+    """One matrix [O, I] for each of E experts; `group_size` is that of w4, and at least I where a channel has
+    one scale."""
 
     data: Tensor
     scale: Tensor | None
@@ -144,7 +147,7 @@ def _matrices(
         _bias(biases, dtype, device),
         sum(weight.shape[0] for weight in weights[0]),
         in_features,
-        group_size or in_features,
+        group_size or whole_blocks(in_features),
     )
 
 
@@ -188,13 +191,26 @@ def _fp8_block(weights: Sequence[Weight], dtype: torch.dtype, device: torch.devi
 
 def _w4(weights: Sequence[Weight], dtype: torch.dtype, device: torch.device) -> Parts:
     quantized = _quantized(weights)
-    codes_OI = torch.cat([each.codes_OI.to(device) for each in quantized])
-    scale_OG = torch.cat([each.scale_OG.to(device) for each in quantized]).to(dtype)
-    zeros = [each.zero_point_OG.to(device) for each in quantized if each.zero_point_OG is not None]
+    in_features = quantized[0].shape[1]
+    columns = whole_blocks(in_features)
+    groups = columns // (quantized[0].scheme.group_size or columns)
+
+    def stacked(parts: Sequence[Tensor], size: int) -> Tensor:
+        stack = torch.cat([part.to(device) for part in parts])
+        return F.pad(stack, (0, size - stack.shape[1]))
+
+    codes_OI = stacked([each.codes_OI for each in quantized], columns)
+    scale_OG = stacked([each.scale_OG for each in quantized], groups).to(dtype)
+    zeros = [each.zero_point_OG for each in quantized if each.zero_point_OG is not None]
     offset = None
     if zeros:
-        offset = _tiled((-OFFSETS[dtype] - torch.cat(zeros).to(torch.float32)).to(dtype))
+        offset = _tiled((-OFFSETS[dtype] - stacked(zeros, groups).to(torch.float32)).to(dtype))
     return w4_words(codes_OI), _tiled(scale_OG), offset
+
+
+def whole_blocks(in_features: int) -> int:
+    """Return the columns of w4 with which I is stored."""
+    return -(-in_features // BLOCK) * BLOCK
 
 
 def _tiled(values_OG: Tensor) -> Tensor:

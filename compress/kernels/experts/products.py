@@ -106,11 +106,12 @@ def product(
     if FORMAT == 1:
         DTYPE: tl.constexpr = x_ptr.dtype.element_ty
         ZERO: tl.constexpr = -136.0 if DTYPE is tl.bfloat16 else -1032.0
-        SCALES: tl.constexpr = IN // GROUP
+        COLUMNS: tl.constexpr = (IN + 127) // 128 * 128
+        SCALES: tl.constexpr = COLUMNS // GROUP
         words = tl.arange(0, 32)
         x_at += words[None, :]
-        w_ptr += expert * (OUT * IN // 4)
-        row_words = (IN // 128) * 512
+        w_ptr += expert * (OUT * COLUMNS // 4)
+        row_words = COLUMNS * 4
         a_at = w_ptr + ((first // 16) * row_words + first % 16 * 32)[:, None] + words[None, :]
         b_at = w_ptr + ((second // 16) * row_words + second % 16 * 32)[:, None] + words[None, :]
         a_first = expert * (OUT * SCALES) + (first // 16) * (SCALES * 16) + first % 16
@@ -118,7 +119,7 @@ def product(
         # A step is one or two blocks of 128 columns (BK), whose scales are loaded a step ahead: Triton
         # pipelines only what a product reads.
         PER_STEP: tl.constexpr = BK // 128
-        LAST: tl.constexpr = IN // 128 - 1
+        LAST: tl.constexpr = COLUMNS // 128 - 1
         a_scale = tl.load(scale_ptr + a_first)
         a_scale1 = tl.load(scale_ptr + a_first + (PER_STEP - 1) * 128 // GROUP * 16)
         b_scale = a_scale
@@ -126,7 +127,7 @@ def product(
         if TWO:
             b_scale = tl.load(scale_ptr + b_first)
             b_scale1 = tl.load(scale_ptr + b_first + (PER_STEP - 1) * 128 // GROUP * 16)
-        for step in tl.range(0, IN // 128, PER_STEP, num_stages=STAGES):
+        for step in tl.range(0, COLUMNS // 128, PER_STEP, num_stages=STAGES):
             ahead = tl.minimum(step + PER_STEP, LAST) * 128 // GROUP * 16
             ahead1 = tl.minimum(step + 2 * PER_STEP - 1, LAST) * 128 // GROUP * 16
             a_next = tl.load(scale_ptr + a_first + ahead)
@@ -145,7 +146,10 @@ def product(
                 a_sum = tl.zeros([BM, BN], dtype=tl.float32)
                 b_sum = tl.zeros([BM, BN], dtype=tl.float32)
                 for i in tl.static_range(4):
-                    x = tl.load(x_at + block * 128 + i * 32, mask=there, other=0.0)
+                    in_row = there
+                    if IN != COLUMNS:  # beyond it are codes of zero
+                        in_row = there & (words < IN - block * 128 - i * 32)[None, :]
+                    x = tl.load(x_at + block * 128 + i * 32, mask=in_row, other=0.0)
                     x = tl.trans(x.to(tl.float32) if INTERPRETED else x)
                     group = (block * 128 + i * 32) // GROUP * 16
                     if ASYMMETRIC:

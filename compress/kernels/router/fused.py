@@ -25,9 +25,11 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.routing import LEAST_SUM, MAX_COUNTED_ROWS, RouterWeights, Routing
+from compress.kernels.operands.routing import MAX_COUNTED_ROWS, RouterWeights
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
+from compress.models.experts import Experts
+from compress.models.moe import SUM_FLOOR
 
 EXPERTS_PER_PROGRAM = 8
 MAX_FUSED_ROWS = MAX_COUNTED_ROWS
@@ -36,7 +38,7 @@ ROWS_PER_PROGRAM = 4
 NUM_WARPS = 8
 MAX_SIZE = 8192
 """Columns of a row that 8 warps keep in registers."""
-SCORES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
+SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
 
 
 @jit()
@@ -244,28 +246,28 @@ def _choose_rows(
     )  # fmt: skip
 
 
-def _outputs(x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    shape = len(x_TD), routing.top_k
+def _outputs(x_TD: Tensor, facts: Experts) -> tuple[Tensor, Tensor]:
+    shape = len(x_TD), facts.top_k
     return (
         torch.empty(shape, dtype=torch.int32, device=x_TD.device),
         torch.empty(shape, dtype=torch.float32, device=x_TD.device),
     )
 
 
-def _constants(router: RouterWeights, routing: Routing) -> dict[str, Any]:
+def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
     return {
         "BIAS": router.bias_E is not None,
-        "E": routing.num_experts,
-        "E2": _power_of_two(routing.num_experts),
-        "K": routing.top_k,
-        "K2": _power_of_two(routing.top_k),
-        "SCORE": SCORES[routing.score],
-        "RENORMALIZE": routing.renormalize,
-        "SCALE": routing.scale,
-        "GROUPS": routing.num_groups,
-        "TOP_GROUPS": routing.top_groups,
-        "SELECTION_BIAS": routing.selection_bias,
-        "LEAST": LEAST_SUM if routing.score == "sigmoid" else 0.0,
+        "E": facts.num_experts,
+        "E2": _power_of_two(facts.num_experts),
+        "K": facts.top_k,
+        "K2": _power_of_two(facts.top_k),
+        "SCORE": SCORE_CODES[facts.score],
+        "RENORMALIZE": facts.renormalize,
+        "SCALE": facts.scale,
+        "GROUPS": facts.num_groups,
+        "TOP_GROUPS": facts.top_groups,
+        "SELECTION_BIAS": facts.selection_bias,
+        "LEAST": SUM_FLOOR if facts.score == "sigmoid" else 0.0,
     }
 
 
@@ -273,36 +275,36 @@ def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 1).bit_length()
 
 
-def _check(x_TD: Tensor, router: RouterWeights, routing: Routing) -> None:
-    assert router.weight_ED.shape == (routing.num_experts, x_TD.shape[1])
-    assert (router.selection_bias_E is not None) == routing.selection_bias
-    assert routing.num_groups == 1 or _power_of_two(routing.num_experts) == routing.num_experts
+def _check(x_TD: Tensor, router: RouterWeights, facts: Experts) -> None:
+    assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
+    assert (router.selection_bias_E is not None) == facts.selection_bias
+    assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
 
 
-def route(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K], of few rows."""
-    _check(x_TD, router, routing)
+    _check(x_TD, router, facts)
     num_rows, size = x_TD.shape
     device = x_TD.device
     x_TD = x_TD.contiguous()
-    programs = -(-routing.num_experts // EXPERTS_PER_PROGRAM)
+    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM)
     sizes = {"SIZE": size, "BLOCK": _power_of_two(size), "EXPERTS": EXPERTS_PER_PROGRAM}
     options = {"num_warps": NUM_WARPS, **pdl_options(device)}
     if num_rows > MAX_FUSED_ROWS or num_rows == 0:
-        logits_TE = torch.empty(num_rows, routing.num_experts, dtype=torch.float32, device=device)
+        logits_TE = torch.empty(num_rows, facts.num_experts, dtype=torch.float32, device=device)
         _logits[programs, -(-num_rows // ROWS_PER_PROGRAM)](
             x_TD,
             router.weight_ED,
             logits_TE,
             num_rows,
             ROWS=ROWS_PER_PROGRAM,
-            E=routing.num_experts,
+            E=facts.num_experts,
             **sizes,
             **options,
         )
-        return _chosen(logits_TE, router, routing, num_warps=NUM_WARPS)
-    ids_TK, weights_TK = _outputs(x_TD, routing)
-    constants = _constants(router, routing)
+        return _chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
+    ids_TK, weights_TK = _outputs(x_TD, facts)
+    constants = _constants(router, facts)
     _route[programs, num_rows](
         x_TD,
         router.weight_ED,
@@ -319,21 +321,21 @@ def route(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor
     return ids_TK, weights_TK
 
 
-def route_many(x_TD: Tensor, router: RouterWeights, routing: Routing) -> tuple[Tensor, Tensor]:
+def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
     """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
-    _check(x_TD, router, routing)
+    _check(x_TD, router, facts)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    return _chosen(logits_TE, router, routing, num_warps=1)
+    return _chosen(logits_TE, router, facts, num_warps=1)
 
 
 def _chosen(
-    logits_TE: Tensor, router: RouterWeights, routing: Routing, *, num_warps: int
+    logits_TE: Tensor, router: RouterWeights, facts: Experts, *, num_warps: int
 ) -> tuple[Tensor, Tensor]:
     """Choose for each row of logits, to which the bias is yet to be added."""
-    ids_TK, weights_TK = _outputs(logits_TE, routing)
+    ids_TK, weights_TK = _outputs(logits_TE, facts)
     if len(logits_TE) > 0:
         _choose_rows[(len(logits_TE),)](
             logits_TE,
@@ -341,7 +343,7 @@ def _chosen(
             router.selection_bias_E,
             ids_TK,
             weights_TK,
-            **_constants(router, routing),
+            **_constants(router, facts),
             num_warps=num_warps,
             **pdl_options(logits_TE.device),
         )
@@ -353,6 +355,8 @@ def _refusal(problem: Problem) -> str | None:
         return refusal
     if problem.row_invariant and problem.k > MAX_SIZE:
         return f"holds a row in registers, at most {MAX_SIZE} columns"
+    if problem.expert_groups > 1 and _power_of_two(problem.experts) != problem.experts:
+        return f"limits groups of experts whose number is a power of two, not {problem.experts}"
     return None
 
 

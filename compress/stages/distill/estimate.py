@@ -40,7 +40,7 @@ def forward_flops(arch: Arch, seq_len: int) -> float:
         2.0 * layer.num_heads * layer.head_dim * min(seq_len, layer.window or seq_len)
         for layer in arch.layers
     )
-    return 2.0 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size) + attention
+    return 2.0 * (arch.num_active_linear_params + arch.vocab_size * arch.hidden_size) + attention
 
 
 def estimate(spec: Distill, facts: PlanFacts) -> Estimate:

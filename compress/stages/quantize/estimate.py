@@ -12,6 +12,7 @@ from compress.calibrate.estimate import (
     num_columns,
     peak_bytes,
 )
+from compress.calibrate.experts import ExpertPolicy
 from compress.methods.quantize.awq import Awq
 from compress.methods.quantize.descent import NUM_ROW_SETS, Descent
 from compress.methods.quantize.gptq import Gptq
@@ -68,7 +69,7 @@ def estimate(spec: Quantize, facts: PlanFacts) -> Estimate:
         true_sequential=spec.true_sequential,
         guided=spec.guide is not None,
     )
-    notes = _notes(spec, scheme, arch)
+    notes = (*_notes(spec, scheme, arch), *_expert_notes(spec, work))
     layers = Estimate(
         peak_bytes(work),
         most_linear_bytes(spec, arch) + outer_bytes(arch, spec.head_scheme),
@@ -137,6 +138,24 @@ def _notes(spec: Quantize, scheme: ModelScheme | None, arch: Arch) -> tuple[str,
     return _scheme_note(spec, scheme, arch), f"{spec.preset or 'method'}: {spec.method()}", *cache
 
 
+def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:
+    """Return how many tokens the calibration text gives an expert, and what becomes of one with fewer than the
+    recipe wants."""
+    facts = next((layer.experts for layer in work.arch.layers if layer.experts is not None), None)
+    if facts is None:
+        return ()
+    policy = ExpertPolicy() if spec.experts is None else spec.experts.policy()
+    tokens = work.num_samples * work.seq_len * facts.top_k // facts.num_experts
+    if policy.starved == "all_tokens":
+        return (f"experts: the statistics of all {facts.num_experts} are taken from all tokens",)
+    completes = {"shrink": "completed with tokens of the whole layer", "keep": "kept as they are"}
+    starved = f"statistics of fewer than {policy.min_tokens} tokens are {completes[policy.starved]}"
+    short = "; most are starved, a longer calibration text helps" if tokens < policy.min_tokens else ""
+    return (
+        f"experts: about {tokens:,} tokens each if all {facts.num_experts} are chosen alike, {starved}{short}",
+    )
+
+
 def _with_pass(found: Estimate, peak: int, operations: float) -> Estimate:
     """Return the estimate with one more pass over the model, of that peak in bytes and so many operations."""
     return replace(found, peak_bytes=max(found.peak_bytes, peak), flops=found.flops + operations)
@@ -199,7 +218,7 @@ def _tuning_effort(tune: Tune, work: Workload, num_code_bytes: int) -> tuple[int
     passes = (
         10 if recomputed else 8
     )  # two a forward: teacher, student, recomputation; a backward is two forwards
-    params = arch.num_linear_params + arch.vocab_size * arch.hidden_size
+    params = arch.num_active_linear_params + arch.vocab_size * arch.hidden_size
     activations = kept * batch * arch.hidden_size * arch.num_layers * work.value_bytes
     held = work.value_bytes * arch.num_params + 2 * num_code_bytes + activations
     return held, float(passes) * params * tune.epochs * work.num_samples * work.seq_len
@@ -235,7 +254,7 @@ def _sensitivity_effort(spec: Mixed, work: Workload) -> tuple[int, float]:
     # four for two forwards, one with statistics, and a backward; a scheme that rounds inputs takes two more
     # products, others one
     products = 4 + sum(1 if scheme.activation is None else 2 for scheme in schemes)
-    walks = products * 2.0 * arch.num_linear_params * num_tokens
+    walks = products * 2.0 * arch.num_active_linear_params * num_tokens
     searches = sum(
         2.0 * GRID_SIZE * n * k * (scheme.group_size or k) for scheme in schemes for n, k in shapes
     )

@@ -69,7 +69,8 @@ def _work(arch: Arch, engine: Engine) -> Work:
     return Work(
         weight_bytes=engine.weight_bytes,
         kv_bytes_per_token=engine.kv_bytes_per_token,
-        flops_per_token=2 * arch.num_linear_params,
+        flops_per_token=2 * arch.num_active_linear_params,
         head_flops=2 * arch.vocab_size * arch.hidden_size,
         attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in arch.layers),
+        expected_weight_bytes=engine.expected_weight_bytes if arch.has_experts else None,
     )

@@ -56,6 +56,7 @@ class LatencyPart(Part):
         return {
             "any_unstable": any(row.get("unstable") for row in rows),
             "interleaved": any(row.get("interleaved") for row in rows),
+            "uniform_routing": any(row.get("uniform_routing") for row in rows),
             "lost_frac": max((row.get("cpu_lost_frac") or 0.0 for row in rows), default=0.0),
         }
 
@@ -96,6 +97,8 @@ class LatencyPart(Part):
             f"{first['repeats']} repeats"
             f"{turns}, prefix cache {first['prefix_cache']}."
         )
+        if any(row.get("uniform_routing") for rows in latency.values() for row in rows):
+            note += " The floor of a mixture of experts assumes uniform routing."
         if any(row.get("unstable") for rows in latency.values() for row in rows):
             note += " **Times marked unstable prove nothing:** repeats disagree, or the processor was busy."
         head = [

@@ -6,7 +6,7 @@ import pytest
 
 from compress.cli.app import main
 from compress.cli.doctor import kernel_text
-from compress.kernels.problem import OPS
+from compress.kernels.problem import EXPERT_OPS, OPS
 
 
 def row(
@@ -42,8 +42,19 @@ def test_equal_rows_become_one_line() -> None:
 def test_the_document_has_every_op_and_the_text_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--json"])
     served = json.loads(capsys.readouterr().out)["kernels"]
-    assert {each["op"] for each in served["rows"]} == set(OPS)
+    assert {each["op"] for each in served["rows"]} == set(OPS) - set(EXPERT_OPS)
     assert all(each["kernel"] is not None for each in served["rows"])
     main(["doctor"])
     text = capsys.readouterr().out
+    assert all(each["kernel"] in text for each in served["rows"])
+
+
+def test_a_model_of_experts_has_its_ops_and_sinks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--model", "gpt-oss-20b", "--json"])
+    served = json.loads(capsys.readouterr().out)["kernels"]
+    assert {"router", "experts"} <= {each["op"] for each in served["rows"]}
+    assert all(each["sinks"] for each in served["rows"] if each["op"].startswith("attention"))
+    text = kernel_text(served)
+    assert "with sinks" in text
+    assert "gpt-oss-20b" in text
     assert all(each["kernel"] in text for each in served["rows"])

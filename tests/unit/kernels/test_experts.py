@@ -11,10 +11,12 @@ from torch import Tensor
 
 from compress.kernels.experts import packed as packed_experts
 from compress.kernels.experts import reference
-from compress.kernels.operands.routing import ExpertWeights, Routing, choose, router_weights
+from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
+from compress.models.experts import Experts
+from compress.models.moe import route
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.runtime.deployment import Deployment
@@ -25,10 +27,10 @@ from tests.support.triton_interpreter import INTERPRETED, use_row_independent_pr
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
 ROUTINGS = (
-    Routing(8, 2),
-    Routing(12, 3, renormalize=False, scale=2.5),
-    Routing(7, 4, "softmax_topk"),
-    Routing(16, 4, "sigmoid", num_groups=4, top_groups=2, selection_bias=True),
+    Experts(8, 2, 16, renormalize=True),
+    Experts(12, 3, 16, scale=2.5),
+    Experts(7, 4, 16, score="softmax_topk"),
+    Experts(16, 4, 16, score="sigmoid", renormalize=True, num_groups=4, top_groups=2, selection_bias=True),
 )
 
 
@@ -213,6 +215,36 @@ def test_triton_experts(phase: Any, name: str, dtype: torch.dtype, monkeypatch: 
 
 @inside
 @pytest.mark.parametrize(
+    ("name", "hidden", "ffn"),
+    [
+        ("W4A16_G32_ASYM", 160, 96),
+        ("W4A16_CHANNEL_ASYM", 80, 176),
+        ("FP8_DYNAMIC", 48, 80),
+        slow("W4A16_G64", 192, 320),
+        slow("W4A16_G32", 416, 32),
+        slow("W4A16_CHANNEL", 16, 272),
+    ],
+)
+def test_triton_experts_of_sizes_that_are_no_whole_blocks(
+    name: str, hidden: int, ffn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_row_independent_products(monkeypatch)
+    given = layer(
+        name,
+        torch.float16,
+        hidden=hidden,
+        ffn=ffn,
+        count=3,
+        rows=5,
+        activation="swiglu_clamped",
+        bias=True,
+    )
+    for phase in ("decode", "prefill"):
+        check(phase, name, torch.float16, given)
+
+
+@inside
+@pytest.mark.parametrize(
     ("activation", "bias", "rows", "top_k"),
     [("silu", False, 6, 1), ("swiglu_clamped", True, 5, 3), slow("gelu_pytorch_tanh", False, 19, 2)],
 )
@@ -240,8 +272,10 @@ def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
     given = layer(None, torch.float16)
     for name, sizes, reason in (
         (None, {"n": 72}, "D = 72 is no multiple of 16"),
-        ("W4A16_G128", {"k": 192}, "F = 192 is no multiple of 128"),
-        ("FP8_DYNAMIC", {"k": 48}, "F = 48 is no multiple of 32"),
+        ("W4A16_G128", {"k": 192}, "F = 192 is no multiple of the group size 128"),
+        ("FP8_BLOCK", {"n": 2880}, "D = 2880 is no multiple of the group size 128"),
+        ("W4A16_G32", {"k": 48}, "F = 48 is no multiple of the group size 32"),
+        ("FP8_DYNAMIC", {"k": 40}, "F = 40 is no multiple of 16"),
         ("INT8_DYNAMIC", {}, "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"),
     ):
         why = refusals(problem("decode", name, torch.float16, given, **sizes))
@@ -255,61 +289,68 @@ def test_four_bit_words_hold_every_code_once() -> None:
     assert torch.equal(nibbles.transpose(1, 2).reshape(48, 256).to(torch.int8), codes)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: f"{routing.score}{routing.num_experts}")
-def test_router(routing: Routing) -> None:
+@pytest.mark.parametrize("facts", ROUTINGS, ids=lambda facts: f"{facts.score}{facts.num_experts}")
+def test_router(facts: Experts) -> None:
     """The kernels that are selected choose as float64 does, and a row's choice depends on the row alone."""
     x_TD = randn(9, 40, seed=1).to(torch.bfloat16)
-    count = routing.num_experts
-    selection_bias = torch.linspace(0, 0.3, count) if routing.selection_bias else None
+    count = facts.num_experts
+    selection_bias = torch.linspace(0, 0.3, count) if facts.selection_bias else None
     bias = randn(count, seed=4) * 0.1
     router = router_weights(randn(count, 40, seed=2), bias, selection_bias, dtype=torch.bfloat16, device=CPU)
     logits_TE = (x_TD.double() @ router.weight_ED.double().t() + bias.double()).float()
-    expected_ids, expected_weights = choose(logits_TE, routing, selection_bias)
+    expected = route(facts, logits_TE, selection_bias)
     for phase in ("decode", "prefill"):
         device = KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16)
         kernel = select(device.problem("router", n=count, k=40, phase=phase, experts=count))
-        ids, weights = kernel.fn(x_TD, router, routing)
+        ids, weights = kernel.fn(x_TD, router, facts)
         assert ids.dtype == torch.int32
-        assert torch.equal(ids, expected_ids)
-        torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+        assert torch.equal(ids, expected.experts_TR.to(torch.int32))
+        torch.testing.assert_close(weights, expected.weights_TR, rtol=1e-5, atol=1e-6)
         assert int(router.arrivals.abs().sum()) == 0
         if phase == "decode":
-            some_ids, some_weights = kernel.fn(x_TD[3:5], router, routing)
+            some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts)
             assert torch.equal(some_ids, ids[3:5])
             assert same_bits(some_weights, weights[3:5])
 
 
 def test_of_equal_logits_the_lowest_ids_are_chosen() -> None:
-    routing = Routing(8, 3)
+    facts = Experts(8, 3, 16, renormalize=True)
     router = router_weights(torch.zeros(8, 16), None, None, dtype=torch.bfloat16, device=CPU)
     ids, weights = select(
         KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16).problem("router", n=8, k=16)
-    ).fn(randn(2, 16, seed=0).to(torch.bfloat16), router, routing)
+    ).fn(randn(2, 16, seed=0).to(torch.bfloat16), router, facts)
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
 
 
 def test_groups_limit_the_choice() -> None:
-    routing = Routing(6, 2, "sigmoid", renormalize=False, num_groups=3, top_groups=1)
+    facts = Experts(6, 2, 16, score="sigmoid", num_groups=3, top_groups=1)
     logits = torch.tensor([[5.0, -9.0, 2.0, 1.0, 3.0, -1.0]])
-    ids, weights = choose(logits, routing)
-    assert ids.tolist() == [[2, 3]]  # the best single expert is in a group of a worse sum
-    torch.testing.assert_close(weights, logits[:, 2:4].sigmoid())
+    routing = route(facts, logits)
+    assert routing.experts_TR.tolist() == [[2, 3]]  # the best expert is in a group of a worse sum
+    torch.testing.assert_close(routing.weights_TR, logits[:, 2:4].sigmoid())
+
+
+def test_logits_decide_where_softmax_keeps_their_order() -> None:
+    """Scores that underflow to zero are told apart by their logits; 0.0 and -0.0 are equal."""
+    logits = torch.tensor([[200.0, -0.0, 0.0, 1.0]])
+    for score in ("softmax", "softmax_topk"):
+        assert route(Experts(4, 3, 16, score=score), logits).experts_TR.tolist() == [[0, 3, 1]]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="in the parent process")
 def test_experts_of_a_layer_are_bound_once_and_reported() -> None:
     given = layer(None, torch.bfloat16)
-    routing = Routing(5, 2)
+    facts = Experts(5, 2, 128, renormalize=True)
     bound = ExpertLinears.bind(
-        routing,
+        facts,
         randn(5, 128, seed=7),
         given.experts,
         Deployment(CPU, torch.bfloat16, max_batch_size=8, max_step_tokens=512),
         activation="silu",
     )
     ids, weights = bound.route(given.x_TD, "decode")
-    assert torch.equal(ids, router_reference.route(given.x_TD, bound.router, routing)[0])
+    assert torch.equal(ids, router_reference.route(given.x_TD, bound.router, facts)[0])
     whole = bound(given.x_TD, "decode", residual=given.residual_TD)
     assert same_bits(whole, bound.experts(given.x_TD, ids, weights, "decode", residual=given.residual_TD))
     assert bound.kernels["decode"].packed is bound.kernels["prefill"].packed

@@ -2,22 +2,27 @@
 whatever stays unused.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from compress.kernels import select as select_module
-from compress.kernels.coverage import LINEARS, coverage, linear_shape, unused
+from compress.kernels.coverage import LINEARS, coverage, linear_shape, linear_shapes, unused
 from compress.kernels.problem import EXPERT_OPS, OPS, KernelDevice, Problem
-from compress.kernels.select import KERNELS, Kernel, anything, select
+from compress.kernels.select import KERNELS, Kernel, anything, refusals, select
 from compress.models.arch import Arch
+from compress.models.experts import Experts
 from compress.plugins import PluginSet
 from compress.quant.scheme import SCHEMES
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 CPU = KernelDevice("cpu", 0, torch.float32)
-ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256)
+ARCH = tiny_arch(LLAMA, hidden_size=128, intermediate_size=256, head_dim=32)
+EXPERTS = Experts(8, 2, 96, shared_size=64, num_groups=2, top_groups=1, score="sigmoid")
+DENSE_FIRST = (ARCH.layers[0], replace(ARCH.layers[1], intermediate_size=96, experts=EXPERTS))
+MIXTURE = ARCH.replace(layers=DENSE_FIRST, attn_sinks=True)
 
 
 def only(problem: Problem) -> str | None:
@@ -49,10 +54,15 @@ def kernel_named(name: str, *, priority: int = 10, min_sm: int = 0, supports: An
     return Kernel("linear", name, min_sm=min_sm, priority=priority, supports=supports, fn=lambda: None)
 
 
-def test_every_op_scheme_and_linear_is_answered_by_the_kernel_that_would_be_selected() -> None:
-    rows = coverage(ARCH, CPU)
-    assert {row.problem.op for row in rows} == set(OPS) - set(EXPERT_OPS)
+@pytest.mark.parametrize("arch", [ARCH, MIXTURE])
+def test_every_op_of_a_model_is_answered_by_the_kernel_that_would_be_selected(arch: Arch) -> None:
+    rows = coverage(arch, CPU)
+    assert {row.problem.op for row in rows} == set(OPS) - set(() if arch.has_experts else EXPERT_OPS)
     assert all(row.kernel == select(row.problem).name for row in rows)
+
+
+def test_every_scheme_and_linear_is_listed() -> None:
+    rows = coverage(ARCH, CPU)
     asked = {(row.problem.scheme, row.name, row.phase) for row in rows if row.problem.op == "linear"}
     assert asked == {
         (scheme, name, phase)
@@ -75,6 +85,29 @@ def test_fused_linears_stack_the_rows_of_their_parts() -> None:
         shapes = [layer.linear_shape(linear, arch.hidden_size) for linear in linears]
         assert linear_shape(arch, name) == (sum(rows for rows, _ in shapes), shapes[0][1])
     assert linear_shape(arch, "head") == (arch.vocab_size, arch.hidden_size)
+
+
+def test_a_dense_first_layer_and_the_experts_of_the_others_are_listed() -> None:
+    shapes = linear_shapes(MIXTURE)
+    assert shapes["gate_up"] == (512, 128)
+    assert shapes["shared.gate_up"] == (128, 128)
+    assert shapes["shared.down"] == (128, 64)
+    rows = coverage(MIXTURE, CPU)
+    (router, _) = (row.problem for row in rows if row.problem.op == "router")
+    assert (router.experts, router.top_k, router.expert_groups) == (8, 2, 2)
+    experts = [row.problem for row in rows if row.problem.op == "experts"]
+    assert {(each.n, each.k) for each in experts} == {(128, 96)}
+    assert "W4A16_G64" not in {each.scheme for each in experts}  # 96 columns are no whole groups of 64
+    assert {each.scheme for each in experts} >= {"F32", "W4A16_G32", "FP8_DYNAMIC"}
+    assert all(row.problem.sinks for row in rows if row.problem.op.startswith("attention"))
+
+
+def test_groups_of_experts_that_are_no_power_of_two_fall_back() -> None:
+    hopper = KernelDevice("cuda", 90, torch.bfloat16)
+    for count, refused in ((96, True), (64, False)):
+        problem = hopper.problem("router", n=count, k=128, experts=count, top_k=4, expert_groups=8)
+        reason = refusals(problem).get("triton.row", "")
+        assert ("power of two" in reason) == refused
 
 
 def gate_up(arch: Arch, scheme: str) -> list[str | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UsageError
+from compress.models.experts import Experts
 from compress.models.weights import MemorySource
 from compress.runtime import decode
 from compress.runtime.decode_run import DecodeRun
@@ -313,6 +314,18 @@ def test_a_decode_step_reads_every_linear_and_the_head_once() -> None:
     engine = Engine(tiny_source(arch), device=CPU)
     assert engine.weight_bytes == 4 * (arch.num_linear_params + arch.vocab_size * arch.hidden_size)
     assert engine.kv_bytes_per_token == 4 * 3 * 2 * 2 * 24
+    assert engine.expected_weight_bytes(1) == engine.expected_weight_bytes(64) == engine.weight_bytes
+
+
+def test_a_decode_step_of_a_mixture_reads_more_experts_for_more_rows() -> None:
+    arch = tiny_arch(vocab_size=96, hidden_size=96, intermediate_size=48, head_dim=24)
+    experts = Experts(6, 2, 48)
+    arch = arch.replace(layers=tuple(replace(layer, experts=experts) for layer in arch.layers))
+    engine = Engine(tiny_source(arch), device=CPU)
+    assert engine.expected_weight_bytes(1) == engine.weight_bytes == engine.weight_bytes_read(2)
+    hit = 6 * (1 - (2 / 3) ** 3)
+    assert engine.expected_weight_bytes(3) == pytest.approx(engine.weight_bytes_read(hit))
+    assert engine.expected_weight_bytes(1000) == engine.weight_bytes_read(6)
 
 
 def test_every_linear_is_reported_with_its_kernel_for_both_phases() -> None:

@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from compress.errors import CompressError, UsageError
+from compress.models.experts import Experts
 from compress.runtime.request import Finished, Request
 from compress.validate.contention import CpuTimes, cpu_clock
 from compress.validate.latency import LatencyConditions, LatencyRow, compare_latency, measure_latency
@@ -42,12 +44,16 @@ class ClockworkEngine:
     weight_bytes: int = 1_000_000
     kv_bytes_per_token: int = 100
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    arch: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(has_experts=False))
     seen: list[Request] = dataclasses.field(default_factory=list)
     waiting: list[tuple[Request, float]] = dataclasses.field(default_factory=list)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting)
+
+    def expected_weight_bytes(self, num_rows: int) -> int:
+        return self.weight_bytes * (num_rows if self.arch.has_experts else 1)
 
     def add(self, request: Request) -> None:
         self.seen.append(request)
@@ -336,6 +342,36 @@ def test_roofline_of_known_arithmetic() -> None:
     assert (decode.bound, decode.floor_ms) == ("memory", pytest.approx(decode.bytes / 100))
     assert prefill.time_frac == decode.time_frac == pytest.approx(0.5)
     assert decode.floor_frac == pytest.approx(decode.floor_ms / 100)
+
+
+def test_the_roofline_of_a_mixture_reads_the_experts_that_its_rows_are_expected_to_hit() -> None:
+    facts = Experts(8, 2, 16)
+    dense = Work(8_000, 10, 4_000, 500, 2)
+    work = dataclasses.replace(
+        dense, expected_weight_bytes=lambda rows: round(6_000 + 1_000 * facts.expected_hit(rows))
+    )
+    assert work.step_weight_bytes(1) == dense.step_weight_bytes(5) == 8_000
+    prefill, decode = roofline(
+        work,
+        batch_size=2,
+        prompt_tokens=100,
+        output_tokens=11,
+        ttft_ms=1000,
+        tpot_ms=100,
+        bandwidth_bytes_per_s=1e5,
+        flops_per_s=1e6,
+    )
+    assert decode.bytes == 6_000 + 3_500 + 2 * 10 * 105.5
+    assert prefill.bytes == 6_000 + 8_000 + 2 * 100 * 10
+
+
+def test_rows_of_a_mixture_state_that_their_floor_assumes_uniform_routing() -> None:
+    mixture = ClockworkEngine(arch=SimpleNamespace(has_experts=True))
+    _, row = measure(mixture)
+    assert row.step_bytes == 4_000_000 + 4 * 100 * 25
+    assert row.as_json()["uniform_routing"] is True
+    _, row = measure(ClockworkEngine())
+    assert "uniform_routing" not in row.as_json()
 
 
 @pytest.mark.parametrize(
