@@ -158,7 +158,7 @@ class LayerState:
         if linear not in self.rows:
             self.rows[linear] = {"layer": self.layer_idx, "linear": linear}
             parts = linear.split(".")
-            if parts[1] == "experts" and int(parts[2]) in self.tokens:
+            if parts[1:2] == ["experts"] and int(parts[2]) in self.tokens:
                 self.rows[linear]["tokens"] = self.tokens[int(parts[2])]
         return self.rows[linear]
 

@@ -52,6 +52,11 @@ def student_arch(teacher: Arch, shape: Shape) -> Arch:
             "student: the layers of the teacher differ in width, so no even choice of heads and channels "
             "fits all of them."
         )
+    if teacher.has_experts:
+        raise UsageError(
+            "student: the teacher is a mixture of experts, from which no student is cut; remove experts, "
+            "heads or layers by `prune` instead."
+        )
     first = teacher.layers[0]
     wanted = {
         "layers": (shape.layers, teacher.num_layers),

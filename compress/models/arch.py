@@ -211,7 +211,7 @@ class Arch:
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
         attn_scale: factor of attention scores; None for 1 / sqrt(head dimension).
         query_growth: (b, n): the query at position p is multiplied by 1 + b ln(1 + floor(p / n)).
-        attn_sinks: each head has a score beside those of the keys, to which it attends without a value
+        attn_sinks: each head has one score more than there are keys, to which it attends without a value
             (gpt-oss, arXiv 2309.17453).
     """
 

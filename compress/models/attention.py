@@ -82,7 +82,7 @@ def attend_with_scores(
     softcap: float | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return attention [B, S, H, C] with capped scores, or with a sink beside them, of [B, H, S, C] and [B,
+    """Return attention [B, S, H, C] with capped scores, or with a sink as one more, of [B, H, S, C] and [B,
     K, P, C]."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT) * scale

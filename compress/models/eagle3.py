@@ -96,7 +96,8 @@ def eagle3_facts(
     target: Arch, *, draft_vocab_size: int, layer_ids: Sequence[int] | None = None
 ) -> Eagle3Facts:
     """Return the facts of a head for this model: a layer like its last one, without biases, windows
-    and norms of heads, and with a rope that a Llama can have, that reads `layer_ids` or the default.
+    and norms of heads, with a rope that a Llama can have, and with one FFN of the width that a token computes
+    in a mixture of experts, that reads `layer_ids` or the default.
 
     Raises:
         UsageError: layer ids that the model does not have, or that do not rise.
@@ -110,9 +111,11 @@ def eagle3_facts(
     rope = target.layers[-1].rope
     if rope is None or rope.kind in ("longrope", "proportional") or rope.rotary_dim:
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
+    last = target.layers[-1]
+    ffn_size = last.intermediate_size if last.experts is None else last.experts.active_size
     arch = target.replace(
         family="llama",
-        layers=(replace(target.layers[-1], window=None, rope=rope),),
+        layers=(replace(last, window=None, rope=rope, experts=None, intermediate_size=ffn_size),),
         activation="silu",
         tied_head=False,
         qkv_bias=False,
@@ -308,6 +311,9 @@ def fresh_eagle3(
                 inner = name.removeprefix(layer)
                 if inner == "ffn_norm.weight":
                     parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
+                    continue
+                if inner not in last:  # the target's last layer is a mixture of experts
+                    parameter.normal_(0.0, INIT_STD, generator=generator)
                     continue
                 target_weight = dense(last[inner]).to(torch.float32)
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first

@@ -70,8 +70,13 @@ class Experts:
         plain = not self.selection_bias and self.num_groups == 1
         return self.score == "softmax_topk" or (self.score == "softmax" and plain)
 
+    @property
+    def active_size(self) -> int:
+        """FFN channels that one token computes."""
+        return self.top_k * self.expert_size + self.shared_size
+
     def expected_hit(self, num_rows: int) -> float:
-        """Return how many experts so many rows are routed to together, if every choice is equally likely:
+        """Return how many experts so many rows are routed to in all, if every choice is equally likely:
         E (1 - (1 - K / E)^rows)."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
 
@@ -129,10 +134,12 @@ def checked(facts: Mapping[str, Any], stated: Fields) -> Experts:
     """Return the facts once they fit one another; `stated` raises its error where they do not."""
     if facts.get("score", "softmax") not in SCORES:
         raise stated.wrong("score", facts["score"], f"one of {', '.join(SCORES)}")
-    num_experts, top_k = facts["num_experts"], facts["top_k"]
+    num_experts = facts["num_experts"]
+    top_k = facts["top_k"]
     if top_k > num_experts:
         raise stated.wrong("top_k", top_k, f"at most the number of experts, {num_experts}")
-    groups, top_groups = facts.get("num_groups", 1), facts.get("top_groups", 1)
+    groups = facts.get("num_groups", 1)
+    top_groups = facts.get("top_groups", 1)
     if num_experts % groups or top_groups > groups:
         raise stated.wrong("num_groups", groups, f"a divisor of {num_experts} experts, at least {top_groups}")
     if groups > 1 and (num_experts // groups < 2 or top_k > top_groups * (num_experts // groups)):

@@ -55,7 +55,7 @@ def in_one(gate_up: str, down: str, **how: Any) -> ExpertLayout:
 BARE = {"weight": "", "bias": "_bias"}
 """The suffixes of parameters that belong to no linear module."""
 AS_IN_MEMORY = in_one("mlp.experts.gate_up_proj", "mlp.experts.down_proj", suffixes=BARE)
-"""What `transformers` 5 has in memory for most families."""
+"""The layout that `transformers` 5 has in memory for most families."""
 
 
 @dataclass(frozen=True)

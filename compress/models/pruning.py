@@ -76,6 +76,8 @@ def keep_heads_(
     for linear, rows in (("attn.q", q_rows), ("attn.k", kv_rows), ("attn.v", kv_rows)):
         if rows is not None:
             _keep_rows_(weights, linear, rows)
+    if "attn.sinks" in weights:
+        weights["attn.sinks"] = weights["attn.sinks"][q_rows[:: shape.head_dim]]
     weights["attn.o.weight"] = weights["attn.o.weight"][:, q_rows] if o_weight is None else o_weight
 
 

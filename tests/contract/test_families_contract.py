@@ -17,6 +17,7 @@ from compress.distill.eagle3 import Eagle3Objective, Target
 from compress.distill.losses import Divergence
 from compress.distill.objective import Objective, Teacher, measure
 from compress.distill.student import Shape, sliced_decoder, student_arch
+from compress.errors import UsageError
 from compress.methods.quantize import SMOOTHERS
 from compress.methods.quantize.gptq import Gptq
 from compress.methods.quantize.passes import RoundPass, SmoothPass
@@ -49,6 +50,8 @@ def arch_of(family: str, **changes: Any) -> Arch:
     """Return the facts of a family's first golden case, of two layers."""
     widths = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     of_case = CASES[FIRST[family]][1]
+    of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    widths |= {name: 64 for name in of_experts if name in of_case}
     config = build_config(family, {**of_case, **widths, "head_dim": 16, **changes}).to_dict()
     return family_of(config).read_config(config | {"dtype": "float32"})
 
@@ -168,6 +171,8 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     shape = arch.layers[0]
     heads_stay = why_heads_stay(arch) is not None
     channels = torch.arange(shape.intermediate_size) % 4 != 3
+    if arch.has_experts:
+        channels[:] = True  # those of experts are not pruned
     groups = torch.tensor([True, heads_stay])
     widths = Widths(
         shape.num_heads if heads_stay else 2, 2 if heads_stay else 1, int(channels.sum()), arch.num_layers
@@ -176,10 +181,12 @@ def test_removing_what_is_zero_keeps_the_function(family: str) -> None:
     layers = []
     source = MemorySource(decoder, dtype=torch.float32)
     for idx, layer in enumerate(decoder.layers):
-        layer.ffn.down.weight[:, ~channels] = 0
+        if not arch.has_experts:
+            layer.ffn.down.weight[:, ~channels] = 0
         layer.attn.o.weight[:, ~q_columns] = 0
         weights = dict(source.layer(idx))
-        keep_channels_(weights, channels)
+        if not arch.has_experts:
+            keep_channels_(weights, channels)
         if not heads_stay:
             keep_heads_(weights, shape, "kv_group", groups)
         layers.append(weights)
@@ -192,6 +199,10 @@ def test_a_student_with_all_parts_computes_what_its_teacher_computes_and_a_small
     family: str,
 ) -> None:
     teacher = tiny_decoder(arch_of(family))
+    if teacher.arch.has_experts:
+        with pytest.raises(UsageError, match="mixture of experts"):
+            student_arch(teacher.arch, Shape())
+        return
     source = MemorySource(teacher, dtype=torch.float32)
     whole = sliced_decoder(source, student_arch(teacher.arch, Shape())).requires_grad_(False)
     assert close(whole(tokens(2, 24)), teacher(tokens(2, 24)))

@@ -104,7 +104,8 @@ def _attend(
     s = s.masked_fill(_unseen(context_lens_R, num_chunks, window), _MASKED)
     m = s.amax(dim=-1, keepdim=True)
     p = (s - m).exp_()
-    o, total = product(p, v), _sum(p)
+    o = product(p, v)
+    total = _sum(p)
     if sinks_H is not None:
         sinks = F.pad(sinks_H.view(num_kv_heads, -1), (0, repeat - num_heads // num_kv_heads))
         m_sinks = sinks.to(torch.float32).view(num_kv_heads, 1, 1, -1, 1).expand(-1, num_rows, -1, -1, -1)

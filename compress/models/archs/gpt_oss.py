@@ -1,6 +1,6 @@
 """gpt-oss 20b and 120b (arXiv 2508.10925): windows on every other layer, attention sinks, biases everywhere,
 a clamped gate, and experts weighted by the softmax over the chosen ones. Checkpoints with MXFP4 experts are
-read as the bfloat16 numbers that their blocks stand for."""
+read as the bfloat16 numbers that their blocks encode."""
 
 from typing import Any
 

@@ -86,7 +86,7 @@ def _kind_of_scheme(value: Any) -> str:
 
 
 class StarvedExperts(Spec):
-    """What becomes of an expert to which the calibration text routes few tokens."""
+    """The treatment of an expert to which the calibration text routes few tokens."""
 
     min_tokens: int = Field(
         MIN_TOKENS, ge=1, le=1_000_000_000, description="an expert with fewer tokens is starved"
