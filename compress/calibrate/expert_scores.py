@@ -1,4 +1,6 @@
-"""Scores of experts by what each adds to its layer's output: router-weighted expert activation (REAP, arXiv 2510.13999).
+"""Scores of experts by what each adds to its layer's output: router-weighted expert activation (REAP, arXiv
+2510.13999).
+
 
     S_e = mean over the tokens routed to e of  w_e(x) |f_e(x)|
 
