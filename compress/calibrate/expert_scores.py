@@ -1,7 +1,6 @@
 """Scores of experts by what each adds to its layer's output: router-weighted expert activation (REAP, arXiv
 2510.13999).
 
-
     S_e = mean over the tokens routed to e of  w_e(x) |f_e(x)|
 
 with the router's weight w_e and the expert's output f_e. The scores are those of the source model, from one

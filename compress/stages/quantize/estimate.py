@@ -151,10 +151,8 @@ def _expert_notes(spec: Quantize, work: Workload) -> tuple[str, ...]:
     completes = {"shrink": "completed with tokens of the whole layer", "keep": "kept as they are"}
     starved = f"statistics of fewer than {policy.min_tokens} tokens are {completes[policy.starved]}"
     short = "; most are starved, a longer calibration text helps" if tokens < policy.min_tokens else ""
-    return (
-        f"experts: about {tokens:,} tokens each if all {facts.num_experts} are chosen alike, "
-        f"{starved}{short}",
-    )
+    each = f"about {tokens:,} tokens each if all {facts.num_experts} are chosen alike"
+    return (f"experts: {each}, {starved}{short}",)
 
 
 def _with_pass(found: Estimate, peak: int, operations: float) -> Estimate:

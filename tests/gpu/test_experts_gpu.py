@@ -1,0 +1,306 @@
+"""Routers and experts on a GPU: odd shapes against the reference, a row's bits in any company, captured
+launches, and whole engines over mixtures."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.experts import fused, packed, reference
+from compress.kernels.operands.routing import ExpertWeights, router_weights
+from compress.kernels.router import fused as router_fused
+from compress.kernels.router import reference as router_reference
+from compress.models.experts import Experts
+from compress.models.random_source import RandomSource
+from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
+from compress.quant.scheme import SCHEMES
+from compress.runtime.engine import Engine
+from compress.runtime.engine_config import EngineConfig
+from compress.runtime.speculative.draft_model import DraftModel
+from compress.runtime.speculative.speculation import Speculative
+from tests.gpu.test_rare_facts_gpu import LAYER, LOCAL, make_arch, make_requests, make_source, run
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+ROWS = 512
+COMPANIES = ((0, 1), (7, 8), (0, 4), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
+"""Ranges of rows that are computed together."""
+CASES = [
+    (None, torch.bfloat16, "silu", False, (304, 208, 12, 3)),
+    (None, torch.bfloat16, "swiglu_clamped", True, (2880, 2880, 4, 2)),
+    (None, torch.float16, "swiglu_clamped", True, (96, 80, 5, 2)),
+    ("W4A16_G128", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
+    ("W4A16_G128", torch.float16, "gelu_pytorch_tanh", False, (256, 1408, 12, 3)),
+    ("W4A16_G64", torch.bfloat16, "silu", False, (320, 704, 7, 4)),
+    ("W4A16_G32", torch.bfloat16, "swiglu_clamped", True, (2880, 2880, 4, 2)),
+    ("W4A16_G32_ASYM", torch.float16, "silu", True, (256, 416, 7, 4)),
+    ("W4A16_CHANNEL", torch.bfloat16, "silu", False, (272, 144, 12, 3)),
+    ("W4A16_CHANNEL_ASYM", torch.bfloat16, "gelu", False, (256, 128, 12, 3)),
+    ("FP8_DYNAMIC", torch.bfloat16, "silu", False, (416, 160, 12, 3)),
+    ("FP8_DYNAMIC", torch.bfloat16, "swiglu_clamped", True, (2880, 720, 4, 2)),
+    ("FP8_BLOCK", torch.bfloat16, "silu", False, (384, 256, 12, 3)),
+]
+ROUTERS = [
+    (Experts(128, 8, 16, renormalize=True), 2048, False),
+    (Experts(60, 4, 16), 320, True),
+    (Experts(32, 4, 16, score="softmax_topk"), 2880, True),
+    (
+        Experts(
+            64,
+            6,
+            16,
+            score="sigmoid",
+            renormalize=True,
+            scale=2.5,
+            num_groups=8,
+            top_groups=3,
+            selection_bias=True,
+        ),
+        512,
+        False,
+    ),
+]
+GROUPED = Experts(
+    16,
+    4,
+    128,
+    shared_size=256,
+    score="sigmoid",
+    renormalize=True,
+    scale=1.7,
+    num_groups=4,
+    top_groups=2,
+    selection_bias=True,
+)
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen 3": {
+        "qk_norm": True,
+        "layers": (replace(LAYER, experts=Experts(32, 4, 128, renormalize=True)),) * 2,
+    },
+    "qwen 2": {
+        "qkv_bias": True,
+        "layers": (replace(LAYER, experts=Experts(12, 3, 128, shared_size=256, shared_gate=True)), LAYER),
+    },
+    "gpt-oss": {
+        "activation": "swiglu_clamped",
+        "qkv_bias": True,
+        "o_bias": True,
+        "attn_sinks": True,
+        "layers": tuple(
+            replace(
+                layer,
+                experts=Experts(8, 2, 128, score="softmax_topk", router_bias=True, expert_bias=True),
+            )
+            for layer in (LOCAL, LAYER)
+        ),
+    },
+    "glm 4": {"layers": (LAYER, replace(LAYER, experts=GROUPED))},
+}
+each_mixture = pytest.mark.parametrize("name", MIXTURES)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that an element a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(shape: tuple[int, int], scheme: str | None, dtype: torch.dtype, seed: int) -> Any:
+    w_OI = (randn(*shape, seed=seed) * shape[1] ** -0.5).to(dtype)
+    if scheme is None:
+        return w_OI
+    known = SCHEMES[scheme]
+    scale_dtype = dtype if known.type == "int" else torch.float32
+    return round_to_nearest(w_OI, known, *min_max_scale(grouped(w_OI, known), known, scale_dtype))
+
+
+def make_experts(
+    scheme: str | None, dtype: torch.dtype, hidden: int, ffn: int, count: int, *, bias: bool
+) -> list[ExpertWeights]:
+    return [
+        ExpertWeights(
+            weight((ffn, hidden), scheme, dtype, 10 * idx),
+            weight((ffn, hidden), scheme, dtype, 10 * idx + 1),
+            weight((hidden, ffn), scheme, dtype, 10 * idx + 2),
+            *([randn(size, seed=10 * idx + size).to(dtype) for size in (ffn, ffn, hidden)] if bias else []),
+        )
+        for idx in range(count)
+    ]
+
+
+def make_inputs(hidden: int, count: int, top_k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The first rows all choose the same experts, and none chooses the last."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand(ROWS, count - 1, generator=generator).argsort(1)[:, :top_k].to(torch.int32)
+    ids[:40] = torch.arange(top_k, dtype=torch.int32)
+    inputs = {
+        "x_TD": randn(ROWS, hidden, seed=1).to(dtype),
+        "ids_TK": ids,
+        "weights_TK": torch.rand(ROWS, top_k, generator=generator),
+        "residual_TD": randn(ROWS, hidden, seed=2).to(dtype),
+    }
+    return {name: each.to(CUDA) for name, each in inputs.items()}
+
+
+def rows_of(inputs: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {name: each[start:stop].contiguous() for name, each in inputs.items()}
+
+
+def captured(launch: Callable[[], Any]) -> Callable[[], None]:
+    """Record a launch once it is compiled, and return what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "activation", "bias", "sizes"), CASES)
+def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_company(
+    scheme: str | None, dtype: torch.dtype, activation: str, bias: bool, sizes: tuple[int, int, int, int]
+) -> None:
+    hidden, ffn, count, top_k = sizes
+    experts = make_experts(scheme, dtype, hidden, ffn, count, bias=bias)
+    ready = packed.repack(experts, dtype=dtype, device=CUDA)
+    definition = reference.repack(experts, dtype=dtype, device=CUDA)
+    inputs = make_inputs(hidden, count, top_k, dtype)
+    expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
+    decode = partial(fused.decode, packed=ready, activation=activation)
+    few = decode(**inputs)
+    many = fused.prefill(**inputs, packed=ready, activation=activation)
+    # A row of e4m3 whose numbers are rounded to a neighbour differs by up to 1/16 of them; weights of four
+    # bits are rounded by the reference alone.
+    coded = scheme is not None and SCHEMES[scheme].activation is not None
+    bound = 1 / 32 if coded else 4 * torch.finfo(dtype).eps
+    for out in (few, many):
+        assert out.dtype == dtype
+        assert float((out.double() - expected).norm() / expected.norm()) < bound
+    for start, stop in COMPANIES:
+        assert torch.equal(decode(**rows_of(inputs, start, stop)), few[start:stop]), (start, stop)
+    assert int(ready.arrivals.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 64])
+@pytest.mark.parametrize("scheme", [None, "W4A16_G32", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> None:
+    dtype = torch.bfloat16
+    experts = make_experts(scheme, dtype, 384, 256, 12, bias=False)
+    ready = packed.repack(experts, dtype=dtype, device=CUDA)
+    router = router_weights(randn(12, 384, seed=4), None, None, dtype=dtype, device=CUDA)
+    facts = Experts(12, 3, 256, renormalize=True)
+    x = randn(rows, 384, seed=5).to(device=CUDA, dtype=dtype)
+    out = torch.empty_like(x)
+
+    def mixture() -> Tensor:
+        return fused.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
+
+    replay = captured(lambda: out.copy_(mixture()))
+    for seed in (6, 7):
+        x.copy_(randn(rows, 384, seed=seed))
+        replay()
+        assert torch.equal(out, mixture())
+        assert not out.isnan().any()
+    assert int(ready.arrivals.abs().sum()) == int(router.arrivals.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("facts", "hidden", "bias"), ROUTERS, ids=lambda each: getattr(each, "score", None))
+def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
+    facts: Experts, hidden: int, bias: bool
+) -> None:
+    x = randn(ROWS, hidden, seed=1).to(device=CUDA, dtype=torch.bfloat16)
+    count = facts.num_experts
+    router = router_weights(
+        randn(count, hidden, seed=2) * hidden**-0.5,
+        randn(count, seed=3) if bias else None,
+        randn(count, seed=4).abs() * 0.2 if facts.selection_bias else None,
+        dtype=torch.bfloat16,
+        device=CUDA,
+    )
+    expected_ids, expected_weights = router_reference.route(x, router, facts)
+    few_ids, few_weights = router_fused.route(x, router, facts)
+    many_ids, many_weights = router_fused.route_many(x, router, facts)
+    for ids, weights in ((few_ids, few_weights), (many_ids, many_weights)):
+        same = (ids == expected_ids).all(1)
+        # Logits that are added in another order tie otherwise in a row of some hundred.
+        assert float(same.float().mean()) > 0.98
+        torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
+    for start, stop in COMPANIES:
+        ids, weights = router_fused.route(x[start:stop], router, facts)
+        assert torch.equal(ids, few_ids[start:stop])
+        assert torch.equal(weights, few_weights[start:stop])
+    assert int(router.arrivals.abs().sum()) == 0
+
+
+@each_mixture
+def test_a_request_has_the_same_bits_alone_and_in_any_order_and_no_reference_serves(name: str) -> None:
+    engine = Engine(make_source(MIXTURES[name]), device=CUDA, config=EngineConfig(kv_cache_bytes=1 << 28))
+    requests = make_requests()
+    together = run(engine, requests)
+    reversed_ = run(engine, requests[::-1])
+    alone = {key: row for request in requests[:3] for key, row in run(engine, [request]).items()}
+    assert all(not row.isnan().any() for row in together.values())
+    for key, row in together.items():
+        assert torch.equal(row, reversed_[key]), key
+        assert key not in alone or torch.equal(row, alone[key]), key
+    ops = [row for row in engine.kernel_report() if row["op"] != "linear"]
+    assert {"router", "experts"} <= {row["op"] for row in ops}
+    assert [row for row in ops if "reference" in row["kernel"]] == []
+
+
+@each_mixture
+def test_scores_are_the_cpus_within_rounding(name: str) -> None:
+    source = make_source(MIXTURES[name])
+    config = EngineConfig(dtype=torch.float32, kv_cache_bytes=1 << 28)
+    tokens_BS = torch.randint(1013, (2, 200), generator=torch.Generator().manual_seed(2))
+    on_cpu = Engine(source, device=torch.device("cpu"), config=config).runner.score(tokens_BS)
+    on_gpu = Engine(source, device=CUDA, config=config).runner.score(tokens_BS).cpu()
+    depth = sum(
+        2 * 384 + layer.num_heads * layer.head_dim + layer.intermediate_size for layer in source.arch.layers
+    )
+    bound = 16 * torch.finfo(torch.float32).eps * depth**0.5 * float(on_cpu.abs().max())
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", ["qwen 3", "gpt-oss"])
+def test_verified_tokens_are_those_of_plain_decoding(name: str) -> None:
+    source = make_source(MIXTURES[name])
+    requests = make_requests()
+    config = EngineConfig(kv_cache_bytes=1 << 28)
+    plain = Engine(source, device=CUDA, config=config).generate(requests)
+    speculative = replace(config, speculative=Speculative(DraftModel(source), k=3))
+    verified = Engine(source, device=CUDA, config=speculative).generate(requests)
+    assert [each.tokens for each in verified] == [each.tokens for each in plain]
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_G128", "FP8_DYNAMIC"])
+@each_mixture
+def test_graphs_and_overlap_change_no_token(name: str, scheme: str) -> None:
+    arch = make_arch(MIXTURES[name]).replace(hidden_size=512, vocab_size=1024)
+    arch = arch.replace(
+        layers=tuple(
+            layer if layer.experts is not None else replace(layer, intermediate_size=1024)
+            for layer in arch.layers
+        )
+    )
+    source = RandomSource(arch, device=CUDA, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
+    done = [
+        Engine(source, device=CUDA, config=EngineConfig(kv_cache_bytes=1 << 28, sync=sync)).generate(
+            make_requests()
+        )
+        for sync in (False, True)
+    ]
+    assert [each.tokens for each in done[0]] == [each.tokens for each in done[1]]
