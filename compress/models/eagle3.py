@@ -112,7 +112,7 @@ def eagle3_facts(
         rope = Rope(theta=10000.0 if rope is None else rope.theta)
     arch = target.replace(
         family="llama",
-        layers=(replace(target.layers[-1], window=None, rope=rope),),
+        layers=(replace(target.layers[-1], window=None, rope=rope, keys_are_values=False),),
         activation="silu",
         tied_head=False,
         qkv_bias=False,
@@ -309,6 +309,8 @@ def fresh_eagle3(
                 if inner == "ffn_norm.weight":
                     parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
                     continue
+                if inner not in last:  # values that are keys
+                    inner = inner.replace("attn.v", "attn.k")
                 target_weight = dense(last[inner]).to(torch.float32)
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)

@@ -267,13 +267,20 @@ class Family:
             raise config.wrong(self.full_widths["head_dim"], own["head_dim"], "even")
         return {**widths, **own}
 
-    def can_state(self, arch: Arch) -> bool:
-        """Return whether a config of the family can state the widths of all layers of a model."""
-        if arch.is_uniform or not self.full_widths:
-            return arch.is_uniform
+    def why_unstated(self, arch: Arch) -> str | None:
+        """Return the reason why no config of the family can state the layers of a model, None where one
+        can."""
+        if not self.full_widths:
+            return None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
+        if arch.layers[-1].window is not None:
+            return f"the last layer has a window; in {self.model_type} models it has full attention."
         shared = {(layer.num_heads, layer.intermediate_size) for layer in arch.layers}
         of_kind = {(layer.window is None, layer.widths) for layer in arch.layers}
-        return len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind})
+        if len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind}):
+            return None
+        return (
+            f"layers of one type differ in width, which a config.json of a {self.model_type} model cannot say."
+        )
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""
@@ -309,13 +316,11 @@ class Family:
         facts decide.
 
         Raises:
-            UnsupportedArch: the widths differ between layers, which a stock config cannot express.
+            UnsupportedArch: the widths differ between layers in a way that no config can express.
         """
         first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
-        if not self.can_state(arch):
-            raise UnsupportedArch(
-                "the layers differ in width; a stock Hugging Face config states one width for all layers."
-            )
+        if reason := self.why_unstated(arch):
+            raise UnsupportedArch(reason)
         config = dict(arch.config)
         config.update(
             architectures=[self.architecture],

@@ -396,7 +396,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4",
         {
             "head_dim": 16,
-            "global_head_dim": 32,
+            "global_head_dim": 64,
             "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "sliding_window": 5,
@@ -517,6 +517,8 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith("_bias")):
                 parameter.copy_(parameter + 0.3 * noise)
+                if family.startswith("gemma4") and name.endswith("self_attn.q_norm.weight"):
+                    parameter.mul_(parameter.numel() ** -0.5)  # Gemma 4 has no other scale of its scores
             else:
                 parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
         for name, buffer in model.named_buffers():
