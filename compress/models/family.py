@@ -271,16 +271,16 @@ class Family:
         """Return the reason why no config of the family can state the layers of a model, None where one
         can."""
         if not self.full_widths:
-            return None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
+            return (
+                None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
+            )
         if arch.layers[-1].window is not None:
             return f"the last layer has a window; in {self.model_type} models it has full attention."
         shared = {(layer.num_heads, layer.intermediate_size) for layer in arch.layers}
         of_kind = {(layer.window is None, layer.widths) for layer in arch.layers}
         if len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind}):
             return None
-        return (
-            f"layers of one type differ in width, which a config.json of a {self.model_type} model cannot say."
-        )
+        return f"layers of one type differ in width, which a config.json of a {self.model_type} model cannot say."
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""

@@ -427,7 +427,9 @@ def test_rope_store_norms_values_and_takes_keys_for_them(
     assert_close(k, normed_f64(heads[:, 6:8], weight[6:], 1e-6), depth=2, dtype=dtype, factors=3)
     values = heads[:, -2:]
     if normed:
-        assert_close(v, normed_f64(values, torch.ones_like(weight[6:]), 1e-6), depth=2, dtype=dtype, factors=2)
+        assert_close(
+            v, normed_f64(values, torch.ones_like(weight[6:]), 1e-6), depth=2, dtype=dtype, factors=2
+        )
     else:
         assert torch.equal(v, values)
     for row in range(5):

@@ -95,7 +95,7 @@ def _widths_by_layer(config: Fields, is_full: list[bool]) -> dict[str, int]:
     layers = {str(idx).lstrip("0") or "0": each for idx, each in stated.items() if each}
     full = [str(idx) for idx, each in enumerate(is_full) if each]
     own = Fields(layers.get(full[0], {}) if full else {}, f"{PER_LAYER} of {config.where}", UnsupportedArch)
-    expected = {idx: layers[full[0]] for idx in full} if list(own) else {}
+    expected = dict.fromkeys(full, layers[full[0]]) if list(own) else {}
     if layers != expected or set(own) - _OWN_WIDTHS.keys():
         raise config.wrong(
             PER_LAYER,

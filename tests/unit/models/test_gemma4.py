@@ -47,9 +47,7 @@ def arch_of(**changes: Any) -> Arch:
 
 def by_layer(stated: Any, **changes: Any) -> Arch:
     """Return the facts of a config that states widths by layer, as `transformers` writes it."""
-    return arch_of(
-        per_layer_config=stated, global_head_dim=None, num_global_key_value_heads=None, **changes
-    )
+    return arch_of(per_layer_config=stated, global_head_dim=None, num_global_key_value_heads=None, **changes)
 
 
 def test_layers_with_full_attention_have_widths_of_their_own_and_no_linear_of_values() -> None:
@@ -95,7 +93,7 @@ def test_widths_stated_by_layer_are_those_of_full_attention(idx: str) -> None:
     ],
 )
 def test_other_widths_by_layer_are_refused(stated: Any, types: list[str]) -> None:
-    with pytest.raises(UnsupportedArch, match="per_layer_config.*the same head_dim and num_key_value_heads"):
+    with pytest.raises(UnsupportedArch, match=r"per_layer_config.*the same head_dim and num_key_value_heads"):
         by_layer(stated, layer_types=types)
 
 
@@ -118,9 +116,10 @@ def test_variants_that_the_decoder_does_not_compute_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedArch, match=message):
         arch_of(**changes)
+    text = {key: each for key, each in {**CONFIG, **changes}.items() if each is not None}
+    wrapped = {"model_type": "gemma4", "text_config": text}
     with pytest.raises(UnsupportedArch, match=message):
-        text = {key: each for key, each in {**CONFIG, **changes}.items() if each is not None}
-        family_of({"model_type": "gemma4"}).read_config({"model_type": "gemma4", "text_config": text})
+        family_of(wrapped).read_config(wrapped)
 
 
 def test_text_is_causal_where_images_are_not() -> None:
