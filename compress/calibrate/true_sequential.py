@@ -63,7 +63,7 @@ def compress_true_sequential(
         assert isinstance(source_half, HalfLayer)
         first, second = half.taps
         _compress_group(first, state, layer, passes, half.enter, source_half.enter)
-        if first == layer.shape.linears["attn.v"]:
+        if first == layer.shape.linears["attn.k"]:
             on_kv_ready()
         with run.memory.also_evict(run.samples.empty_like(half.out.in_features)) as values:
             _compress_group(second, state, layer, passes, half.cross, source_half.pass_through, into=values)

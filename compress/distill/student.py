@@ -149,6 +149,8 @@ def _cut(
     if module in ("attn.q_norm", "attn.k_norm"):
         own = channels["q" if module == "attn.q_norm" else "kv"]
         return tensor[own] if is_whole else tensor
+    if name == "layer_scalar":
+        return tensor
     rows = channels[_ROWS[module]] if module in _ROWS else hidden
     if tensor.dim() == 1:
         return tensor[rows]

@@ -185,7 +185,7 @@ class Gptq:
     ) -> dict[str, Any]:
         dense = sorted({*scheme.dense, *(FUSED.sub(_fused, linear) for linear in scheme.dense)})
         patterns = [rf"^{re.escape(name)}$" for name in dense]
-        patterns += [rf"^(model\.)?{re.escape(part)}\." for part in untouched]
+        patterns += [rf"^(model\.)?{re.escape(part.removeprefix('model.'))}\." for part in untouched]
         dynamic: dict[str, Any] = {"dynamic": {SKIP + each: {} for each in patterns}} if patterns else {}
         return {
             "quant_method": self.quant_method,
@@ -208,7 +208,7 @@ class Gptq:
                     "awq.",
                 )
             )
-        if scheme.dense and family_of({"model_type": arch.family}).in_memory:
+        if scheme.dense and family_of({"model_type": arch.family}).untouched:
             rules.append(
                 Rule(
                     "dense-linears",

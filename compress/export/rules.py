@@ -71,8 +71,8 @@ def packed_rules(arch: Arch, scheme: ModelScheme, *, bits: Collection[int]) -> l
 def layout_rules(arch: Arch, scheme: ModelScheme) -> list[Rule]:
     """Return the broken rules of any checkpoint that a stock config describes."""
     rules = []
-    if not arch.is_uniform:
-        rules.append(Rule("uniform-layers", "layers differ in width, which a stock config.json cannot say."))
+    if reason := family_of({"model_type": arch.family}).why_unstated(arch):
+        rules.append(Rule("uniform-layers", reason))
     to_one = family_of({"model_type": arch.family}).holds_all_experts
     experts = [
         name

@@ -52,7 +52,9 @@ def linear_shape(arch: Arch, name: str, *, layer_idx: int = 0) -> tuple[int, int
     """Return [O, I] of a product of `LINEARS`."""
     if name == "head":
         return arch.vocab_size, arch.hidden_size
-    return arch.layers[layer_idx].group_shape(LINEAR_GROUPS[name], arch.hidden_size)
+    layer = arch.layers[layer_idx]
+    group = next((each for each in layer.groups if each.name == name), LINEAR_GROUPS[name])
+    return layer.group_shape(group, arch.hidden_size)
 
 
 def linear_shapes(arch: Arch) -> dict[str, tuple[int, int]]:

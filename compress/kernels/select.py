@@ -14,12 +14,13 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
                        to the model's dtype.
     rms_norm           fn(x, weight, eps, quant=None, *, centered=False) -> rows like x
                        over the last axis; `weight` broadcasts against x, in its dtype or float32 (`RowNorm`)
-    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None) -> (x + norm(y), rows or None)
-                       `norm` and `following` are `RowNorm`; rows = following(x + norm(y))
+    post_norm          fn(y_TD, x_TD, norm, following=None, quant=None, *, scale=1.0) -> (s, rows or None)
+                       `norm` and `following` are `RowNorm`; s = scale (x + norm(y)), rows = following(s)
     act_mul            fn(gate_up_TF, activation, quant=None) -> rows [T, F / 2]
     quantize_rows      fn(x_TI, quant) -> QuantizedRows
     rope_store         fn(qkv_TF, cos_PC, sin_PC, positions_T, slots_T, kv, *, num_heads, qk_norm, eps,
-                          whole=False, centered=False, growth_P=None) -> q_THC; writes k and v to kv
+                          whole=False, centered=False, growth_P=None, v_norm=False) -> q_THC
+                       writes k and v to kv; v are the last K heads, normed without a weight if `v_norm`
                        `whole`: the norms of q and of k span all heads; `growth_P` multiplies q by position
     attention_decode   fn(q_THC, kv, block_table_RB, context_lens_R, *, q_len, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; T = R q_len, the last q_len positions of each context

@@ -83,6 +83,8 @@ LINEAR_GROUPS: Mapping[str, LinearGroup] = {
     )
 }
 """The linear groups of a dense layer by name, in execution order."""
+_KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
+"""The first group of a layer whose values are its keys."""
 
 
 def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
@@ -101,7 +103,9 @@ def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
 class LayerShape:
     """The widths of one decoder layer. `window` is the number of positions that a query sees including
     itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
-    with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert."""
+    with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
+    `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
+    has no `attn.v`."""
 
     num_heads: int
     num_kv_heads: int
@@ -110,15 +114,20 @@ class LayerShape:
     rope: Rope | None
     window: int | None = None
     experts: Experts | None = None
+    keys_are_values: bool = False
+
+    @cached_property
+    def attention_groups(self) -> tuple[LinearGroup, LinearGroup]:
+        """The linear groups of attention: q, k and v, and o."""
+        return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
 
     @cached_property
     def groups(self) -> tuple[LinearGroup, ...]:
         """The linear groups of this layer, in execution order. Each expert has two of its own."""
         if self.experts is None:
-            return tuple(LINEAR_GROUPS.values())
-        attention = (LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"])
+            return (*self.attention_groups, LINEAR_GROUPS["gate_up"], LINEAR_GROUPS["down"])
         halves = [expert_groups(name) for name in self.experts.names]
-        return (*attention, *(first for first, _ in halves), *(second for _, second in halves))
+        return (*self.attention_groups, *(first for first, _ in halves), *(second for _, second in halves))
 
     @cached_property
     def units(self) -> tuple[LinearGroup, ...]:
@@ -206,6 +215,8 @@ class Arch:
         block: where a half-layer is normed: its input (`pre`), its output (`post`), both (`sandwich`), or
             one norm for the inputs of both halves, which run side by side (`parallel`).
         whole_qk_norm: the norms of q and k, if there are any, span all heads at once.
+        v_norm: each head of the values is normed (RMS), without a weight.
+        layer_scalar: the output of a layer is multiplied by a number of its own.
         embed_scale, residual_scale, logit_scale: factors of the embedding, of the output of each half-layer,
             and of the logits.
         logit_softcap, attn_softcap: c in c tanh(x / c), applied to the logits and to attention scores.
@@ -241,6 +252,8 @@ class Arch:
     attn_softcap: float | None = None
     query_growth: tuple[float, int] | None = None
     attn_sinks: bool = False
+    v_norm: bool = False
+    layer_scalar: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -310,6 +323,7 @@ class Arch:
                 total += sum(self.qk_norm_sizes(layer))
             if self.attn_sinks:
                 total += layer.num_heads
+            total += self.layer_scalar
             if layer.experts is not None:
                 total += sum(map(math.prod, layer.experts.dense_shapes(self.hidden_size).values()))
             for name in layer.linears:
@@ -368,6 +382,8 @@ class Arch:
                 del layer["experts"]
             else:
                 layer["experts"] = shape.experts.to_json()
+            if not shape.keys_are_values:
+                del layer["keys_are_values"]
             if layer["rope"] is not None:
                 for name in RARE_ROPE_FIELDS:
                     if not layer["rope"][name]:
@@ -420,7 +436,7 @@ def _rare_facts(model: Fields) -> dict[str, Any]:
     for name, known in (("norm", NORMS), ("block", BLOCKS)):
         if model.has(name) and model.text(name) not in known:
             raise model.wrong(name, model.text(name), f"one of {', '.join(known)}")
-    for name in ("whole_qk_norm", "attn_sinks"):
+    for name in ("whole_qk_norm", "attn_sinks", "v_norm", "layer_scalar"):
         if model.has(name):
             model.flag(name)
     for name in ("norm_offset", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
@@ -448,6 +464,7 @@ def _layer_of(stored: Mapping[str, Any], idx: int) -> LayerShape:
         rope=_rope_of(layer) if layer.has("rope") else None,
         window=layer.integer("window", 1, MAX_POSITIONS) if layer.has("window") else None,
         experts=Experts.from_json(layer.fields("experts")) if layer.has("experts") else None,
+        keys_are_values=layer.flag("keys_are_values", default=False),
     )
 
 

@@ -5,7 +5,7 @@
                 h = h + down(act(gate(x)) * up(x)),         x = ffn_norm(h)
     logits = head(norm(h))
 
-q and k may be normed. RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245), gated FFN (arXiv
+q, k and v may be normed, and v may be what k is before its norm. RMSNorm (arXiv 1910.07467), grouped queries (arXiv 2305.13245), gated FFN (arXiv
 2002.05202); the gates are silu or gelu. Norms may follow the halves of a layer instead, or as well, and the
 halves may run side by side (`Arch.block`). Linears are separate (q, k, v, o, gate, up, down) so that a method
 sees each one. Calibration, training and the golden tests run this forward; the serving runtime has its own
@@ -140,6 +140,12 @@ def capped(arch: Arch, logits: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x divided by the root of the mean square over its last dimension: RMSNorm without a weight."""
+    x_f32 = x.to(torch.float32)
+    return (x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class Embedding(nn.Embedding):
     """The embedding of a model, with its scale."""
 
@@ -152,6 +158,8 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
+    """Attention with its linears; `v` is absent where the keys are the values."""
+
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
@@ -160,8 +168,9 @@ class Attention(nn.Module):
     def __init__(self, arch: Arch, shape: LayerShape) -> None:
         super().__init__()
         self.shape = shape
-        for name in ("q", "k", "v", "o"):
-            self.add_module(name, _linear(arch, shape, f"attn.{name}"))
+        for group in shape.attention_groups:
+            for linear in group.linears:
+                self.add_module(linear.removeprefix("attn."), _linear(arch, shape, linear))
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
             self.q_norm = norm_of(arch, q_size)
@@ -182,7 +191,7 @@ class Attention(nn.Module):
         """Return the concatenated outputs of all attention heads: the input of `o`."""
         shape = self.shape
         leading = x_BSD.shape[:-1]
-        q_BSHC = self._heads_of("q", x_BSD)
+        q_BSHC = self._heads_of("q", self.q(x_BSD))
         cos_sin_SC = cos_sin(shape.rope, shape.head_dim, positions, x_BSD.dtype)
         q_BSHC = rotate(q_BSHC, *cos_sin_SC)
         if self.arch.query_growth is not None:
@@ -200,12 +209,15 @@ class Attention(nn.Module):
 
     def keys_values(self, x_BSD: Tensor, cos_sin_SC: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what a cache stores: keys [B, S, K, C], normed and rotated, and values [B, S, K, C]."""
-        v_BSKC = self.v(x_BSD).unflatten(-1, (-1, self.shape.head_dim))
-        return rotate(self._heads_of("k", x_BSD), *cos_sin_SC), v_BSKC
+        k_BSF = self.k(x_BSD)
+        v_BSF = k_BSF if self.shape.keys_are_values else self.v(x_BSD)
+        v_BSKC = v_BSF.unflatten(-1, (-1, self.shape.head_dim))
+        if self.arch.v_norm:
+            v_BSKC = unit_norm(v_BSKC, self.arch.norm_eps)
+        return rotate(self._heads_of("k", k_BSF), *cos_sin_SC), v_BSKC
 
-    def _heads_of(self, name: str, x_BSD: Tensor) -> Tensor:
-        """Return queries or keys by head, normed and not rotated."""
-        x = self.get_submodule(name)(x_BSD)
+    def _heads_of(self, name: str, x: Tensor) -> Tensor:
+        """Return queries or keys [..., F] by head, normed and not rotated."""
         if self.arch.qk_norm and self.arch.whole_qk_norm:
             x = self.get_submodule(f"{name}_norm")(x)
         x = x.unflatten(-1, (-1, self.shape.head_dim))
@@ -244,14 +256,15 @@ class Ffn(GatedFfn):
 
 @dataclass(frozen=True)
 class ExpertHalf:
-    """The half-layer of a mixture of experts, x + scale * post(moe(norm(x))). Its linears have taps of two
-    stages: before the gates and ups, and before the downs."""
+    """The half-layer of a mixture of experts, end(x + scale * post(moe(norm(x)))). Its linears have taps of
+    two stages: before the gates and ups, and before the downs."""
 
     stages: tuple[tuple[LinearGroup, ...], tuple[LinearGroup, ...]]
     norm: Callable[[Tensor], Tensor]
     moe: Moe
     post: Callable[[Tensor], Tensor]
     scale: float
+    end: Callable[[Tensor], Tensor]
 
     def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run to all taps; return x."""
@@ -260,12 +273,13 @@ class ExpertHalf:
 
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run the whole half-layer."""
-        return add_scaled(x_BSD, self.post(self.moe(self.norm(x_BSD), tap)), self.scale)
+        return self.end(add_scaled(x_BSD, self.post(self.moe(self.norm(x_BSD), tap)), self.scale))
 
 
 @dataclass(frozen=True)
 class HalfLayer:
-    """x + scale * post(out(inner(norm(x)))), attention or the FFN of a layer, with what its two taps part."""
+    """end(x + scale * post(out(inner(norm(x))))), attention or the FFN of a layer, with what its two taps
+    part."""
 
     taps: tuple[str, str]
     norm: Callable[[Tensor], Tensor]
@@ -273,6 +287,7 @@ class HalfLayer:
     out: nn.Linear
     post: Callable[[Tensor], Tensor]
     scale: float
+    end: Callable[[Tensor], Tensor]
 
     def enter(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """To the first tap; x."""
@@ -287,7 +302,7 @@ class HalfLayer:
 
     def leave(self, x_BSD: Tensor, value: Tensor) -> Tensor:
         """Run a half-layer from its second tap to its end."""
-        return add_scaled(x_BSD, self.post(self.out(value)), self.scale)
+        return self.end(add_scaled(x_BSD, self.post(self.out(value)), self.scale))
 
     def pass_through(self, x_BSD: Tensor, positions: Tensor, attention: AttentionFn, tap: Tap) -> Tensor:
         """Run a whole half-layer, through both taps."""
@@ -323,6 +338,8 @@ class DecoderLayer(nn.Module):
         else:
             self.moe = Moe(self.shape.experts, arch.hidden_size, partial(Ffn, arch, self.shape))
         self.ffn_post_norm = norm(has_post)
+        if arch.layer_scalar:
+            self.layer_scalar = nn.Parameter(torch.ones(1))
 
     @property
     def is_parallel(self) -> bool:
@@ -336,7 +353,11 @@ class DecoderLayer(nn.Module):
         x_BSD = add_scaled(x_BSD, self.attn_post_norm(attended_BSD), scale)
         ffn = self.ffn if self.shape.experts is None else self.moe
         ffn_BSD = ffn(normed_BSD if self.is_parallel else self.ffn_norm(x_BSD), tap)
-        return add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale)
+        return self._end(add_scaled(x_BSD, self.ffn_post_norm(ffn_BSD), scale))
+
+    def _end(self, x_BSD: Tensor) -> Tensor:
+        """Return the output of the layer from the stream after its last half."""
+        return x_BSD * self.layer_scalar if self.arch.layer_scalar else x_BSD
 
     def halves(self) -> tuple[HalfLayer, HalfLayer | ExpertHalf]:
         """Return the two half-layers, attention and FFN, that `forward` runs one after the other; a layer
@@ -345,7 +366,13 @@ class DecoderLayer(nn.Module):
         heads = partial(self.attn.heads, layer_idx=self.layer_idx)
         scale = self.arch.residual_scale
         attention = HalfLayer(
-            ("attn_in", "attn_out"), self.attn_norm, heads, self.attn.o, self.attn_post_norm, scale
+            ("attn_in", "attn_out"),
+            self.attn_norm,
+            heads,
+            self.attn.o,
+            self.attn_post_norm,
+            scale,
+            end=lambda x_BSD: x_BSD,
         )
         if self.shape.experts is not None:
             of_moe = self.shape.groups[2:]
@@ -353,7 +380,7 @@ class DecoderLayer(nn.Module):
                 tuple(group for group in of_moe if group.name.endswith(end)) for end in ("gate_up", "down")
             )
             return attention, ExpertHalf(
-                (stages[0], stages[1]), self.ffn_norm, self.moe, self.ffn_post_norm, scale
+                (stages[0], stages[1]), self.ffn_norm, self.moe, self.ffn_post_norm, scale, self._end
             )
         return (
             attention,
@@ -364,6 +391,7 @@ class DecoderLayer(nn.Module):
                 self.ffn.down,
                 self.ffn_post_norm,
                 scale,
+                self._end,
             ),
         )
 
@@ -379,29 +407,36 @@ class DecoderLayer(nn.Module):
     def smoothing_pairs(self) -> list[SmoothingPair]:
         """Return the places where a per-channel scale can be moved into the producer without changing the
         function, in execution order."""
-        qkv, o, *others = self.shape.groups
-        head_dim = self.shape.head_dim
-        repeat = self.shape.num_heads // self.shape.num_kv_heads
-        v_to_o = SmoothingPair("attn.v", o.tap, o.linears, head_dim=head_dim, repeat=repeat)
+        qkv, _, *others = self.shape.groups
+        v_to_o = self._value_pairs()
         if self.shape.experts is not None:
             return self._expert_pairs(v_to_o)
         gate_up, down = others
         up_to_down = SmoothingPair("ffn.up", down.tap, down.linears)
         if self.arch.block in ("post", "parallel"):
             # Nothing before q, k and v and before gate and up belongs to one of them alone.
-            return [v_to_o, up_to_down]
+            return [*v_to_o, up_to_down]
         return [
             SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset),
-            v_to_o,
+            *v_to_o,
             SmoothingPair("ffn_norm", gate_up.tap, gate_up.linears, offset=self.arch.norm_offset),
             up_to_down,
         ]
 
-    def _expert_pairs(self, v_to_o: SmoothingPair) -> list[SmoothingPair]:
+    def _value_pairs(self) -> list[SmoothingPair]:
+        """Return the pair of v and o. There is none where the values are normed, which would undo a part of
+        the scale, or are the keys, too, which would be scaled with them."""
+        if self.shape.keys_are_values or self.arch.v_norm:
+            return []
+        o = self.shape.attention_groups[1]
+        repeat = self.shape.num_heads // self.shape.num_kv_heads
+        return [SmoothingPair("attn.v", o.tap, o.linears, head_dim=self.shape.head_dim, repeat=repeat)]
+
+    def _expert_pairs(self, v_to_o: list[SmoothingPair]) -> list[SmoothingPair]:
         """Return the pairs of a mixture of experts. The norm before it is in none, because the router reads
         it, too, and its columns would change; nor is an `up` that is clamped."""
         qkv = self.shape.groups[0]
-        pairs = [v_to_o]
+        pairs = list(v_to_o)
         if self.arch.block not in ("post", "parallel"):
             pairs.insert(0, SmoothingPair("attn_norm", qkv.tap, qkv.linears, offset=self.arch.norm_offset))
         if self.arch.activation == "swiglu_clamped":

@@ -115,7 +115,16 @@ def eagle3_facts(
     ffn_size = last.intermediate_size if last.experts is None else last.experts.active_size
     arch = target.replace(
         family="llama",
-        layers=(replace(last, window=None, rope=rope, experts=None, intermediate_size=ffn_size),),
+        layers=(
+            replace(
+                last,
+                window=None,
+                rope=rope,
+                experts=None,
+                intermediate_size=ffn_size,
+                keys_are_values=False,
+            ),
+        ),
         activation="silu",
         tied_head=False,
         qkv_bias=False,
@@ -312,9 +321,11 @@ def fresh_eagle3(
                 if inner == "ffn_norm.weight":
                     parameter.copy_(_norm_weight(target.arch, last, "ffn_norm"))
                     continue
-                if inner not in last:  # the target's last layer is a mixture of experts
+                if inner not in last and inner.startswith("ffn."):  # the last layer is a mixture of experts
                     parameter.normal_(0.0, INIT_STD, generator=generator)
                     continue
+                if inner not in last:  # values that are keys
+                    inner = inner.replace("attn.v", "attn.k")
                 target_weight = dense(last[inner]).to(torch.float32)
                 if parameter.shape != target_weight.shape:  # q, k and v: the embedding's columns come first
                     parameter.normal_(0.0, INIT_STD, generator=generator)

@@ -125,6 +125,8 @@ ImpliedFields = Callable[[Fields], dict[str, Any]]
 """config -> fields in the standard spelling that it implies and does not state so."""
 FIELDS_BY_LAYER = ("layer_types", "no_rope_layers")
 """Fields that have an entry for each layer."""
+PER_LAYER = "per_layer_config"
+"""The field in which `transformers` states widths that single layers have for themselves, by their index."""
 
 
 def no_window(config: Fields, num_layers: int) -> list[int | None]:
@@ -155,6 +157,9 @@ class Family:
     with `interleaved_rotary` neighbouring dimensions of a head rotate as a pair on disk (`layout.py`).
     `mixture` reads the experts of its layers, and `expert_layouts` are those in which checkpoints store them,
     the first one where none is read. A name of a parameter in `layer_modules` is one on disk, too.
+    `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
+    attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
+    or a constant like the biases, for the same layers.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -173,6 +178,8 @@ class Family:
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
     interleaved_rotary: bool = False
+    full_widths: Mapping[str, str] = field(default_factory=dict)
+    full_keys_are_values: bool | str = False
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -210,7 +217,8 @@ class Family:
         windows = self.windows(config, num_layers)
         types = layer_types(config, num_layers)
         rotated = self.rotated_layers(config, num_layers)
-        ropes = {kind: read_rope(config, kind, widths["head_dim"]) for kind in dict.fromkeys(types)}
+        own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
+        ropes = {kind: read_rope(config, kind, own["head_dim"]) for kind, own in own_widths.items()}
         if "partial_rotary_factor" not in self.known_fields and any(
             each.rotary_dim for each in ropes.values()
         ):
@@ -229,11 +237,12 @@ class Family:
             max_position=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
             layers=tuple(
                 LayerShape(
-                    **widths,
+                    **own_widths[kind],
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
                     rope=ropes[kind] if rotates else None,
                     window=window,
                     experts=mixture,
+                    keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 )
                 for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
@@ -248,6 +257,30 @@ class Family:
             config=dict(raw),
             **facts,
         )
+
+    def _widths_of(self, kind: str, config: Fields, widths: Mapping[str, int]) -> dict[str, int]:
+        """Return the widths of attention in layers of a type, given those of the model."""
+        if kind != FULL:
+            return dict(widths)
+        own = {name: config.integer(field, 1, MAX_SIZE) for name, field in self.full_widths.items()}
+        if own.get("head_dim", 0) % 2:
+            raise config.wrong(self.full_widths["head_dim"], own["head_dim"], "even")
+        return {**widths, **own}
+
+    def why_unstated(self, arch: Arch) -> str | None:
+        """Return the reason why no config of the family can state the layers of a model, None where one
+        can."""
+        if not self.full_widths:
+            return (
+                None if arch.is_uniform else "layers differ in width, which a stock config.json cannot say."
+            )
+        if arch.layers[-1].window is not None:
+            return f"the last layer has a window; in {self.model_type} models it has full attention."
+        shared = {(layer.num_heads, layer.intermediate_size) for layer in arch.layers}
+        of_kind = {(layer.window is None, layer.widths) for layer in arch.layers}
+        if len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind}):
+            return None
+        return f"layers of one type differ in width, which a config.json of a {self.model_type} model cannot say."
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""
@@ -283,13 +316,11 @@ class Family:
         facts decide.
 
         Raises:
-            UnsupportedArch: the widths differ between layers, which a stock config cannot express.
+            UnsupportedArch: the widths differ between layers in a way that no config can express.
         """
-        first = arch.layers[0]
-        if not arch.is_uniform:
-            raise UnsupportedArch(
-                "the layers differ in width; a stock Hugging Face config states one width for all layers."
-            )
+        first = next((layer for layer in arch.layers if layer.window is not None), arch.layers[0])
+        if reason := self.why_unstated(arch):
+            raise UnsupportedArch(reason)
         config = dict(arch.config)
         config.update(
             architectures=[self.architecture],
@@ -303,6 +334,10 @@ class Family:
             tie_word_embeddings=arch.tied_head,
             dtype=arch.dtype,
         )
+        full = [layer for layer in arch.layers if layer.window is None]
+        if self.full_widths and full:
+            config.update({field: getattr(full[0], name) for name, field in self.full_widths.items()})
+            config.pop(PER_LAYER, None)
         dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
         if dense:
             config["intermediate_size"] = dense[0]

@@ -4,7 +4,8 @@
     x = x + down(act(gate) * up),    gate, up = gate_up(norm(x)), or x + experts(norm(x))
 
 Where the outputs of half-layers are normed (`Arch.block`), one kernel norms an output, adds it to the stream
-and norms the stream for the linear that follows, which is the next layer's or the head. Where both halves
+and norms the stream for the linear that follows, which is the next layer's or the head. It also multiplies
+the stream after a layer by the factor of the layer, where layers have one. Where both halves
 read one input, it is normed once. The stream x may be a fraction of the hidden states (`loader.py`).
 
 `model_runner.py` runs a whole model with it; an EAGLE-3 head (`speculative/eagle3.py`) runs its one layer,
@@ -180,7 +181,8 @@ class LayerRunner:
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
         half = self._ffn if layer.experts is None else self._mixture
-        return self._added(partial(half, layer, ffn_rows, phase), stream.x_TD, layer.ffn_post_norm, reader)
+        ffn_half = partial(half, layer, ffn_rows, phase)
+        return self._added(ffn_half, stream.x_TD, layer.ffn_post_norm, reader, scale=layer.scale)
 
     def _ffn(
         self, layer: LayerWeights, rows: Rows, phase: Phase, *, residual: Tensor | None = None
@@ -213,13 +215,17 @@ class LayerRunner:
         residual_TD: Tensor,
         post_norm: RowNorm | None,
         reader: Reader | None,
+        *,
+        scale: float = 1.0,
     ) -> Stream:
-        """Return the stream plus the output of a half-layer, normed if it is, and the rows of the reader
-        where that kernel computes them too. `half` adds a `residual` to its output if it is given one."""
+        """Return the stream plus the output of a half-layer, normed if it is, multiplied by `scale`, and the
+        rows of the reader where that kernel computes them too. `half` adds a `residual` to its output if it
+        is given one."""
         if post_norm is None:
-            return Stream(half(residual=residual_TD))
+            sum_TD = half(residual=residual_TD)
+            return Stream(sum_TD if scale == 1 else sum_TD * scale)
         following, quant = (None, None) if reader is None else (reader.norm, reader.quant)
-        return Stream(*self._post_norm(half(), residual_TD, post_norm, following, quant))
+        return Stream(*self._post_norm(half(), residual_TD, post_norm, following, quant, scale=scale))
 
     def _rows_of_both(self, layer: LayerWeights, x_TD: Tensor, phase: Phase) -> tuple[Rows, Rows]:
         """Return the inputs of q, k, v and of gate, up where one norm serves both."""
@@ -252,6 +258,7 @@ class LayerRunner:
             whole=self._arch.whole_qk_norm and norm is not None,
             centered=norm is not None and norm.centered,
             growth_P=self._growth_P,
+            v_norm=self._arch.v_norm,
         )
         return q_THC
 

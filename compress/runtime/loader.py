@@ -45,6 +45,7 @@ class LayerWeights:
 
     `qk_norm` holds a weight for every query and key head, [H + K, C], or None where heads are not normalized.
     `kv_scales` are the static scales of keys and of values in the cache, or None where the source has none.
+    `scale` is the factor of the layer's output.
     """
 
     shape: LayerShape
@@ -61,6 +62,7 @@ class LayerWeights:
     sinks: Tensor | None = None
     experts: ExpertLinears | None = None
     shared_gate: FusedLinear | None = None
+    scale: float = 1.0
 
     @property
     def fused_linears(self) -> tuple[FusedLinear, ...]:
@@ -291,6 +293,7 @@ def _load_layer(source: WeightSource, layer_idx: int, deployment: Deployment) ->
         kv_scales=_kv_scales(weights),
         attn_post_norm=after("attn_post_norm"),
         ffn_post_norm=after("ffn_post_norm"),
+        scale=_dense(weights, "layer_scalar", deployment).item() if arch.layer_scalar else 1.0,
     )
 
 

@@ -235,6 +235,15 @@ def test_post_norm_is_the_sum_with_the_norm_and_the_norm_that_follows(
     alone, nothing = kernel.fn(y, x, norm)
     assert nothing is None
     assert same_bits(alone, total)
+    scaled, scaled_rows = kernel.fn(y, x, norm, following, scale=0.40625)
+    assert same_bits(scaled, total * 0.40625)
+    assert_close(
+        scaled_rows,
+        normed_f64(scaled, following.weight, 1e-3, centered=centered),
+        depth=size,
+        dtype=dtype,
+        factors=1,
+    )
 
 
 @each_usable([case for case in usable("soft_cap") if case[3] == "F32"])
@@ -396,6 +405,40 @@ def test_rope_store_norms_all_heads_at_once_and_grows_queries(
         one = slice(row, row + 1)
         alone = kernel.fn(qkv[one], ones, zeros, positions[one], slots[one], kv, **facts)
         assert same_bits(alone, q[one])
+
+
+@each_usable(usable("rope_store", n=16, k=3))
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("own_values", [False, True])
+def test_rope_store_norms_values_and_takes_keys_for_them(
+    kernel: Kernel, device: str, dtype: str, normed: bool, own_values: bool
+) -> None:
+    qkv = randn(5, (6 + 2 + 2 * own_values) * 16, device=device, dtype=dtype)
+    positions = torch.tensor([3, 0, 7, 1, 2], device=device)
+    ones, zeros = (torch.full((8, 16), value, dtype=DTYPES[dtype], device=device) for value in (1.0, 0.0))
+    weight = 1 + randn(8, 16, device=device, dtype=dtype, seed=2)
+    facts: dict[str, Any] = {"num_heads": 6, "qk_norm": weight, "eps": 1e-6, "v_norm": normed}
+    kv, table = scattered(Attention(device, dtype, dtype, 6, 2, 16, 16, None), [8])
+    slots = table[0, 0] * 16 + positions
+    q = kernel.fn(qkv, ones, zeros, positions, slots, kv, **facts)
+    heads = qkv.view(5, -1, 16)
+    k, v = (each[:, positions].transpose(0, 1) for each in kv.gather(table[0], 8, DTYPES[dtype]))
+    assert_close(q, normed_f64(heads[:, :6], weight[:6], 1e-6), depth=2, dtype=dtype, factors=3)
+    assert_close(k, normed_f64(heads[:, 6:8], weight[6:], 1e-6), depth=2, dtype=dtype, factors=3)
+    values = heads[:, -2:]
+    if normed:
+        assert_close(
+            v, normed_f64(values, torch.ones_like(weight[6:]), 1e-6), depth=2, dtype=dtype, factors=2
+        )
+    else:
+        assert torch.equal(v, values)
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = kernel.fn(qkv[one], ones, zeros, positions[one], slots[one], kv, **facts)
+        assert same_bits(alone, q[one])
+    again = [each[:, positions].transpose(0, 1) for each in kv.gather(table[0], 8, DTYPES[dtype])]
+    assert same_bits(again[0], k)
+    assert same_bits(again[1], v)
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])

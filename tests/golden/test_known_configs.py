@@ -39,7 +39,7 @@ def test_the_list_is_long_enough_to_mean_something() -> None:
     assert len(ROWS) >= 200
     assert len(READ) >= 190
     families = {ROWS[name]["config"]["model_type"] for name in READ}
-    assert families >= {*TEXT_FAMILIES} - {"ministral", "ministral3"}
+    assert families >= {*TEXT_FAMILIES} - {"ministral", "ministral3", "gemma4_text"}
 
 
 @each_row
@@ -77,10 +77,10 @@ def test_a_config_that_is_read_means_what_it_means_to_transformers(name: str) ->
         assert arch.activation == getattr(theirs, spelled.get("hidden_act", "hidden_act"))
     if "tie_word_embeddings" in config or config["model_type"] != "mistral3":  # see `wrapper.py`
         assert arch.tied_head == tied
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     types = getattr(theirs, "layer_types", None) or [""] * arch.num_layers
-    for layer, kind in zip(arch.layers, types, strict=True):
-        assert layer.num_kv_heads == theirs.num_key_value_heads
+    for layer, kind, own in zip(arch.layers, types, theirs.per_layer_config, strict=True):
+        head_dim = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        assert layer.num_kv_heads == own.num_key_value_heads
         assert layer.head_dim == head_dim
         if layer.rope is None:
             continue

@@ -136,12 +136,41 @@ FEATURES: dict[str, dict[str, Any]] = {
             tiny_shape(rope=Rope(1e6, "linear", factor=8.0)),
         ),
     },
+    "values that are keys": {"layers": (tiny_shape(keys_are_values=True), tiny_shape()), "qkv_bias": True},
+    "values that are normed keys": {
+        "v_norm": True,
+        "qk_norm": True,
+        "layers": (tiny_shape(), tiny_shape(keys_are_values=True)),
+    },
+    "normed values": {"v_norm": True},
+    "scaled layers": {"layer_scalar": True},
+    "scaled layers of scaled halves": {"layer_scalar": True, "residual_scale": 0.22},
+    "scaled layers with post norms": {"layer_scalar": True, "block": "post"},
+    "scaled layers of parallel halves": {"layer_scalar": True, "block": "parallel"},
+    "scaled layers of experts": {
+        "layer_scalar": True,
+        "v_norm": True,
+        "layers": (tiny_shape(experts=Experts(6, 2, 48, renormalize=True)),),
+    },
     "gemma 4": {
         "block": "sandwich",
         "attn_scale": 1.0,
         "qk_norm": True,
+        "v_norm": True,
+        "layer_scalar": True,
+        "embed_scale": 7.5,
+        "tied_head": True,
+        "activation": "gelu_pytorch_tanh",
         "logit_softcap": 30.0,
-        "layers": (tiny_shape(window=40), tiny_shape(head_dim=32, num_kv_heads=1)),
+        "layers": (
+            tiny_shape(window=40),
+            tiny_shape(
+                head_dim=32,
+                num_kv_heads=1,
+                keys_are_values=True,
+                rope=Rope(1e6, "proportional", rotary_dim=8),
+            ),
+        ),
     },
     "olmo 2": {"block": "post", "qk_norm": True, "whole_qk_norm": True},
     "command r": {
@@ -297,7 +326,7 @@ def test_verified_tokens_are_those_of_plain_decoding(feature: str) -> None:
     assert set(engine.acceptance.rates) == {1.0}
 
 
-@pytest.mark.parametrize("feature", ["granite", "scaled halves with post norms", "gemma 3"])
+@pytest.mark.parametrize("feature", ["granite", "scaled halves with post norms", "gemma 3", "gemma 4"])
 def test_features_are_the_hidden_states(feature: str) -> None:
     source = tiny_source(**FEATURES[feature])
     decoder = build_decoder(source, dtype=torch.float32, device=CPU)

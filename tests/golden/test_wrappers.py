@@ -147,12 +147,10 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     ), info
     with torch.no_grad():
         model.eval()(tokens(1, 8))  # unpacks the linears
-    weights = dict(model.named_parameters())
+    weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
-            module, _, leaf = name.rpartition(".")
-            disk = opened.family.to_disk(f"layers.{idx}.{module}")
-            theirs = weights[f"{opened.family.to_memory(disk)}.{leaf}"]
+            theirs = weights[opened.family.to_memory(opened.family.tensor(f"layers.{idx}.{name}"))]
             assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
     with pytest.raises(UnsupportedFormat, match="dense-linears"):
         check_rules("gptq", source.arch, with_exceptions(SCHEMES["W4A16_G128"], {"layers.1.attn.o": None}))

@@ -20,6 +20,7 @@ CONFIGS: dict[str, Any] = {
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "gemma4_text": transformers.Gemma4TextConfig,
     "granite": transformers.GraniteConfig,
     "smollm3": transformers.SmolLM3Config,
     "olmo2": transformers.Olmo2Config,
@@ -40,6 +41,7 @@ CONFIGS: dict[str, Any] = {
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "gemma3": transformers.Gemma3Config,
+    "gemma4": transformers.Gemma4Config,
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
 }
@@ -59,6 +61,21 @@ AROUND: dict[str, dict[str, Any]] = {
         "boi_token_index": 98,
         "eoi_token_index": 99,
         "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "vision_config": {
+            **{name: size for name, size in _VISION.items() if name != "image_size"},
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 16,
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "audio_token_id": 99,
+        "boi_token_id": 100,
+        "eoi_token_id": 101,
+        "boa_token_id": 102,
+        "eoa_token_index": 103,
     },
     "mistral3": {
         "vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION},
@@ -93,7 +110,12 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 # What the modeling code of a family needs and its configuration class does not derive.
-NEEDED: dict[str, dict[str, Any]] = {"ministral": {"head_dim": 8}}
+_GEMMA4 = {"hidden_size_per_layer_input": 0}
+NEEDED: dict[str, dict[str, Any]] = {
+    "ministral": {"head_dim": 8},
+    "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4,
+}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -242,6 +264,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "use_bidirectional_attention": "vision",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4-own-values": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "sliding_window": 4,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+    "gemma4-equal-widths": (
+        "gemma4_text",
+        {"head_dim": 16, "global_head_dim": 16, "attention_k_eq_v": True, "attention_bias": True},
+    ),
     "granite": (
         "granite",
         {
@@ -335,6 +392,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
     "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
+    "gemma4-vision": (
+        "gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 5,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral3-mistral": ("mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}),
     "mistral3-ministral3": (
         "mistral3",
@@ -448,11 +517,15 @@ def build(family: str, changes: dict[str, Any], *, dtype: torch.dtype = torch.fl
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1 or (parameter.dim() == 2 and name.endswith("_bias")):
                 parameter.copy_(parameter + 0.3 * noise)
+                if family.startswith("gemma4") and name.endswith("self_attn.q_norm.weight"):
+                    parameter.mul_(parameter.numel() ** -0.5)  # Gemma 4 has no other scale of its scores
             else:
                 parameter.copy_(noise * parameter.shape[1 if parameter.dim() == 2 else -1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 

@@ -1,7 +1,7 @@
 """The end of a half-layer whose output is normed, in one launch: the norm, the sum with the residual stream
 and, where the next linear reads the stream normed, that norm too, quantized if that linear needs it.
 
-    s = round(x + norm(y)),   rows = following(s)
+    s = scale round(x + norm(y)),   rows = following(s)
 
 One program has one row of each in registers; rounding follows the reference. Weights are constant, so they
 are read before the program waits for the kernel ahead.
@@ -27,6 +27,7 @@ def _post_norm(
     following_ptr: tl.tensor,
     eps: tl.tensor,
     following_eps: tl.tensor,
+    scale: tl.tensor,
     sum_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -52,6 +53,7 @@ def _post_norm(
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     normed = normed_row(y, weight, eps, SIZE, CENTERED)
     total = (x.to(tl.float32) + normed.to(tl.float32)).to(x.dtype)
+    total = (total.to(tl.float32) * scale).to(x.dtype)
     tl.store(sum_ptr + at, total, mask=mask)
     if following_ptr is not None:
         rows = normed_row(total, following, following_eps, SIZE, FOLLOWING_CENTERED)
@@ -64,8 +66,11 @@ def post_norm(
     norm: RowNorm,
     following: RowNorm | None = None,
     quant: ActivationQuant | None = None,
+    *,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | QuantizedRows | None]:
-    """Return the sum [T, D], and its norm by `following`, quantized if the next linear needs it."""
+    """Return the sum [T, D], multiplied by `scale`, and its norm by `following`, quantized if the next linear
+    needs it."""
     num_rows, size = x_TD.shape
     dtype = x_TD.dtype
     for each in (norm, following):
@@ -82,6 +87,7 @@ def post_norm(
         None if following is None else following.weight,
         norm.eps,
         0.0 if following is None else following.eps,
+        scale,
         sum_TD,
         CENTERED=norm.centered,
         FOLLOWING_CENTERED=following is not None and following.centered,

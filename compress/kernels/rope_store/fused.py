@@ -2,6 +2,9 @@
 
     q, k, v = split(qkv);   q, k = rope(norm(q, k));   q = q growth(position);   cache[slot] = format(k, v)
 
+The values are the last K heads of the projection, which may be its keys as well, and may be normed without a
+weight.
+
 A program takes one row and a few neighbouring heads of it, whichever of q, k and v they belong to. A head
 is held as its two halves, the partners of the rotation (`models/rope.py`), so that threads exchange
 nothing but a sum of squares and a largest magnitude. Where norms span all heads of q and of k, every program
@@ -9,7 +12,8 @@ reads the row's q or k itself for their sum of squares: a few KB from the second
 of their own. Intermediates are rounded to the model's dtype where
 the reference rounds them. A head's result depends on that head alone, or on those that share its norm.
 
-Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C.
+Shapes: T rows, H heads, K kv heads, C head dimension, P positions, F = (H + 2 K) C, or
+(H + K) C where the keys are the values.
 """
 
 import torch
@@ -150,10 +154,13 @@ def _rope_store(
     TINY_SCALE: tl.constexpr,
     WHOLE: tl.constexpr,
     CENTERED: tl.constexpr,
+    V_NORM: tl.constexpr,
+    FIRST_V: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two."""
+    """Process heads [tile HEADS, ...) of one row; HALF is C / 2 rounded up to a power of two. The values of
+    the row begin at its head FIRST_V."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     columns = tl.arange(0, HALF)[None, :]
@@ -172,7 +179,8 @@ def _rope_store(
     launch_dependents(
         PDL
     )  # not before the wait: attention reads older pages before its own (`attention_decode/hopper.py`)
-    at = qkv_ptr + row * row_stride + heads * C + columns
+    stored = tl.where(heads < H + K, heads, heads - (H + K) + FIRST_V)
+    at = qkv_ptr + row * row_stride + stored * C + columns
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + C // 2, mask=mask, other=0.0)
     position = tl.load(positions_ptr + row, cache_modifier=".cg").to(tl.int64)
@@ -187,6 +195,10 @@ def _rope_store(
 
     x = first.to(tl.float32)
     y = second.to(tl.float32)
+    if V_NORM:
+        root = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / C + eps)
+        first = tl.where(rotated, first, (x * root).to(dtype))
+        second = tl.where(rotated, second, (y * root).to(dtype))
     if norm_ptr is not None:
         if WHOLE:
             mean = tl.zeros([HEADS, 1], tl.float32)
@@ -290,11 +302,15 @@ def rope_store(
     whole: bool = False,
     centered: bool = False,
     growth_P: Tensor | None = None,
+    v_norm: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` [H + K, C] is a
-    weight for each q and k head, in the dtype of q or float32 (`RowNorm`)."""
+    weight for each q and k head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or
+    H + K where the keys before their norm are the values."""
     (num_kv_heads, _, _, head_dim) = kv.k.shape
     num_rows = qkv_TF.shape[0]
+    num_stored = qkv_TF.shape[1] // head_dim
+    assert num_stored in (num_heads + num_kv_heads, num_heads + 2 * num_kv_heads)
     assert qkv_TF.stride(1) == 1
     assert kv.k[0].is_contiguous()
     assert kv.k.stride() == kv.v.stride()
@@ -331,6 +347,8 @@ def rope_store(
         TINY_SCALE=TINY_SCALE,
         WHOLE=whole,
         CENTERED=centered,
+        V_NORM=v_norm,
+        FIRST_V=num_stored - num_kv_heads,
         SPAN=TILE_SIZE,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # fused, the products would keep the bits that the reference rounds away

@@ -2,7 +2,8 @@
 2104.09864), the cache's write.
 
 Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. The
-norms of q and of k span one head, or all heads at once. A query may be multiplied by a factor of its
+norms of q and of k span one head, or all heads at once; the heads of v may be normed, too, without a weight.
+The values are the last K heads of the projection, which may be the keys as well. A query may be multiplied by a factor of its
 position, after it is turned.
 Each step rounds to the model's dtype, as the canonical decoder does.
 """
@@ -30,13 +31,18 @@ def rope_store(
     whole: bool = False,
     centered: bool = False,
     growth_P: Tensor | None = None,
+    v_norm: bool = False,
 ) -> Tensor:
     """Return q [T, H, C] and write keys and values of the T rows to the cache. `qk_norm` is a weight for
-    each query and key head, in the dtype of q or float32 (`RowNorm`)."""
+    each query and key head, in the dtype of q or float32 (`RowNorm`). `qkv_TF` has H + 2 K heads, or H + K
+    where the keys before their norm are the values."""
     num_kv_heads = kv.k.shape[0]
     head_dim = kv.head_dim
-    qkv_THC = qkv_TF.view(qkv_TF.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-    qk_THC, v_TKC = torch.split(qkv_THC, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    qkv_THC = qkv_TF.view(qkv_TF.shape[0], qkv_TF.shape[1] // head_dim, head_dim)
+    qk_THC = qkv_THC[:, : num_heads + num_kv_heads]
+    v_TKC = qkv_THC[:, -num_kv_heads:]
+    if v_norm:
+        v_TKC = rms_norm(v_TKC, v_TKC.new_ones(head_dim), eps)
     if qk_norm is not None and whole:
         halves = zip(
             *(x.split([num_heads, num_kv_heads], dim=-2) for x in (qk_THC, qk_norm)),

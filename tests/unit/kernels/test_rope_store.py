@@ -81,6 +81,30 @@ if INTERPRETED:
             assert torch.equal(alone, got[row : row + 1])
 
     @pytest.mark.parametrize("kv_format", FORMATS)
+    @pytest.mark.parametrize("own_values", [False, True])
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(8, 2, 64), (7, 1, 80), (2, 2, 512)])
+    def test_normed_values_and_values_that_are_keys_are_those_of_the_reference(
+        kv_format: str, own_values: bool, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        qkv_TF, *others = arguments(num_heads, num_kv_heads, head_dim, torch.float16)
+        num_stored = num_heads + num_kv_heads * (1 + own_values)
+        args = (qkv_TF[:, : num_stored * head_dim].contiguous(), *others)
+        qk_norm = 1 + randn(num_heads + num_kv_heads, head_dim, dtype=torch.float16, seed=3) / 4
+        for v_norm in (False, True):
+            facts = {"num_heads": num_heads, "qk_norm": qk_norm, "eps": 1e-5, "v_norm": v_norm}
+            expected, actual = (
+                empty_pages(kv_format, num_kv_heads, head_dim, torch.float16) for _ in range(2)
+            )
+            q = reference.rope_store(*args, expected, **facts)
+            got = rope_store(*args, actual, **facts)
+            torch.testing.assert_close(got, q, rtol=2**-9, atol=2**-9)
+            step = 2**-9 if kv_format == "dense" else 2**-3
+            for ours, theirs in ((actual.k, expected.k), (actual.v, expected.v)):
+                torch.testing.assert_close(ours.float(), theirs.float(), rtol=step, atol=2**-9)
+            if not v_norm:
+                assert torch.equal(bits(actual.v), bits(expected.v))
+
+    @pytest.mark.parametrize("kv_format", FORMATS)
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "head_dim", "normed"),
         [(8, 2, 64, True), (7, 1, 128, False), (9, 3, 80, True)],

@@ -188,6 +188,9 @@ if INTERPRETED:
         else:
             assert isinstance(rows, Tensor)
             assert torch.equal(rows, expected)
+        scaled, scaled_rows = post_norm(y, x, norm, following, None, scale=0.3125)
+        assert torch.equal(scaled, total * 0.3125)
+        assert torch.equal(scaled_rows, rms_norm(scaled, following.weight, following.eps, centered=centered))
         alone, no_rows = post_norm(y[1:2], x[1:2], norm)
         assert no_rows is None
         assert torch.equal(alone, total[1:2])

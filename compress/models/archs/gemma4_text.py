@@ -1,0 +1,174 @@
+"""Gemma 4, the dense text model: Gemma 3 with normed values and a factor for the output of each layer. Layers
+with full attention have wider heads, of which a part rotates, and may take their keys for values.
+
+The models named E have an embedding for each layer and layers that share keys and values, and the mixture of
+experts runs beside a dense FFN: no decoder here computes these, and their configs are refused.
+"""
+
+from typing import Any
+
+from compress.errors import UnsupportedArch
+from compress.models.arch import MAX_LAYERS, MAX_SIZE, SCALES
+from compress.models.family import (
+    FAMILIES,
+    FULL,
+    LAYER_MODULES,
+    PER_LAYER,
+    SANDWICH_NORMS,
+    Family,
+    every_nth_full,
+    windows_by_layer_type,
+)
+from compress.untrusted.fields import Fields, shown
+
+_PERIOD = 6
+_OWN_WIDTHS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""Fields of widths -> those that state them for layers with full attention."""
+_COUNTS = {
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "num_kv_shared_layers": "layers that read the keys and values of other layers",
+}
+_SWITCHES = {
+    "use_double_wide_mlp": "FFNs of twice the width in some layers",
+    "enable_moe_block": "experts beside a dense FFN in one layer",
+}
+"""Fields that are counts and those that are true or false -> what a model has where they are not zero."""
+
+
+def _facts(config: Fields) -> dict[str, Any]:
+    _refuse_what_is_missing(config)
+    cap = "final_logit_softcapping"
+    return {
+        "block": "sandwich",
+        "v_norm": True,
+        "layer_scalar": True,
+        "embed_scale": config.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
+        "attn_scale": 1.0,
+        "logit_softcap": config.number(cap, 1e-3, SCALES[1]) if config.has(cap) else None,
+    }
+
+
+def _refuse_what_is_missing(config: Fields) -> None:
+    """Refuse the variants that the decoder does not compute.
+
+    Raises:
+        UnsupportedArch: the config is of such a variant; the message names what the decoder lacks.
+    """
+    stated: dict[str, Any] = {name: config.integer(name, 0, MAX_SIZE, default=0) for name in _COUNTS}
+    stated |= {name: config.flag(name, default=False) for name in _SWITCHES}
+    for name, what in {**_COUNTS, **_SWITCHES}.items():
+        if stated[name]:
+            raise UnsupportedArch(f"{config.where} has {name} = {stated[name]}: the decoder lacks {what}.")
+    # Among images, `vision` lets positions see later ones; text is causal.
+    name = "use_bidirectional_attention"
+    if config.has(name) and config.text(name) != "vision":
+        raise UnsupportedArch(
+            f"{config.where} has {name} = {shown(config.text(name))}: the decoder lacks attention to later "
+            "positions."
+        )
+
+
+def _implied(config: Fields) -> dict[str, Any]:
+    stated = every_nth_full(config, _PERIOD).get("layer_types") or config.texts("layer_types")
+    types = [*stated[:-1], FULL]  # as `transformers` does, which warns where another type is stated
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    is_full = [kind == FULL for kind in types[:num_layers]]
+    return {"layer_types": types, **_widths_of_full(config, is_full)}
+
+
+def _widths_of_full(config: Fields, is_full: list[bool]) -> dict[str, int]:
+    """Return the widths of layers with full attention, by the fields that state them."""
+    if config.has(PER_LAYER):
+        return _widths_by_layer(config, is_full)
+    own = "num_global_key_value_heads"
+    read = own if config.flag("attention_k_eq_v") and config.has(own) else "num_key_value_heads"
+    return {own: config.integer(read, 1, MAX_SIZE)}
+
+
+def _widths_by_layer(config: Fields, is_full: list[bool]) -> dict[str, int]:
+    """Return the widths of layers with full attention from a config that states them for each.
+
+    Raises:
+        UnsupportedArch: they differ, other layers have widths of their own, or other fields are stated.
+    """
+    stated = config.mapping(PER_LAYER)
+    layers = {str(idx).lstrip("0") or "0": each for idx, each in stated.items() if each}
+    full = [str(idx) for idx, each in enumerate(is_full) if each]
+    own = Fields(layers.get(full[0], {}) if full else {}, f"{PER_LAYER} of {config.where}", UnsupportedArch)
+    expected = dict.fromkeys(full, layers[full[0]]) if list(own) else {}
+    if layers != expected or set(own) - _OWN_WIDTHS.keys():
+        raise config.wrong(
+            PER_LAYER,
+            stated,
+            f"the same {' and '.join(_OWN_WIDTHS)} for every layer with full attention, and nothing else",
+        )
+    return {
+        field: (own if own.has(name) else config).integer(name, 1, MAX_SIZE)
+        for name, field in _OWN_WIDTHS.items()
+    }
+
+
+GEMMA4_TEXT = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    windows=windows_by_layer_type,
+    full_widths={"head_dim": "global_head_dim", "num_kv_heads": "num_global_key_value_heads"},
+    full_keys_are_values="attention_k_eq_v",
+    facts=_facts,
+    implied=_implied,
+    spelled={"hidden_act": "hidden_activation"},
+    layer_modules={**LAYER_MODULES, **SANDWICH_NORMS, "layer_scalar": "layer_scalar"},
+    known_fields=frozenset(
+        {
+            "attention_bias",
+            "sliding_window",
+            "layer_types",
+            "partial_rotary_factor",
+            "final_logit_softcapping",
+            "attention_k_eq_v",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            PER_LAYER,
+            "hidden_size_per_layer_input",
+            "vocab_size_per_layer_input",
+            "num_kv_shared_layers",
+            "use_double_wide_mlp",
+            "enable_moe_block",
+            "num_experts",
+            "top_k_experts",
+            "moe_intermediate_size",
+            "use_bidirectional_attention",
+        }
+    ),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "num_hidden_layers": 30,
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+        },
+    },
+)
+
+FAMILIES.add("gemma4_text", GEMMA4_TEXT)
