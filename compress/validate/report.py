@@ -42,6 +42,7 @@ LAYOUT = (
     "stages",
     "speculation",
     "kernels",
+    "experts",
     "layers",
     "guided",
     "tuning",

@@ -12,6 +12,7 @@ from compress.validate.parts import Part
 from compress.validate.parts.accuracy import AccuracyPart
 from compress.validate.parts.artifact import ArtifactPart
 from compress.validate.parts.by_name import ByNamePart
+from compress.validate.parts.experts import ExpertsPart
 from compress.validate.parts.gates import GatesPart
 from compress.validate.parts.journey import JourneyPart
 from compress.validate.parts.kernels import KernelsPart
@@ -141,6 +142,7 @@ def report_parts(*, kl_limit: float = 10.0) -> dict[str, Part]:
             },
             "transformers 5.0",
         ),
+        "experts": ExpertsPart(experts()),
         "kv_cache": KVCachePart(
             {"format": "FP8_STATIC", "warning": "range spent on <outliers>", "layers": cache_rows}
         ),
@@ -250,6 +252,32 @@ def pruning() -> dict[str, Any]:
             "limit": 0.6,
             "cost": "params",
         },
+    }
+
+
+def experts() -> dict[str, Any]:
+    """Return two layers of experts, with an expert without a token."""
+    return {
+        "min_tokens": 9,
+        "policy": "shrink",
+        "layers": [
+            {
+                "layer": 1,
+                "num_experts": 8,
+                "fewest": 0,
+                "median": 700.5,
+                "starved": 3,
+                "without_tokens": [2, 5],
+            },
+            {
+                "layer": 2,
+                "num_experts": 8,
+                "fewest": 600,
+                "median": 900.0,
+                "starved": 0,
+                "without_tokens": [],
+            },
+        ],
     }
 
 

@@ -19,6 +19,7 @@ import torch
 from compress.artifact.atomic import place
 from compress.artifact.workspace import ArtifactWriter
 from compress.calibrate.arithmetic import computes_in
+from compress.calibrate.expert_tokens import expert_facts, expert_summary, unseen_warning
 from compress.calibrate.kv import cache_warning
 from compress.calibrate.layer_state import Row
 from compress.context import Context
@@ -98,6 +99,7 @@ def quantize(spec: Quantize, inputs: Inputs, out: ArtifactWriter, ctx: Context) 
         "method": spec.method(),
         **observed,
         **guided,
+        **_expert_facts(spec, rows, ctx),
         **explained,
         **_cache_facts(spec, rows, ctx),
     }
@@ -121,6 +123,17 @@ def _quantize_head(stored: Path, path: Path, scheme: Scheme, device: torch.devic
         for parts in zip(*((b.codes_OI, b.scale_OG) for b in blocks), strict=True)
     )
     save_weights(path, outer | {"head.weight": QuantizedWeight(scheme, codes, scales)})
+
+
+def _expert_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:
+    """Return the manifest's facts of the tokens that experts saw, and log them; none for a dense model."""
+    facts = expert_facts(rows, spec.expert_policy)
+    if not facts:
+        return {}
+    ctx.progress.log(f"experts: {expert_summary(facts)}")
+    if warning := unseen_warning(facts):
+        ctx.progress.log(f"warning: {warning}")
+    return {"experts": facts}
 
 
 def _cache_facts(spec: Quantize, rows: list[Row], ctx: Context) -> dict[str, Any]:

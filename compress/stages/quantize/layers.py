@@ -9,7 +9,6 @@ from torch import Tensor
 
 from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.data_free import run_data_free
-from compress.calibrate.experts import DEFAULT_POLICY
 from compress.calibrate.guide import GuideFiles, make_guide
 from compress.calibrate.layer_state import LayerPass, Row
 from compress.calibrate.sequential import Compression, run_sequential
@@ -90,7 +89,7 @@ def quantize_layers(
             kv_scales=kv_scales,
             guide=None if spec.guide is None else GuideFiles(ctx),
             true_sequential=spec.true_sequential,
-            experts=DEFAULT_POLICY if spec.experts is None else spec.experts.policy(),
+            experts=spec.expert_policy,
         ),
         ctx.scratch,
         ctx,

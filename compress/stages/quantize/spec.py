@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from compress.calibrate.experts import MIN_TOKENS, ExpertPolicy, StarvedPolicy
+from compress.calibrate.experts import DEFAULT_POLICY, MIN_TOKENS, ExpertPolicy, StarvedPolicy
 from compress.calibrate.guide import Guide
 from compress.errors import UsageError, did_you_mean
 from compress.methods.quantize import REFINERS, ROUNDERS, SMOOTHERS, TARGETS, Rounder, Smoother
@@ -282,6 +282,11 @@ class Quantize(Spec):
     def head_scheme(self) -> Scheme | None:
         """The scheme of the head, None where it stays dense."""
         return None if self.head is None else scheme_named(self.head)
+
+    @property
+    def expert_policy(self) -> ExpertPolicy:
+        """What becomes of the statistics of experts that see few tokens."""
+        return DEFAULT_POLICY if self.experts is None else self.experts.policy()
 
     def kv_format(self) -> str | None:
         """Return the format of the KV cache, None where keys and values stay in 16 bits."""

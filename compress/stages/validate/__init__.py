@@ -54,6 +54,7 @@ from compress.validate.gates import GateResult, evaluate
 from compress.validate.parts import Part
 from compress.validate.parts.accuracy import AccuracyPart
 from compress.validate.parts.artifact import ArtifactPart
+from compress.validate.parts.experts import ExpertsPart
 from compress.validate.parts.gates import GatesPart
 from compress.validate.parts.journey import JourneyPart
 from compress.validate.parts.kernels import KernelsPart
@@ -157,6 +158,8 @@ def prove(spec: Validate, inputs: Inputs, ctx: Context) -> dict[str, Any]:
     if measured.speculation is not None:
         facts = measured.conditions | measured.speculation.as_json() | {"draft": draft_facts(inputs)}
         parts.append(SpeculationPart(facts))
+    if "experts" in quantized:
+        parts.append(ExpertsPart(quantized["experts"]))
     if "mixed" in quantized:
         parts.append(MixedPart(quantized["mixed"]))
     if "pruning" in dense:

@@ -26,7 +26,13 @@ from compress.validate.plots import (
 )
 
 _AXES = {"heads": "heads alone", "ffn": "FFN alone", "depth": "depth alone"}
-_UNITS = {"heads": "query heads", "kv_heads": "KV heads", "ffn": "FFN channels", "layers": "layers"}
+_UNITS = {
+    "heads": "query heads",
+    "kv_heads": "KV heads",
+    "ffn": "FFN channels",
+    "experts": "experts",
+    "layers": "layers",
+}
 
 
 @PARTS.register("pruning")
@@ -61,7 +67,7 @@ class PruningPart(Part):
         kept = [
             f"{number(after[name])} of {number(before[name])} {words}"
             for name, words in _UNITS.items()
-            if after[name] != before[name]
+            if name in before and after[name] != before[name]
         ]
         params = f"{after['params'] / 1e6:,.1f} of {before['params'] / 1e6:,.1f} million parameters"
         return f"Pruned to {', '.join(kept)}: {params}."

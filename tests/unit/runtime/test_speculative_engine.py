@@ -30,7 +30,26 @@ from tests.support.tiny_decoder import LLAMA, tiny_arch
 
 CPU = torch.device("cpu")
 VOCAB = 61
-TARGETS = {"F32": None, "BF16": None, "W4A16": SCHEMES["W4A16_G128"], "FP8": SCHEMES["FP8_DYNAMIC"]}
+TARGETS = {
+    "F32": None,
+    "BF16": None,
+    "W4A16": SCHEMES["W4A16_G128"],
+    "FP8": SCHEMES["FP8_DYNAMIC"],
+    "MOE": None,
+    "MOE-W4A16": SCHEMES["W4A16_G128"],
+}
+MIXTURE: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if key != "mlp_bias"},
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 PROPOSERS = ("ngram", "draft_model", "scripted")
 
 
@@ -42,7 +61,7 @@ def make_source(target: str = "F32", **changes: Any) -> RandomSource:
         "num_hidden_layers": 2,
         "max_position_embeddings": 256,
     }
-    arch = tiny_arch(LLAMA, **{**facts, **changes})
+    arch = tiny_arch(MIXTURE if target.startswith("MOE") else LLAMA, **{**facts, **changes})
     return RandomSource(arch, device=CPU, dtype=torch.float32, scheme=TARGETS[target])
 
 

@@ -157,7 +157,7 @@ def test_a_part_that_was_not_measured_is_absent(absent: str) -> None:
     whole = report()
     Outline(render_html(without))
     changed = {key for key in whole if without.get(key) != whole[key]}
-    follows = {"kv_cache": {"warnings"}, "by_name": {"warnings"}}
+    follows = {"experts": {"warnings"}, "kv_cache": {"warnings"}, "by_name": {"warnings"}}
     written = {name for name, entry in parts[absent].as_json().items() if entry}
     assert changed == written | follows.get(absent, set())
 
