@@ -166,16 +166,30 @@ DTYPES = {
 blocks bfloat16; to that `transformers` decompresses blocks, whatever is asked for."""
 WITHOUT_AMX = ("INT8_DYNAMIC",)
 """vLLM's INT8 kernel for AMX takes no float32; the one for other CPUs does."""
-NOT_ASKED = {("vllm", "qwen2", "FP8_BLOCK"): "its CPU kernel takes no 16-bit bias"}
+NOT_ASKED = {
+    ("vllm", "qwen2", "FP8_BLOCK"): "its CPU kernel takes no 16-bit bias",
+    **{
+        ("vllm", family, "FP8_DYNAMIC"): "its CPU backend has no FP8 experts ('Unsupported FP8 MoE backend')"
+        for family in MIXTURES
+    },
+}
 """What no CPU can be asked."""
 
 
 def not_asked() -> dict[tuple[str, str, str], str]:
     """Return what programs cannot be asked on this CPU, as (program, family, scheme), and why."""
-    if torch.cpu._is_amx_tile_supported():
-        return NOT_ASKED
-    blocks = {("vllm", family, "FP8_BLOCK"): "its CPU kernel for FP8 blocks needs AMX" for family in FAMILIES}
-    return {**blocks, **NOT_ASKED}
+    refused = dict(NOT_ASKED)
+    if not torch.cpu._is_amx_tile_supported():
+        refused |= {
+            ("vllm", family, "FP8_BLOCK"): "its CPU kernel for FP8 blocks needs AMX" for family in FAMILIES
+        }
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        refused |= {
+            ("vllm", family, scheme): "its build for this CPU has no kernel of four bits (cpu_gemm_wna16)"
+            for family in FAMILIES
+            for scheme in ("W4A16_G128", "W4A16_G128_ASYM")
+        }
+    return refused
 
 
 NUM_PROMPTS = 4
