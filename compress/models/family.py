@@ -280,7 +280,7 @@ class Family:
         of_kind = {(layer.window is None, layer.widths) for layer in arch.layers}
         if len(shared) == 1 and len(of_kind) == len({is_full for is_full, _ in of_kind}):
             return None
-        return f"layers of one type differ in width, which a config.json of a {self.model_type} model cannot say."
+        return f"layers of one type differ in width, which no config.json of a {self.model_type} model says."
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the fields that it leaves to their defaults, in the standard spelling."""

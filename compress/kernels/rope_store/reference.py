@@ -3,8 +3,8 @@
 
 Dimension c turns with its partner c + C/2; cos and sin come from `models/rope.py`, one row a position. The
 norms of q and of k span one head, or all heads at once; the heads of v may be normed, too, without a weight.
-The values are the last K heads of the projection, which may be the keys as well. A query may be multiplied by a factor of its
-position, after it is turned.
+The values are the last K heads of the projection, which may be its keys as well. A query may be multiplied by
+a factor of its position, after it is turned.
 Each step rounds to the model's dtype, as the canonical decoder does.
 """
 
