@@ -5,7 +5,7 @@ The peak is the activations of one rank's samples plus the largest of these, ove
 
     outside   embedding and head, before the first layer
     observe   the layer, the sums of the present shard, half a sum for each one that waits in the merge tree,
-              and the copies that one product needs
+              the copies that one product needs, and the inputs of all experts for one piece of samples
     compress  the layer, the next one (read ahead), codes, one statistic of each tap, and the copies that
               rounding one stack of linears needs
     replay    the compressed layer as it runs, its codes, the next layer
@@ -23,6 +23,7 @@ from compress.calibrate.arithmetic import compute_dtype
 from compress.calibrate.at_once import assign_groups
 from compress.calibrate.experts import expert_of
 from compress.calibrate.guide import SEGMENT_ROWS, WALK_TOKENS, Guide
+from compress.calibrate.layer_run import piece_tokens_of
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
 from compress.context import NUM_SHARDS, OneRank
@@ -184,7 +185,18 @@ def _layer_bytes(work: Workload, layer: LayerShape) -> int:
     observe = 2 * params + moments + cross + waiting * (moments // 2 + cross) + 4 * max(squares)
     compress = 2 * params + ahead + params + moments // 2 + cross + _rounding_bytes(work, layer)
     replay = 2 * params + params + ahead
+    observe += _routed_bytes(work, layer)
     return max(observe + source_layer + guide, compress + source_layer + guide, replay)
+
+
+def _routed_bytes(work: Workload, layer: LayerShape) -> int:
+    """Return the bytes of what the taps of all experts hold of one piece of samples."""
+    if layer.experts is None:
+        return 0
+    shard = -(-work.num_samples // NUM_SHARDS) * work.seq_len
+    routed = min(max(piece_tokens_of(work.arch), work.seq_len), shard) * layer.experts.top_k
+    size = work.arch.hidden_size + layer.experts.expert_size
+    return work.num_streams * routed * size * work.value_bytes
 
 
 def _output_moment_bytes(layer: LayerShape, hidden_size: int) -> int:

@@ -31,7 +31,8 @@ StarvedPolicy = Literal["shrink", "all_tokens", "keep"]
 POLICIES: tuple[StarvedPolicy, ...] = get_args(StarvedPolicy)
 MIN_TOKENS = 512
 SAMPLE_ROWS = 32
-"""Tokens of a piece of samples that are kept: 4,096 of 128 samples of 2,048 tokens."""
+SAMPLE_EVERY = 64
+"""Of a piece of samples every 64th token is kept, and at least 32: 4,096 of 128 samples of 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ class TokenSample:
         self._rows: list[Tensor] = []
 
     def update(self, x_TD: Tensor) -> None:
-        step = max(1, len(x_TD) // SAMPLE_ROWS)
-        self._rows.append(x_TD[::step][:SAMPLE_ROWS].clone())
+        step = max(1, min(len(x_TD) // SAMPLE_ROWS, SAMPLE_EVERY))
+        rows = max(SAMPLE_ROWS, len(x_TD) // SAMPLE_EVERY)
+        self._rows.append(x_TD[::step][:rows].clone())
 
     def merge(self, other: Self) -> None:
         self._rows += other._rows

@@ -26,6 +26,8 @@ PIECE_TOKENS = 2048
 """Largest piece in tokens; a longer sample is a piece of its own. It is a part of the order of summation.
 With fewer tokens a GPU waits for launches and a CPU for weights; with more a piece leaves the cache of a
 CPU."""
+MAX_SPREAD = 16
+"""Largest multiple of `PIECE_TOKENS` that is a piece of a mixture of experts."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class LayerRun:
     `samples` are activations of the model that is compressed, `source_samples` those of the source for the
     same tokens, or None if no statistic compares the two. `shards` is shard index -> its samples, counted
     over the whole calibration set. `dtype` is that of the computation. `experts` is what becomes of the
-    statistics of starved experts.
+    statistics of starved experts, `piece_tokens` the largest piece.
     """
 
     samples: Samples
@@ -45,6 +47,7 @@ class LayerRun:
     memory: MemoryGuard
     dtype: torch.dtype
     experts: ExpertPolicy = DEFAULT_POLICY
+    piece_tokens: int = PIECE_TOKENS
 
     @staticmethod
     def on_one_rank(x_NSD: Tensor, source_NSD: Tensor | None = None) -> "LayerRun":
@@ -72,7 +75,7 @@ class LayerRun:
     def pieces(self) -> dict[int, list[slice]]:
         """Return shard index -> its pieces in order, as slices of `samples`."""
         first = self.sample_range.start
-        step = max(1, PIECE_TOKENS // self.samples.seq_len)
+        step = max(1, self.piece_tokens // self.samples.seq_len)
         return {
             shard_idx: [
                 slice(start - first, min(start + step, shard.stop) - first)
@@ -87,6 +90,16 @@ class LayerRun:
             lambda: build_layer(arch, layer_idx, weights, dtype=self.dtype, device=self.device, narrow=True),
             "building a layer",
         )
+
+
+def piece_tokens_of(arch: Arch) -> int:
+    """Return the largest piece for a model, in tokens.
+
+    The experts of a layer share the tokens of a piece, and each runs operations of its own: a piece of a
+    mixture is so many times longer that an expert gets about as many tokens as a dense FFN.
+    """
+    spread = max((1 / layer.token_frac("moe.experts.0.gate") for layer in arch.layers), default=1.0)
+    return PIECE_TOKENS * min(MAX_SPREAD, max(1, int(spread)))
 
 
 def shards_of_rank(num_samples: int, *, rank: int = 0, num_ranks: int = 1) -> dict[int, range]:

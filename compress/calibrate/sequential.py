@@ -48,7 +48,7 @@ from compress.calibrate.layer_files import (
     stored_dtype,
     stored_rows,
 )
-from compress.calibrate.layer_run import LayerRun, sample_range, shards_of_rank
+from compress.calibrate.layer_run import LayerRun, piece_tokens_of, sample_range, shards_of_rank
 from compress.calibrate.layer_state import LayerPass, LayerState, Row, needed_stats
 from compress.calibrate.memory_guard import MemoryGuard
 from compress.calibrate.observe import Stats, gather_everywhere, observe, replay_
@@ -179,19 +179,31 @@ def _start(
     compute_dtype: torch.dtype,
 ) -> LayerRun:
     """Return the run before the first layer; rank 0 writes the weights outside of the layers to `out`."""
+    arch = source.arch
     device = torch.device(ctx.device)
     ranks = ctx.ranks
     if device.type == "cpu":
-        return_freed_blocks(source.arch)
+        return_freed_blocks(arch)
     shards = shards_of_rank(len(tokens_NS), rank=ranks.rank, num_ranks=ranks.size)
     own_NS = tokens_NS[sample_range(shards)]
     samples = _embedded(source, own_NS, out if ranks.rank == 0 else None, device, compute_dtype)
     if not compression.compares_with_source:
         memory = MemoryGuard(ctx.progress, samples)
-        return LayerRun(samples, None, shards, ranks, memory, compute_dtype, compression.experts)
+        return LayerRun(
+            samples, None, shards, ranks, memory, compute_dtype, compression.experts, piece_tokens_of(arch)
+        )
     source_samples = samples.clone()
     memory = MemoryGuard(ctx.progress, samples, source_samples)
-    return LayerRun(samples, source_samples, shards, ranks, memory, compute_dtype, compression.experts)
+    return LayerRun(
+        samples,
+        source_samples,
+        shards,
+        ranks,
+        memory,
+        compute_dtype,
+        compression.experts,
+        piece_tokens_of(arch),
+    )
 
 
 def _layer_state(

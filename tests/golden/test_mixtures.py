@@ -39,7 +39,15 @@ WHOLE_GROUPS = {
     "head_dim": 32,
 }
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
-IN_MEMORY = ("mixtral", "qwen2-moe-some-dense", "qwen3-moe", "olmoe", "glm4-moe", "granitemoe")
+IN_MEMORY = (
+    "mixtral",
+    "qwen2-moe-some-dense",
+    "qwen3-moe",
+    "olmoe",
+    "glm4-moe",
+    "granitemoe",
+    "granitemoeshared",
+)
 
 
 @pytest.mark.parametrize("case", IN_MEMORY)
@@ -144,10 +152,10 @@ class Rounded:
         return weights
 
 
-def rounded(directory: Path, case: str, scheme_name: str) -> tuple[Rounded, ModelScheme]:
+def rounded(directory: Path, case: str, scheme_name: str, **more: int) -> tuple[Rounded, ModelScheme]:
     family, changes = CASES[case]
     sizes = WHOLE_GROUPS | {key: size for key, size in OF_EXPERTS.items() if key in changes}
-    saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
+    saved(directory, family, {**changes, **sizes, **more}, dtype=torch.bfloat16)
     source = Checkpoint(directory)
     scheme = overridden(SCHEMES[scheme_name], {}, source.arch)
     return Rounded(source, scheme), scheme
@@ -181,6 +189,47 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
             )
             assert torch.equal(theirs[f"{prefix}.experts.gate_up_proj"][expert], torch.cat((gate, up)))
             assert torch.equal(theirs[f"{prefix}.experts.down_proj"][expert], down)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe"])
+def test_blocks_of_fp8_open_with_our_codes_and_transformers_loads_them(case: str, tmp_path: Path) -> None:
+    source, scheme = rounded(tmp_path / "source", case, "FP8_BLOCK", num_key_value_heads=4)
+    (tmp_path / "exported").mkdir()
+    write_format("fp8", tmp_path / "exported", source, scheme)
+    opened = open_checkpoint(tmp_path / "exported")
+    for idx in range(source.arch.num_layers):
+        ours = source.layer(idx)
+        theirs = opened.layer(idx)
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            if isinstance(value, QuantizedWeight):
+                assert torch.equal(
+                    theirs[key].codes_OI.view(torch.uint8), value.codes_OI.view(torch.uint8)
+                ), key
+                assert torch.equal(theirs[key].scale_OG.float(), value.scale_OG.float()), key
+            else:
+                assert torch.equal(theirs[key], value), key
+    kept_dense = read_config(tmp_path / "exported")["quantization_config"]["modules_to_not_convert"]
+    for idx, layer in enumerate(source.arch.layers):
+        if layer.experts is not None:
+            assert opened.family.to_disk(f"layers.{idx}.moe.router") in kept_dense
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    parameters = dict(model.named_parameters())
+    for idx, layer in enumerate(source.arch.layers):
+        if layer.experts is None:
+            continue
+        ours = opened.layer(idx)
+        prefix = f"model.layers.{idx}.mlp"
+        assert torch.equal(parameters[f"{prefix}.gate.weight"], dense(ours["moe.router.weight"]))
+        for expert in range(layer.experts.num_experts):
+            gate, up, down = (
+                dense(ours[f"moe.experts.{expert}.{name}.weight"]) for name in ("gate", "up", "down")
+            )
+            assert torch.equal(parameters[f"{prefix}.experts.gate_up_proj"][expert], torch.cat((gate, up)))
+            assert torch.equal(parameters[f"{prefix}.experts.down_proj"][expert], down)
 
 
 @pytest.mark.parametrize("name", ["gptq", "compressed-tensors", "awq"])

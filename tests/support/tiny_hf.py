@@ -40,6 +40,7 @@ CONFIGS: dict[str, Any] = {
     "glm4_moe": transformers.Glm4MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
     "granitemoe": transformers.GraniteMoeConfig,
+    "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "gemma3": transformers.Gemma3Config,
     "gemma4": transformers.Gemma4Config,
     "mistral3": transformers.Mistral3Config,
@@ -481,6 +482,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**LOCAL_EXPERTS, "shared_intermediate_size": 56, "residual_multiplier": 0.5},
+    ),
+    "granitemoeshared-none": ("granitemoeshared", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
 }
 
 

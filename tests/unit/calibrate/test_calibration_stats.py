@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compress.calibrate.layer_run import PIECE_TOKENS, LayerRun, shards_of_rank
+from compress.calibrate.layer_run import PIECE_TOKENS, LayerRun, piece_tokens_of, shards_of_rank
 from compress.calibrate.stats import AbsMax, AbsMean, MergeTree, SecondMoment
 from compress.context import NUM_SHARDS
+from tests.support.tiny_decoder import tiny_arch
+from tests.unit.calibrate.test_experts import MOE
 
 Kind = type[SecondMoment] | type[AbsMean]
 KINDS: list[Kind] = [SecondMoment, AbsMean]
@@ -200,6 +202,13 @@ def test_pieces_are_whole_samples_of_one_shard_and_the_same_for_any_number_of_ra
             )  # no smaller than they must be
             found += [(piece.start + start, piece.stop + start) for piece in pieces]
     assert found == [(piece.start, piece.stop) for pieces in alone.pieces().values() for piece in pieces]
+
+
+def test_a_piece_of_a_mixture_holds_as_many_tokens_for_an_expert_as_another_for_an_ffn() -> None:
+    assert piece_tokens_of(tiny_arch()) == PIECE_TOKENS
+    for top_k, longer in ((8, 1), (3, 2), (2, 4), (1, 8)):
+        assert piece_tokens_of(tiny_arch(MOE, num_experts_per_tok=top_k)) == longer * PIECE_TOKENS
+    assert piece_tokens_of(tiny_arch(MOE, num_experts=64, num_experts_per_tok=2)) == 16 * PIECE_TOKENS
 
 
 def test_a_moment_is_symmetric_however_its_halves_met() -> None:
