@@ -71,7 +71,7 @@ class Experts:
         return self.score == "softmax_topk" or (self.score == "softmax" and plain)
 
     def expected_hit(self, num_rows: int) -> float:
-        """Return how many experts so many rows are routed to together, if every choice is equally likely:
+        """Return how many experts the choices of so many rows hit, if every choice is equally likely:
         E (1 - (1 - K / E)^rows)."""
         return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
 

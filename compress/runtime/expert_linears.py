@@ -125,7 +125,7 @@ class ExpertLinears:
         return packed_bytes(self.kernels["decode"].packed) + packed_bytes(self.router)
 
     def bytes_read(self, experts_hit: float) -> int:
-        """Bytes that one decode step reads whose rows are routed to so many experts."""
+        """Return the bytes that one decode step reads whose rows are routed to so many experts."""
         experts = packed_bytes(self.kernels["decode"].packed) / self.facts.num_experts
         return round(experts_hit * experts) + packed_bytes(self.router)
 
