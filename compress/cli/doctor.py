@@ -290,7 +290,7 @@ def kernel_text(served: Mapping[str, Any]) -> str:
 
 
 def _named(row: Mapping[str, Any]) -> str:
-    """Return the name of a row: the linear's, or what sets the op of this model apart."""
+    """Return the name of the linear of a row, or `with sinks` for attention with sinks."""
     if row.get("sinks"):
         return "with sinks"
     return row["linear"] + (" (gated)" if row["op"] == "linear" and row["activation"] else "")

@@ -115,7 +115,7 @@ class ModelWeights:
         return sum(layer.bytes_read(experts_hit) for layer in self.layers) + self.head.weight_bytes
 
     def expected_bytes_read(self, num_rows: int) -> int:
-        """Return the bytes of weights that a step of so many rows reads, if routers choose experts alike;
+        """Return the bytes of weights that a step of so many rows reads, if all experts are as likely;
         without experts those of one row."""
         total = self.head.weight_bytes
         for layer in self.layers:

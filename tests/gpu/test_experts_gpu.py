@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 ROWS = 512
 COMPANIES = ((0, 1), (7, 8), (0, 4), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
-"""Ranges of rows that are computed together."""
+"""Ranges of rows that one call computes."""
 CASES = [
     (None, torch.bfloat16, "silu", False, (304, 208, 12, 3)),
     (None, torch.bfloat16, "swiglu_clamped", True, (2880, 2880, 4, 2)),

@@ -332,7 +332,7 @@ def test_groups_limit_the_choice() -> None:
 
 
 def test_logits_decide_where_softmax_keeps_their_order() -> None:
-    """Scores that underflow to zero are told apart by their logits; 0.0 and -0.0 are equal."""
+    """Logits decide between scores that underflow to zero; 0.0 and -0.0 are equal."""
     logits = torch.tensor([[200.0, -0.0, 0.0, 1.0]])
     for score in ("softmax", "softmax_topk"):
         assert route(Experts(4, 3, 16, score=score), logits).experts_TR.tolist() == [[0, 3, 1]]
