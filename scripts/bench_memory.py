@@ -52,7 +52,7 @@ def build(directory: Path, config: dict[str, Any], num_samples: int, seq_len: in
 
     from compress.data.model_tokens import TOKENS_NAME
     from compress.data.tokens import TokenSet, save_token_set
-    from compress.models.checkpoint import write_checkpoint
+    from compress.models.checkpoint_writer import write_checkpoint
     from compress.models.family import family_of
     from compress.models.random_source import RandomSource
 

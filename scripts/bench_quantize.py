@@ -42,7 +42,7 @@ from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set
 from compress.models.arch import Arch
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.random_source import RandomSource
 from compress.registry.model_source import BUILTIN, ModelSource
 from compress.stages import STAGES, Input, Inputs, Port

@@ -48,7 +48,7 @@ from tokenizers import Tokenizer
 
 from compress.export import DRAFT_FOLDER, PROPOSED, open_checkpoint
 from compress.export.speculators import is_eagle3
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig

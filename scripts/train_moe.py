@@ -35,7 +35,8 @@ from compress.distill.losses import Divergence, next_token
 from compress.distill.objective import Objective, Teacher
 from compress.distill.train import TokenStream, TrainConfig, train
 from compress.models.canonical import OUTER_NAME, layer_name, load_weights
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.expert_pruning import ExpertSubset
 from compress.models.family import family_of

@@ -31,7 +31,8 @@ from compress.digest import digest_bytes, digest_file
 from compress.distill.losses import next_token
 from compress.distill.train import TokenStream, TrainConfig, train
 from compress.models.arch import Arch
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder

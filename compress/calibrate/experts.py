@@ -32,7 +32,8 @@ POLICIES: tuple[StarvedPolicy, ...] = get_args(StarvedPolicy)
 MIN_TOKENS = 512
 SAMPLE_ROWS = 32
 SAMPLE_EVERY = 64
-"""Of a piece of samples every 64th token is kept, and at least 32: 4,096 of 128 samples of 2,048 tokens."""
+"""Every how many tokens of a piece of samples one is kept, at least `SAMPLE_ROWS` of them: 4,096 tokens of
+128 samples of 2,048."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat, UsageError
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
-from compress.models.checkpoint import MAX_SHARD_BYTES, Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import MAX_SHARD_BYTES, write_checkpoint
 from compress.models.family import family_of
 from compress.models.overrides import linear_names
 from compress.models.weights import WeightSource

@@ -1,13 +1,11 @@
-"""Hugging Face checkpoints: import to canonical names and export by the exact inverse of the same table,
-streaming, layer by layer.
+"""Hugging Face checkpoints: import to canonical names, streaming, layer by layer.
 
 `Checkpoint` reads `config.json` + safetensors. Every tensor on disk must be accounted for and every parameter
 present with its shape, else an error names the tensor: a checkpoint is understood wholly or refused.
-Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`; `write_checkpoint`
-is the way back.
+Quantized linears are decoded by the codec handed in for the checkpoint's `quant_method`;
+`checkpoint_writer.py` is the way back.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.artifact.tensors import ShardWriter
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.family import Family, family_of
+from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
-from compress.models.layout import ROTATED, Place, expert_places, expert_stack, row_order, stacked
-from compress.models.weights import UNTOUCHED, WeightSource, parameter_names
-from compress.quant.codec import Codec, ForeignCodec
+from compress.models.layout import ROTATED, Place
+from compress.models.stored_tensors import members_of, num_experts_of, places_of
+from compress.models.weights import UNTOUCHED, parameter_names
+from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
 from compress.quant.mxfp4 import BLOCK, from_mxfp4
 from compress.quant.scheme import QuantizedWeight, Scheme
@@ -36,7 +34,6 @@ CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
 MXFP4 = "mxfp4"
 """The `quant_method` of gpt-oss, whose experts are read as dense weights."""
-MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -206,7 +203,7 @@ class Checkpoint:
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
             return shape
-        num_experts = _num_experts(self._arch, name)
+        num_experts = num_experts_of(self._arch, name)
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))
 
@@ -324,121 +321,6 @@ class Checkpoint:
                     f"{self.path}: tensor '{stored}' is {list(self._files.shape(stored))}, its config says "
                     f"{list(wanted)}."
                 )
-
-
-def write_checkpoint(
-    directory: Path,
-    source: WeightSource,
-    *,
-    codec: Codec | None = None,
-    quantization_config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
-    memory.
-
-    Raises:
-        UnsupportedFormat: the source has quantized weights and no codec was given.
-    """
-    arch = source.arch
-    family = _family_of_source(source)
-    shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
-    waiting: dict[str, Tensor | QuantizedWeight] = {}
-
-    def add(name: str, value: Tensor | QuantizedWeight) -> None:
-        if name.startswith(UNTOUCHED):
-            assert isinstance(value, Tensor)
-            shards.add(name.removeprefix(UNTOUCHED), value)
-            return
-        module = name.rpartition(".")[0]
-        stored = family.tensor(name)
-        members = members_of(family, arch, name)
-        all_experts = family.holds_all_experts(module)
-        if len(members) > 1 or module.endswith(ROTATED) or all_experts:
-            waiting[name] = value
-            if name != members[-1] or not waiting.keys() >= set(members):
-                return
-            parts = [waiting.pop(each) for each in members]
-            places = places_of(family, arch, members, [part.shape[0] for part in parts])
-            value = (
-                expert_stack(places, parts, stored)
-                if all_experts
-                else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
-            )
-        if not isinstance(value, QuantizedWeight):
-            shards.add(
-                stored, value if value.dim() else value.reshape(1)
-            )  # scales of the KV cache: consumers want [1]
-        elif codec is None:
-            raise UnsupportedFormat(
-                f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "
-                "format."
-            )
-        else:
-            for each, tensor in codec.encode(value).items():
-                shards.add(f"{family.to_disk(module)}.{each}", tensor)
-
-    for name, value in source.outer().items():
-        add(name, value)
-    for idx in range(arch.num_layers):
-        for name, value in source.layer(idx).items():
-            add(f"layers.{idx}.{name}", value)
-    shards.finish()
-    config = family.write_config(arch)
-    if quantization_config is not None:
-        config["quantization_config"] = dict(quantization_config)
-    (directory / CONFIG_NAME).write_text(
-        json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
-    )
-
-
-def _family_of_source(source: WeightSource) -> Family:
-    """Return the family, with the layout of experts that the source was read in."""
-    family = family_of({"model_type": source.arch.family})
-    if isinstance(source, Checkpoint) and not (
-        source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
-    ):
-        return source.family
-    return family
-
-
-def members_of(family: Family, arch: Arch, name: str) -> list[str]:
-    """Return the parameters that one tensor on disk holds, in order, given one of them."""
-    module, _, leaf = name.rpartition(".")
-    if leaf not in ("weight", "bias"):
-        return [name]
-    stacked_modules = family.stacked_modules(module, _num_experts(arch, name))
-    return [f"{each}.{leaf}" for each in stacked_modules]
-
-
-def _num_experts(arch: Arch, name: str) -> int:
-    """Return the number of experts of the layer that a parameter belongs to, 0 for none."""
-    if not name.startswith("layers."):
-        return 0
-    experts = arch.layers[int(name.split(".", 2)[1])].experts
-    return 0 if experts is None else experts.num_experts
-
-
-def places_of(family: Family, arch: Arch, names: list[str], num_rows: list[int]) -> list[Place]:
-    """Return where parameters lie in the one tensor that holds them all, in its order."""
-    if family.holds_all_experts(names[0].rpartition(".")[0]):
-        layout = family.expert_layouts[0]
-        num_experts = _num_experts(arch, names[0])
-        of_one = num_rows[: len(num_rows) // num_experts]
-        return expert_places(
-            num_experts, of_one, transposed=layout.transposed, interleaved=layout.interleaved
-        )
-    places = []
-    start = 0
-    for name, size in zip(names, num_rows, strict=True):
-        order = None
-        if name.startswith("layers."):
-            _, idx, module = name.rpartition(".")[0].split(".", 2)
-            shape = arch.layers[int(idx)]
-            order = row_order(shape, module, size, interleaved=family.interleaved_rotary)
-        places.append(Place(start, start + size, order))
-        start += size
-    return places
 
 
 def _linears(arch: Arch) -> Iterator[tuple[str, str]]:

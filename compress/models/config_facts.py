@@ -18,6 +18,63 @@ NEVER_UNREAD = frozenset({"quantization_config", "original_max_position_embeddin
 """Fields that change the function although no modeling file reads them: loaders do. `auto_map` names code
 of the checkpoint's own, which computes what its author meant and never runs here."""
 
+IDLE_FIELDS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "gradient_checkpointing",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "classifier_dropout",
+        "quantization_config",
+    ]
+)
+"""Fields that programs read, but not for the forward pass of a causal language model: for training, token
+ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
+TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
+"""Fields of mixtures of experts that only training reads."""
+HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}
+"""Fields that no configuration class declares, and the one value of each that the decoder computes in every
+family: it rotates the halves of a head and not neighbours, and no position sees a later one."""
+SHAPE_FIELDS = frozenset(
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+    ]
+)
+"""Fields that every family reads."""
+
 
 @dataclass(frozen=True)
 class ConfigFacts:

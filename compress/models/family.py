@@ -14,70 +14,30 @@ from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch, LayerShape
-from compress.models.config_facts import facts_of, is_same
+from compress.models.config_facts import (
+    HONOURED_FIELDS,
+    IDLE_FIELDS,
+    SHAPE_FIELDS,
+    TRAINING_OF_ROUTERS,
+    facts_of,
+    is_same,
+)
+from compress.models.layer_types import (
+    FULL,
+    RotatedLayers,
+    Windows,
+    every_layer,
+    layer_types,
+    no_window,
+)
 from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.rope_config import read_rope
 from compress.plugins import PluginSet
 from compress.untrusted.fields import Fields, shown
 from compress.untrusted.text import one_line
 
-IDLE_FIELDS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "_name_or_path",
-        "name_or_path",
-        "_commit_hash",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-        "gradient_checkpointing",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "num_labels",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "classifier_dropout",
-        "quantization_config",
-    ]
-)
-"""Fields that programs read, but not for the forward pass of a causal language model: for training, token
-ids, classifiers, the form of the output, and the codes of the weights, which `checkpoint.py` decodes."""
-TRAINING_OF_ROUTERS = frozenset(["output_router_logits", "router_aux_loss_coef", "router_jitter_noise"])
-"""Fields of mixtures of experts that only training reads."""
-HONOURED_FIELDS: Mapping[str, Any] = {"rope_interleaved": False, "is_causal": True}
-"""Fields that no configuration class declares, and the one value of each that the decoder computes in every
-family: it rotates the halves of a head and not neighbours, and no position sees a later one."""
 MAX_NAMED = 12
 """Most fields that one sentence names."""
-SHAPE_FIELDS = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "tie_word_embeddings",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "original_max_position_embeddings",
-    ]
-)
 # Canonical module -> module on disk: the spelling that Llama introduced and most decoders kept.
 OUTER_MODULES = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 LAYER_MODULES = {
@@ -94,8 +54,6 @@ LAYER_MODULES = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 _EXPERT = re.compile(r"moe\.experts\.(\d+)\.")
 _CANONICAL_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -115,10 +73,6 @@ POST_NORM_MODULES = {
 STACKED_QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj")
 STACKED_GATE_UP = dict.fromkeys(("ffn.gate", "ffn.up"), "mlp.gate_up_proj")
 
-Windows = Callable[[Fields, int], list[int | None]]
-"""(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
-RotatedLayers = Callable[[Fields, int], list[bool]]
-"""(config, number of layers) -> whether a layer encodes positions."""
 RareFacts = Callable[[Fields], dict[str, Any]]
 """config -> facts of an `Arch` that have a default."""
 ImpliedFields = Callable[[Fields], dict[str, Any]]
@@ -127,14 +81,6 @@ FIELDS_BY_LAYER = ("layer_types", "no_rope_layers")
 """Fields that have an entry for each layer."""
 PER_LAYER = "per_layer_config"
 """The field in which `transformers` states widths that single layers have for themselves, by their index."""
-
-
-def no_window(config: Fields, num_layers: int) -> list[int | None]:
-    return [None] * num_layers
-
-
-def every_layer(config: Fields, num_layers: int) -> list[bool]:
-    return [True] * num_layers
 
 
 def no_facts(config: Fields) -> dict[str, Any]:
@@ -497,63 +443,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
-
-
-def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
-    """Return the sliding windows of families that state `layer_types` (or, before that field existed,
-    `max_window_layers`)."""
-    window = one_window(config) if config.flag("use_sliding_window", default=True) else None
-    first = config.integer("max_window_layers", 0, MAX_POSITIONS, default=0)
-    if config.has("layer_types"):
-        return [window if kind == SLIDING else None for kind in layer_types(config, num_layers)]
-    return [window if idx >= first else None for idx in range(num_layers)]
-
-
-def same_window(config: Fields, num_layers: int) -> list[int | None]:
-    """Return the one sliding window of families that have it in every layer."""
-    return [one_window(config)] * num_layers
-
-
-def every_nth_full(config: Fields, period: int) -> dict[str, Any]:
-    """Return the `layer_types` of a config, where it states none those of a window in all layers but every
-    `period`-th."""
-    if config.has("layer_types"):
-        return {}
-    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
-    return {"layer_types": [SLIDING if idx % period else FULL for idx in range(1, num_layers + 1)]}
-
-
-def rope_by_layer_type(config: Fields, full_theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return `rope_parameters` of families that scale the rope of full attention only, and whose older
-    configs state it in `rope_scaling`."""
-    stated = config.fields("rope_parameters", default={})
-    if odd := sorted(set(stated) - {FULL, SLIDING}):
-        raise config.wrong("rope_parameters", ", ".join(odd), f"one mapping each for {FULL} and {SLIDING}")
-    scaling = config.mapping("rope_scaling", default={})
-    return {
-        "rope_parameters": {
-            FULL: {"rope_theta": full_theta, **scaling, **stated.mapping(FULL, default={})},
-            SLIDING: {"rope_theta": sliding_theta, **stated.mapping(SLIDING, default={})},
-        }
-    }
-
-
-def one_window(config: Fields) -> int | None:
-    """Return the sliding window that a config states, None where it states none."""
-    return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
-
-
-def layer_types(config: Fields, num_layers: int) -> list[str]:
-    """Return the type of each layer; a pruned model may list more than it has."""
-    types = config.texts("layer_types", default=())
-    if not types:
-        return [FULL] * num_layers
-    unknown = sorted(set(types) - {FULL, SLIDING})
-    if unknown:
-        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {FULL}, {SLIDING}.")
-    if len(types) < num_layers:
-        raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
-    return types[:num_layers]
 
 
 def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:

@@ -52,7 +52,7 @@ def arch_of(family: str, **changes: Any) -> Arch:
     """Return the facts of a family's first golden case, of two layers."""
     widths = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     of_case = CASES[FIRST[family]][1]
-    of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    of_experts = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
     widths |= {name: 64 for name in of_experts if name in of_case}
     config = build_config(family, {**of_case, **widths, "head_dim": 16, **changes}).to_dict()
     return family_of(config).read_config(config | {"dtype": "float32"})

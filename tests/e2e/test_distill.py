@@ -16,7 +16,7 @@ import torch
 from compress.artifact.manifest import open_artifact
 from compress.data.tokens import load_token_set
 from compress.export import open_weights
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.weights import MemorySource, build_decoder
 from tests.e2e.test_ranks import launch
 from tests.support.processes import run_alone

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from compress.export import open_weights
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.weights import build_decoder
 from compress.pipeline import resolve_source
 from scripts.kv_outliers import Outliers

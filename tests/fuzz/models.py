@@ -14,7 +14,7 @@ from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.export import write_format
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, layer_name, save_weights
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource

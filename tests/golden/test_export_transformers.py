@@ -84,6 +84,8 @@ EXPORTED = [
     ("exaone4", "W4A16_G128"),
     ("ernie4_5", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
+    ("gemma4", "W4A16_G32"),
+    ("gemma4-vision", "FP8_DYNAMIC"),
     ("mistral3-ministral3", "FP8_DYNAMIC"),
     ("qwen2_5_vl", "W4A16_G128"),
 ]
@@ -389,7 +391,7 @@ def test_the_export_opens_with_the_same_codes_and_scales(
     schemes = opened.schemes
     assert schemes.pop("head", None) == (SCHEMES[head] if head else None)
     assert set(schemes) == {
-        f"layers.{idx}.{name}" for idx in range(NUM_LAYERS) for name in stored.arch.layers[0].linears
+        f"layers.{idx}.{name}" for idx, layer in enumerate(stored.arch.layers) for name in layer.linears
     }
     assert set(schemes.values()) == {scheme}
     assert opened.arch.replace(config={}) == stored.arch.replace(config={})

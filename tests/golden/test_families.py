@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.models.attention import CachedAttention
-from compress.models.checkpoint import Checkpoint, members_of, read_config, write_checkpoint
+from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import FAMILIES, family_of
 from compress.models.rope import cos_sin, inverse_frequencies
+from compress.models.stored_tensors import members_of
 from compress.models.weights import build_decoder, parameter_names
 from tests.support.tiny_hf import CASES, LLAMA3, SMALL, TEXT_FAMILIES, build, saved, tokens
 

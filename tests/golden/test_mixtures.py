@@ -12,7 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compress.errors import UnsupportedFormat
 from compress.export import check_rules, open_checkpoint, write_format
-from compress.models.checkpoint import Checkpoint, read_config, write_checkpoint
+from compress.models.checkpoint import Checkpoint, read_config
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.moe import best
 from compress.models.overrides import overridden
 from compress.models.weights import Weights, build_decoder, dense

@@ -14,7 +14,8 @@ from torch import Tensor
 from compress.cli.app import main
 from compress.errors import UnsupportedArch, UnsupportedFormat
 from compress.export import check_rules, open_checkpoint, write_format
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
 from compress.quant.numerics import nearest_weight

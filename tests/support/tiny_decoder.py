@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from compress.models.arch import Arch
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from compress.data.corpus import python_documents
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder
 from compress.models.weights import MemorySource

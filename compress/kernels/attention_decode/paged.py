@@ -20,11 +20,14 @@ Shapes: T rows = R q_len, R requests, B blocks of a table, H heads, K kv heads, 
 K.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from compress.kernels.attention_decode.config import CONFIG as CONFIG
 from compress.kernels.attention_decode.config import Config, config_of
+from compress.kernels.attention_decode.merge import merge_chunks
 from compress.kernels.compilers.triton import (
     interpreted,
     jit,
@@ -43,9 +46,6 @@ from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
 
 MAX_Q_LEN = 8
-
-
-LOG2_E = 1.4426950408889634
 
 
 @jit(varying=("q_len",), unaligned=("table_ptr", "lens_ptr"))
@@ -221,64 +221,6 @@ def _attend_chunks(
             o_odd = o
 
 
-@jit(varying=("q_len",), unaligned=("lens_ptr",))
-def _merge_chunks(
-    o_ptr: tl.tensor,
-    ml_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    max_chunks: tl.tensor,
-    q_len: tl.tensor,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    C: tl.constexpr,
-    C_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MERGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Merge one row of one head of the output. A sink is a key with the weight of its score and no value."""
-    launch_dependents(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    request = token // q_len
-    query = token % q_len
-    columns = tl.arange(0, C_TILE)
-    part = (request * K + head // G) * max_chunks * (q_len * G) + query * G + head % G
-    wait(PDL)
-    position = tl.load(lens_ptr + request).to(tl.int32) - q_len + query.to(tl.int32)
-    first_chunk = 0
-    if WINDOW > 0:
-        first_chunk = tl.maximum(position + 1 - WINDOW, 0) // CHUNK
-    m = float("-inf")
-    total = 0.0
-    if SINKS:
-        m = tl.load(sinks_ptr + head) * 1.4426950408889634
-        total = 1.0
-    o = tl.zeros([C_TILE], tl.float32)
-    for start in range(first_chunk // MERGE * MERGE, position // CHUNK + 1, MERGE):
-        chunks = start + tl.arange(0, MERGE)
-        real = (chunks >= first_chunk) & (chunks * CHUNK <= position)
-        at = part + chunks.to(tl.int64) * (q_len * G)
-        o_j = tl.load(
-            o_ptr + at[:, None] * C + columns[None, :], mask=real[:, None] & (columns < C)[None, :], other=0.0
-        )
-        m_j = tl.load(ml_ptr + at * 2, mask=real, other=float("-inf"))
-        total_j = tl.load(ml_ptr + at * 2 + 1, mask=real, other=0.0)
-        m_next = tl.maximum(m, tl.max(m_j, axis=0))
-        m_finite = tl.where(m_next == float("-inf"), 0.0, m_next)
-        weight = tl.exp2(m_j - m_finite)
-        alpha = tl.exp2(m - m_finite)
-        o = o * alpha + tl.sum(o_j * weight[:, None], axis=0)
-        total = total * alpha + tl.sum(total_j * weight, axis=0)
-        m = m_next
-    o = tl.where(total > 0, o / total, 0.0)
-    tl.store(out_ptr + (token * K * G + head) * C + columns, o.to(out_ptr.dtype.element_ty), mask=columns < C)
-
-
 def attention_decode(
     q_THC: Tensor,
     kv: PagedKV,
@@ -364,7 +306,7 @@ def attend(
         max_chunks,
         q_len,
         scale,
-        0.0 if softcap is None else softcap * LOG2_E,
+        0.0 if softcap is None else softcap * math.log2(math.e),
         ROWS=rows,
         TILE=config.tile,
         BLOCK_SIZE=block_size,
@@ -377,7 +319,7 @@ def attend(
         **shared,
     )
     out_THC = torch.empty_like(q_THC)
-    _merge_chunks[(num_rows, num_heads)](
+    merge_chunks[(num_rows, num_heads)](
         o,
         ml,
         context_lens_R,

@@ -12,12 +12,14 @@ Shapes: T rows of all sequences, R sequences, B blocks of a table, H heads, K kv
 G = H / K.
 """
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
-from compress.kernels.attention_prefill.tiles import dense_blocks, query_tiles
+from compress.kernels.attention_prefill.config import Config, config_of
+from compress.kernels.attention_prefill.tiles import query_tiles
+from compress.kernels.attention_prefill.widen import widened
 from compress.kernels.compilers.triton import (
     jit,
     launch_dependents,
@@ -30,36 +32,10 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.block_table import block_of
-from compress.kernels.operands.e4m3 import e4m3_values
-from compress.kernels.operands.paged import FP8_STATIC, PagedKV, integers_refused
+from compress.kernels.operands.paged import PagedKV, integers_refused
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.kernels.soft_cap.fused import capped
-
-LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Config:
-    """Rows (query tokens times G) and keys of a tile, warps, tiles of keys in flight."""
-
-    rows: int
-    tile: int
-    num_warps: int
-    stages: int
-
-
-def config_of(head_dim: int, dtype: torch.dtype) -> Config:
-    """Return a configuration, which fits the shared memory of sm_80 (163 KiB) too."""
-    if dtype == torch.float32 and head_dim > 256:
-        return Config(rows=16, tile=16, num_warps=4, stages=2)
-    if dtype == torch.float32:
-        return Config(rows=32, tile=32, num_warps=4, stages=2)
-    if head_dim > 256:
-        return Config(rows=32, tile=32, num_warps=4, stages=2)
-    if head_dim > 128:
-        return Config(rows=64, tile=32, num_warps=4, stages=2)
-    return Config(rows=64, tile=64, num_warps=4, stages=3)
 
 
 @jit()
@@ -224,52 +200,6 @@ def _attention_prefill(
     tl.store(out_ptr + at, (o / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@jit(unaligned=("table_ptr",))
-def _widen_pages(
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    k_out_ptr: tl.tensor,
-    v_out_ptr: tl.tensor,
-    table_stride: tl.tensor,
-    num_blocks: tl.tensor,
-    C: tl.constexpr,
-    C_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STATIC: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """Dequantize one block of one head, keys and values: e4m3 codes times their scales, in the queries'
-    dtype."""
-    launch_dependents(PDL)
-    wait(PDL)
-    entry_ptr = blocks_ptr + tl.program_id(0) * 2
-    kv_head = tl.program_id(1).to(tl.int64)
-    block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(
-        tl.int64
-    )
-    offsets = tl.arange(0, BLOCK_SIZE)
-    columns = tl.arange(0, C_TILE)
-    within = offsets[:, None] * C + columns[None, :]
-    mask = (columns < C)[None, :]
-    source = (kv_head * num_blocks + block) * BLOCK_SIZE
-    target = (kv_head * tl.num_programs(0) + tl.program_id(0)) * BLOCK_SIZE
-    scale_at = 0 * offsets if STATIC else source + offsets
-    k = (
-        e4m3_values(tl.load(k_ptr + source * C + within, mask=mask, other=0))
-        * tl.load(k_scale_ptr + scale_at)[:, None]
-    )
-    v = (
-        e4m3_values(tl.load(v_ptr + source * C + within, mask=mask, other=0))
-        * tl.load(v_scale_ptr + scale_at)[:, None]
-    )
-    tl.store(k_out_ptr + target * C + within, k.to(k_out_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_out_ptr + target * C + within, v.to(v_out_ptr.dtype.element_ty), mask=mask)
-
-
 def attention_prefill(
     q_THC: Tensor,
     kv: PagedKV,
@@ -314,7 +244,7 @@ def attend(
 ) -> Tensor:
     """Compute `attention_prefill` in a given configuration."""
     if kv.k_scale is not None:
-        kv, block_table_RB = _widened(kv, block_table_RB, context_lens, q_THC.dtype)
+        kv, block_table_RB = widened(kv, block_table_RB, context_lens, q_THC.dtype)
     (num_kv_heads, _, block_size, head_dim) = kv.k.shape
     (num_rows, num_heads, _) = q_THC.shape
     group = num_heads // num_kv_heads
@@ -340,7 +270,7 @@ def attend(
         block_table_RB.stride(0),
         kv.k.stride(0),
         scale,
-        0.0 if softcap is None else softcap * LOG2_E,
+        0.0 if softcap is None else softcap * math.log2(math.e),
         K=num_kv_heads,
         G=group,
         C=head_dim,
@@ -358,42 +288,6 @@ def attend(
         **pdl_options(q_THC.device),
     )
     return out_THC
-
-
-def _widened(
-    kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype
-) -> tuple[PagedKV, Tensor]:
-    """Return the blocks of these contexts in `dtype`, and the block table that finds them. This is one pass
-    over memory, where every tile of queries would dequantize its own keys in registers (3.7 times slower
-    at 2,048 queries on an H200)."""
-    num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
-    assert kv.k_scale is not None
-    assert kv.k.is_contiguous()
-    blocks, table_RB = dense_blocks(
-        tuple(-(-length // block_size) for length in context_lens), block_table_RB.device
-    )
-    k, v = (
-        torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device)
-        for _ in range(2)
-    )
-    _widen_pages[(len(blocks), num_kv_heads)](
-        kv.k.view(torch.uint8),
-        kv.v.view(torch.uint8),
-        kv.k_scale,
-        kv.v_scale,
-        block_table_RB,
-        blocks,
-        k,
-        v,
-        block_table_RB.stride(0),
-        num_blocks,
-        C=head_dim,
-        C_TILE=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size,
-        STATIC=kv.format == FP8_STATIC,
-        **pdl_options(kv.k.device),
-    )
-    return PagedKV(k, v), table_RB
 
 
 def supports(problem: Problem) -> str | None:

@@ -2,23 +2,15 @@
 with full attention have wider heads, of which a part rotates, and may take their keys for values.
 
 The models named E have an embedding for each layer and layers that share keys and values, and the mixture of
-experts runs beside a dense FFN: no decoder here computes these, and their configs are refused.
+experts adds its output to that of a dense FFN: no decoder here computes these, and their configs are refused.
 """
 
 from typing import Any
 
 from compress.errors import UnsupportedArch
 from compress.models.arch import MAX_LAYERS, MAX_SIZE, SCALES
-from compress.models.family import (
-    FAMILIES,
-    FULL,
-    LAYER_MODULES,
-    PER_LAYER,
-    SANDWICH_NORMS,
-    Family,
-    every_nth_full,
-    windows_by_layer_type,
-)
+from compress.models.family import FAMILIES, LAYER_MODULES, PER_LAYER, SANDWICH_NORMS, Family
+from compress.models.layer_types import FULL, every_nth_full, windows_by_layer_type
 from compress.untrusted.fields import Fields, shown
 
 _PERIOD = 6

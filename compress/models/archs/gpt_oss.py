@@ -5,7 +5,8 @@ read as the bfloat16 numbers that their blocks encode."""
 from typing import Any
 
 from compress.models.arch import MAX_POSITIONS
-from compress.models.family import FAMILIES, LAYER_MODULES, Family, windows_by_layer_type
+from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.layer_types import windows_by_layer_type
 from compress.models.mixture import Mixture, in_one
 from compress.untrusted.fields import Fields
 

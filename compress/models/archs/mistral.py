@@ -1,7 +1,8 @@
 """Mistral 7B and its successors (arXiv 2310.06825): Llama without biases, with a sliding window on every
 layer when one is stated."""
 
-from compress.models.family import FAMILIES, Family, same_window
+from compress.models.family import FAMILIES, Family
+from compress.models.layer_types import same_window
 
 MISTRAL = Family(
     model_type="mistral",

@@ -1,21 +1,16 @@
 """Mixtral 8x7B and 8x22B (arXiv 2401.04088): Mistral with experts, whose weights are renormalized over the
 chosen ones."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family, one_window
+from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.layer_types import same_window
 from compress.models.mixture import AS_IN_MEMORY, BARE, Mixture, apart, in_one
-from compress.untrusted.fields import Fields
-
-
-def _same_window(config: Fields, num_layers: int) -> list[int | None]:
-    return [one_window(config)] * num_layers
-
 
 FAMILIES.add(
     "mixtral",
     Family(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
-        windows=_same_window,
+        windows=same_window,
         mixture=Mixture(
             {
                 "num_experts": "num_local_experts",

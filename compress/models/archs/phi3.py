@@ -3,14 +3,8 @@ and gate, up; LongRoPE, a part of each head rotated, or a sliding window where t
 
 from typing import Any
 
-from compress.models.family import (
-    FAMILIES,
-    LAYER_MODULES,
-    STACKED_GATE_UP,
-    STACKED_QKV,
-    Family,
-    same_window,
-)
+from compress.models.family import FAMILIES, LAYER_MODULES, STACKED_GATE_UP, STACKED_QKV, Family
+from compress.models.layer_types import same_window
 from compress.untrusted.fields import Fields
 
 _OWN_CODE = ("Phi3Config", "Phi3ForCausalLM")

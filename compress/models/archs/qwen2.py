@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): biases on q, k and v only; sliding windows on some layers
 when switched on."""
 
-from compress.models.family import FAMILIES, Family, windows_by_layer_type
+from compress.models.family import FAMILIES, Family
+from compress.models.layer_types import windows_by_layer_type
 
 QWEN2 = Family(
     model_type="qwen2",

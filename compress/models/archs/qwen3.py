@@ -1,7 +1,8 @@
 """Qwen3 dense models (arXiv 2505.09388): an RMSNorm over each query and key head, an explicit head_dim,
 optional attention biases."""
 
-from compress.models.family import FAMILIES, Family, windows_by_layer_type
+from compress.models.family import FAMILIES, Family
+from compress.models.layer_types import windows_by_layer_type
 
 FAMILIES.add(
     "qwen3",

@@ -1,6 +1,7 @@
 """Qwen3 mixtures of experts (arXiv 2505.09388): Qwen3's attention, 128 small experts, no shared one."""
 
-from compress.models.family import FAMILIES, LAYER_MODULES, Family, one_window
+from compress.models.family import FAMILIES, LAYER_MODULES, Family
+from compress.models.layer_types import one_window
 from compress.models.mixture import AS_IN_MEMORY, Mixture, apart, sparse_by_step, state_steps
 from compress.untrusted.fields import Fields
 

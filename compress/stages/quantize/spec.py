@@ -285,7 +285,7 @@ class Quantize(Spec):
 
     @property
     def expert_policy(self) -> ExpertPolicy:
-        """What becomes of the statistics of experts that see few tokens."""
+        """The treatment of experts that see few tokens."""
         return DEFAULT_POLICY if self.experts is None else self.experts.policy()
 
     def kv_format(self) -> str | None:

@@ -13,7 +13,8 @@ from compress.distill.lora import LoraLinear, add_lora_, merge_lora_
 from compress.distill.objective import checkpoint_layers_
 from compress.distill.student import Shape, evenly, sliced_decoder, student_arch
 from compress.errors import UsageError
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.weights import MemorySource, build_decoder
 from tests.support.tiny_decoder import LLAMA, QWEN3, tiny_arch, tiny_decoder, tiny_source

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compress.errors import UsageError
 from compress.models.arch import Arch
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.family import family_of
 from compress.models.initialise import fresh_decoder

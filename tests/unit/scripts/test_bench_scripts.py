@@ -103,7 +103,8 @@ def test_every_op_is_checked_and_timed(bench: Bench) -> None:
         "--alone",
     ]
     rows = bench("bench_kernels", *arguments)["rows"]
-    assert {row["op"] for row in rows} == {*OPS, "sample"}
+    of_few_models = {"router", "experts", "post_norm", "soft_cap"}  # `bench_experts.py`, `test_kernels.py`
+    assert {row["op"] for row in rows} == {*OPS, "sample"} - of_few_models
     assert all(row["passed"] for row in rows)
     assert all(row["us_p10"] <= row["us"] <= row["us_p90"] for row in rows)
     assert all(math.isclose(row["tb_per_s"] * row["us"], row["bytes"] / 1e6) for row in rows)

@@ -11,7 +11,7 @@ import torch
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set
 from compress.models.arch import Arch
-from compress.models.checkpoint import write_checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.random_source import RandomSource
 from compress.stages import STAGES, PlanFacts
 from compress.stages.calibrate import Calibrate

@@ -11,7 +11,8 @@ from compress.context import Context
 from compress.data.model_tokens import TOKENS_NAME
 from compress.data.tokens import TokenSet, save_token_set
 from compress.errors import UsageError
-from compress.models.checkpoint import Checkpoint, write_checkpoint
+from compress.models.checkpoint import Checkpoint
+from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.expert_pruning import ExpertSubset
 from compress.models.pruning import StoredLayers

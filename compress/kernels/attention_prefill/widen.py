@@ -1,0 +1,91 @@
+"""Pages of e4m3 codes in the dtype of the queries, before prefill attention reads them."""
+
+import torch
+from torch import Tensor
+
+from compress.kernels.attention_prefill.tiles import dense_blocks
+from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, triton, wait
+from compress.kernels.operands.e4m3 import e4m3_values
+from compress.kernels.operands.paged import FP8_STATIC, PagedKV
+
+
+@jit(unaligned=("table_ptr",))
+def _widen_pages(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    k_scale_ptr: tl.tensor,
+    v_scale_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    v_out_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    num_blocks: tl.tensor,
+    C: tl.constexpr,
+    C_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STATIC: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Dequantize one block of one head, keys and values: e4m3 codes times their scales, in the queries'
+    dtype."""
+    launch_dependents(PDL)
+    wait(PDL)
+    entry_ptr = blocks_ptr + tl.program_id(0) * 2
+    kv_head = tl.program_id(1).to(tl.int64)
+    block = tl.load(table_ptr + tl.load(entry_ptr).to(tl.int64) * table_stride + tl.load(entry_ptr + 1)).to(
+        tl.int64
+    )
+    offsets = tl.arange(0, BLOCK_SIZE)
+    columns = tl.arange(0, C_TILE)
+    within = offsets[:, None] * C + columns[None, :]
+    mask = (columns < C)[None, :]
+    source = (kv_head * num_blocks + block) * BLOCK_SIZE
+    target = (kv_head * tl.num_programs(0) + tl.program_id(0)) * BLOCK_SIZE
+    scale_at = 0 * offsets if STATIC else source + offsets
+    k = (
+        e4m3_values(tl.load(k_ptr + source * C + within, mask=mask, other=0))
+        * tl.load(k_scale_ptr + scale_at)[:, None]
+    )
+    v = (
+        e4m3_values(tl.load(v_ptr + source * C + within, mask=mask, other=0))
+        * tl.load(v_scale_ptr + scale_at)[:, None]
+    )
+    tl.store(k_out_ptr + target * C + within, k.to(k_out_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_out_ptr + target * C + within, v.to(v_out_ptr.dtype.element_ty), mask=mask)
+
+
+def widened(
+    kv: PagedKV, block_table_RB: Tensor, context_lens: tuple[int, ...], dtype: torch.dtype
+) -> tuple[PagedKV, Tensor]:
+    """Return the blocks of these contexts in `dtype`, and the block table that finds them. This is one pass
+    over memory, where every tile of queries would dequantize its own keys in registers (3.7 times slower
+    at 2,048 queries on an H200)."""
+    num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
+    assert kv.k_scale is not None
+    assert kv.k.is_contiguous()
+    blocks, table_RB = dense_blocks(
+        tuple(-(-length // block_size) for length in context_lens), block_table_RB.device
+    )
+    k, v = (
+        torch.empty(num_kv_heads, len(blocks), block_size, head_dim, dtype=dtype, device=kv.k.device)
+        for _ in range(2)
+    )
+    _widen_pages[(len(blocks), num_kv_heads)](
+        kv.k.view(torch.uint8),
+        kv.v.view(torch.uint8),
+        kv.k_scale,
+        kv.v_scale,
+        block_table_RB,
+        blocks,
+        k,
+        v,
+        block_table_RB.stride(0),
+        num_blocks,
+        C=head_dim,
+        C_TILE=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=block_size,
+        STATIC=kv.format == FP8_STATIC,
+        **pdl_options(kv.k.device),
+    )
+    return PagedKV(k, v), table_RB

@@ -1,0 +1,96 @@
+"""Hugging Face checkpoints: export by the exact inverse of the table by which `checkpoint.py` imports."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compress.artifact.tensors import ShardWriter
+from compress.errors import UnsupportedFormat
+from compress.models.checkpoint import CONFIG_NAME, Checkpoint
+from compress.models.family import Family, family_of
+from compress.models.layout import ROTATED, expert_stack, stacked
+from compress.models.stored_tensors import members_of, places_of
+from compress.models.weights import UNTOUCHED, WeightSource
+from compress.quant.codec import Codec
+from compress.quant.scheme import QuantizedWeight
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def write_checkpoint(
+    directory: Path,
+    source: WeightSource,
+    *,
+    codec: Codec | None = None,
+    quantization_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
+    memory.
+
+    Raises:
+        UnsupportedFormat: the source has quantized weights and no codec was given.
+    """
+    arch = source.arch
+    family = _family_of_source(source)
+    shards = ShardWriter(directory, max_shard_bytes=max_shard_bytes)
+    waiting: dict[str, Tensor | QuantizedWeight] = {}
+
+    def add(name: str, value: Tensor | QuantizedWeight) -> None:
+        if name.startswith(UNTOUCHED):
+            assert isinstance(value, Tensor)
+            shards.add(name.removeprefix(UNTOUCHED), value)
+            return
+        module = name.rpartition(".")[0]
+        stored = family.tensor(name)
+        members = members_of(family, arch, name)
+        all_experts = family.holds_all_experts(module)
+        if len(members) > 1 or module.endswith(ROTATED) or all_experts:
+            waiting[name] = value
+            if name != members[-1] or not waiting.keys() >= set(members):
+                return
+            parts = [waiting.pop(each) for each in members]
+            places = places_of(family, arch, members, [part.shape[0] for part in parts])
+            value = (
+                expert_stack(places, parts, stored)
+                if all_experts
+                else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
+            )
+        if not isinstance(value, QuantizedWeight):
+            shards.add(
+                stored, value if value.dim() else value.reshape(1)
+            )  # scales of the KV cache: consumers want [1]
+        elif codec is None:
+            raise UnsupportedFormat(
+                f"'{name}' is quantized and a plain checkpoint holds dense weights only; name an export "
+                "format."
+            )
+        else:
+            for each, tensor in codec.encode(value).items():
+                shards.add(f"{family.to_disk(module)}.{each}", tensor)
+
+    for name, value in source.outer().items():
+        add(name, value)
+    for idx in range(arch.num_layers):
+        for name, value in source.layer(idx).items():
+            add(f"layers.{idx}.{name}", value)
+    shards.finish()
+    config = family.write_config(arch)
+    if quantization_config is not None:
+        config["quantization_config"] = dict(quantization_config)
+    (directory / CONFIG_NAME).write_text(
+        json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
+    )
+
+
+def _family_of_source(source: WeightSource) -> Family:
+    """Return the family, with the layout of experts that the source was read in."""
+    family = family_of({"model_type": source.arch.family})
+    if isinstance(source, Checkpoint) and not (
+        source.family.expert_layouts and source.family.expert_layouts[0].mxfp4
+    ):
+        return source.family
+    return family

@@ -1,0 +1,84 @@
+"""Types of layers: which of them see a window only, and which encode positions, as configs state it.
+
+A family chooses one of these readers for its table, or has one of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from compress.errors import UnsupportedArch
+from compress.models.arch import MAX_LAYERS, MAX_POSITIONS
+from compress.untrusted.fields import Fields
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+Windows = Callable[[Fields, int], list[int | None]]
+"""(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
+RotatedLayers = Callable[[Fields, int], list[bool]]
+"""(config, number of layers) -> whether a layer encodes positions."""
+
+
+def no_window(config: Fields, num_layers: int) -> list[int | None]:
+    return [None] * num_layers
+
+
+def every_layer(config: Fields, num_layers: int) -> list[bool]:
+    return [True] * num_layers
+
+
+def windows_by_layer_type(config: Fields, num_layers: int) -> list[int | None]:
+    """Return the sliding windows of families that state `layer_types` (or, before that field existed,
+    `max_window_layers`)."""
+    window = one_window(config) if config.flag("use_sliding_window", default=True) else None
+    first = config.integer("max_window_layers", 0, MAX_POSITIONS, default=0)
+    if config.has("layer_types"):
+        return [window if kind == SLIDING else None for kind in layer_types(config, num_layers)]
+    return [window if idx >= first else None for idx in range(num_layers)]
+
+
+def same_window(config: Fields, num_layers: int) -> list[int | None]:
+    """Return the one sliding window of families that have it in every layer."""
+    return [one_window(config)] * num_layers
+
+
+def every_nth_full(config: Fields, period: int) -> dict[str, Any]:
+    """Return the `layer_types` of a config, where it states none those of a window in all layers but every
+    `period`-th."""
+    if config.has("layer_types"):
+        return {}
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    return {"layer_types": [SLIDING if idx % period else FULL for idx in range(1, num_layers + 1)]}
+
+
+def rope_by_layer_type(config: Fields, full_theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` of families that scale the rope of full attention only, and whose older
+    configs state it in `rope_scaling`."""
+    stated = config.fields("rope_parameters", default={})
+    if odd := sorted(set(stated) - {FULL, SLIDING}):
+        raise config.wrong("rope_parameters", ", ".join(odd), f"one mapping each for {FULL} and {SLIDING}")
+    scaling = config.mapping("rope_scaling", default={})
+    return {
+        "rope_parameters": {
+            FULL: {"rope_theta": full_theta, **scaling, **stated.mapping(FULL, default={})},
+            SLIDING: {"rope_theta": sliding_theta, **stated.mapping(SLIDING, default={})},
+        }
+    }
+
+
+def one_window(config: Fields) -> int | None:
+    """Return the sliding window that a config states, None where it states none."""
+    return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+
+
+def layer_types(config: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer; a pruned model may list more than it has."""
+    types = config.texts("layer_types", default=())
+    if not types:
+        return [FULL] * num_layers
+    unknown = sorted(set(types) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {FULL}, {SLIDING}.")
+    if len(types) < num_layers:
+        raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
+    return types[:num_layers]
