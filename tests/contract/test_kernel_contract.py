@@ -184,7 +184,7 @@ def test_rms_norm(kernel: Kernel, device: str, dtype: str, size: int) -> None:
         assert same_bits(kernel.fn(x[:num_rows], weight, 1e-5), y[:num_rows])
 
 
-def normed_f64(x: Tensor, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
+def normed_f64(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
     x = x.double() - (x.double().mean(-1, keepdim=True) if centered else 0)
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 

@@ -1,11 +1,7 @@
 """Gated activation (arXiv 2002.05202) in one pass: round(round(act(gate)) * up), quantized on the way out if
 the next linear needs it.
 
-    silu(x) = x s(x)                         s(x) = 1 / (1 + e^-x)
-    gelu(x) = x / 2 (1 + erf(x / sqrt 2))    gelu_pytorch_tanh(x) = x s(2 sqrt(2/pi) (x + 0.044715 x^3))
-
-The arithmetic is float32; 1 + tanh(u) = 2 s(2u) has no cancellation and needs no tanh. round: to the
-model's dtype.
+The arithmetic is float32 (`operands/activation.py`). round: to the model's dtype.
 
 Where rows are quantized, one program holds a whole row, because it needs the row's scale; otherwise a
 program takes `SPAN` elements of a row.
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import jit, launch_dependents, pdl_options, tl, wait
+from compress.kernels.operands.activation import activated
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import row_options, row_output, row_refusal, store_row
 from compress.kernels.select import Kernel, register
@@ -31,13 +28,7 @@ def _gated(
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
     up = tl.load(gate_ptr + SIZE + offsets, mask=mask, other=0.0)
     x = gate.to(tl.float32)
-    if ACTIVATION == "silu":
-        activated = x / (1 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        activated = x * 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-    else:
-        activated = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    return (activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return (activated(x, ACTIVATION).to(gate.dtype).to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @jit()

@@ -336,7 +336,7 @@ def attend(
 
 
 def supports(problem: Problem) -> str | None:
-    return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
+    return integers_refused(problem.scheme) or triton_refusal(problem)
 
 
 register(

@@ -73,17 +73,13 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def triton_refusal(problem: Problem, *, native_fp8: bool = True) -> str | None:
-    """Return the reason why no Triton kernel can serve the problem, or None.
-
-    With `native_fp8` the kernel uses Triton's own e4m3 where the scheme is FP8; it exists from sm_89 on.
-    """
+def triton_refusal(problem: Problem) -> str | None:
+    """Return the reason why no Triton kernel can serve the problem, or None. Kernels compute e4m3 in integers
+    where the device has no instruction for it (`operands/e4m3.py`)."""
     if triton is None:
         return "triton is not installed"
     if not problem.device.startswith("cuda") and not interpreted():
         return f"Triton kernels run on CUDA devices and this one is {problem.device}"
-    if native_fp8 and problem.scheme.startswith("FP8") and not interpreted() and problem.sm < FP8_SM:
-        return f"Triton knows e4m3 from sm_{FP8_SM} on and this device is sm_{problem.sm}"
     return None
 
 

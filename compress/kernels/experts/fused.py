@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
-from compress.kernels.experts.launch import Plan, Tile, native_fp8, run
-from compress.kernels.experts.packed import BLOCK, TILE, PackedExperts, format_of, repack, whole_blocks
+from compress.kernels.experts.launch import Plan, Tile, run
+from compress.kernels.experts.packed import PackedExperts, repack
 from compress.kernels.experts.reference import ACTIVATIONS
+from compress.kernels.operands.matrices import TILE, Matrices, format_of
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, register
@@ -38,8 +39,8 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
         bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
         most = 128
     return Plan(
-        Tile(bm, bn, columns(packed, packed.gate_up.in_features, most), warps, stages),
-        Tile(bm, bn, columns(packed, packed.down.in_features, most), warps, stages),
+        Tile(bm, bn, packed.gate_up.step_columns(most), warps, stages),
+        Tile(bm, bn, packed.down.step_columns(most), warps, stages),
         sort=not few,
         combine=few,
         y_dtype=torch.float32,
@@ -60,12 +61,12 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
         gate_up = down = (128, 32, 4, 3)
     most = 64 if packed.format == "dense16" else 128
 
-    def tile(sizes: tuple[int, int, int, int], in_features: int) -> Tile:
+    def tile(sizes: tuple[int, int, int, int], matrices: Matrices) -> Tile:
         bm, bn, warps, stages = sizes
-        return Tile(bm, bn, columns(packed, in_features, most), warps, stages)
+        return Tile(bm, bn, matrices.step_columns(most), warps, stages)
 
-    first = tile(gate_up, packed.gate_up.in_features)
-    second = tile(down, packed.down.in_features)
+    first = tile(gate_up, packed.gate_up)
+    second = tile(down, packed.down)
     narrowest = min(first.bk, second.bk)
     return Plan(
         first,
@@ -73,17 +74,8 @@ def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
         sort=True,
         combine=False,
         y_dtype=packed.dtype,
-        native_fp8=native_fp8(packed.down.data.device) and narrowest >= MIN_NATIVE_COLUMNS,
+        native_fp8=narrowest >= MIN_NATIVE_COLUMNS,
     )
-
-
-def columns(packed: PackedExperts, size: int, most: int) -> int:
-    """Return the columns of a step: at most `most`, and a divisor of `size`."""
-    if packed.format == "w4":
-        return 2 * BLOCK if most > BLOCK and whole_blocks(size) % (2 * BLOCK) == 0 else BLOCK
-    if packed.format == "fp8_block":
-        return BLOCK
-    return next(step for step in (128, 64, 32, 16) if step <= most and size % step == 0)
 
 
 def decode(

@@ -5,29 +5,26 @@ the weighted sum.
     y[p] = down_e h[p]
     out[t] = residual[t] + round(sum_k weights[t, k] y[t, k])
 
-A program owns `BM` outputs of one unit (`units.py`), and reads the rows of its weights once (`products.py`).
+A program owns `BM` outputs of one unit (`units.py`), and reads its rows of the weights once.
 Sums over K run in its order: y is kept in float32 (of a prompt in the model's dtype), and the program of an
 output tile that arrives last, or a launch of its own for more rows, adds. So a decode row has the same bits
 in any company.
 """
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
-from compress.kernels.experts.products import product
 from compress.kernels.experts.units import load_unit
+from compress.kernels.operands.activation import activated
+from compress.kernels.operands.matrix_product import product
 
 
 @jit()
-def _activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    if ACTIVATION == "silu":
-        return gate / (1 + tl.exp(-gate)) * up
-    elif ACTIVATION == "gelu":
-        return gate * 0.5 * (1 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_pytorch_tanh":
-        return gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
-    else:
+def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    if ACTIVATION == "swiglu_clamped":
         gate = tl.minimum(gate, 7.0)
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
+    else:
+        return activated(gate, ACTIVATION) * up
 
 
 @jit()
@@ -67,7 +64,7 @@ def gate_up(
     PAIRED: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -84,12 +81,12 @@ def gate_up(
         gate, up = product(
             x_ptr, x_scale_ptr, pairs // K, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, F + rows,
             start // 128, BLOCKS // 2 + start // 128,
-            2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, NATIVE, INTERPRETED,
+            2 * F, D, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, True, STAGES, E4M3, INTERPRETED,
         )  # fmt: skip
         if BIAS:
             gate += tl.load(bias_ptr + expert * (2 * F) + rows).to(tl.float32)[:, None]
             up += tl.load(bias_ptr + expert * (2 * F) + F + rows).to(tl.float32)[:, None]
-        h = _activated(gate, up, ACTIVATION).to(h_ptr.dtype.element_ty)
+        h = _gated(gate, up, ACTIVATION).to(h_ptr.dtype.element_ty)
         at = h_ptr + pairs.to(tl.int64)[None, :] * F + outputs[:, None]
         tl.store(at, h, mask=valid[None, :] & (outputs < F)[:, None])
 
@@ -127,7 +124,7 @@ def down(
     PAIRED: tl.constexpr,
     PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -148,7 +145,7 @@ def down(
         y, _ = product(
             h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
             start // 128, start // 128,
-            D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, NATIVE, INTERPRETED,
+            D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, E4M3, INTERPRETED,
         )  # fmt: skip
         if BIAS:
             y += tl.load(bias_ptr + expert * D + rows).to(tl.float32)[:, None]

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import interpreted, pdl_options
 from compress.kernels.experts.grouped import combine, down, gate_up
-from compress.kernels.experts.packed import FORMATS, ExpertMatrices, PackedExperts
+from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
+from compress.kernels.operands.matrices import FORMATS, Matrices
+from compress.kernels.operands.matrix_product import e4m3_factors
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
-from compress.kernels.problem import compute_capability
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.kernels.quantize_rows.groups import quantize_groups
 
@@ -35,8 +36,8 @@ class Plan:
     """How experts run: the tiles of both products, whether pairs are sorted (else each is a unit), whether
     the last program of an output tile combines, and the dtype of y.
 
-    `native_fp8` multiplies e4m3 codes as they are. `prefetch` fetches weights of down while gate_up runs,
-    where units are pairs.
+    `native_fp8` allows that e4m3 codes are multiplied as they are. `prefetch` fetches weights of down while
+    gate_up runs, where units are pairs.
     """
 
     gate_up: Tile
@@ -85,7 +86,7 @@ def run(
         "F": ffn,
         "FORMAT": FORMATS.index(packed.format),
         "PAIRED": paired,
-        "NATIVE": plan.native_fp8,
+        "E4M3": e4m3_factors(device, native=plan.native_fp8),
         "PREFETCH": plan.prefetch and paired,
         "INTERPRETED": interpreted(),
         **pdl_options(device),
@@ -155,11 +156,11 @@ def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, 
     return x.values_TK.view(torch.uint8), x.scale_T
 
 
-def _operands(matrices: ExpertMatrices) -> tuple[Tensor | None, ...]:
+def _operands(matrices: Matrices) -> tuple[Tensor | None, ...]:
     return matrices.data, matrices.scale, matrices.offset, matrices.bias_EO
 
 
-def _constants(matrices: ExpertMatrices, tile: Tile) -> dict[str, int | bool]:
+def _constants(matrices: Matrices, tile: Tile) -> dict[str, int | bool]:
     scale = matrices.scale
     return {
         "BLOCKS": scale.shape[1] if scale is not None else 0,
@@ -172,8 +173,3 @@ def _constants(matrices: ExpertMatrices, tile: Tile) -> dict[str, int | bool]:
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
-
-
-def native_fp8(device: torch.device) -> bool:
-    """Return whether a device multiplies e4m3 by Hopper's tensor cores."""
-    return compute_capability(device) == 90 and not interpreted()

@@ -95,6 +95,12 @@ def e4m3_values(codes: tl.tensor) -> tl.tensor:
 
 
 @jit()
+def e4m3_float16(codes: tl.tensor) -> tl.tensor:
+    """Return the float16 values of uint8 codes."""
+    return _widened(codes.to(tl.int16), tl.float16) * 256.0
+
+
+@jit()
 def _widened(codes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """Return int16 codes as bfloat16 times 2^-120, or as float16 times 2^-8, one element at a time."""
     SHIFT: tl.constexpr = 7 if DTYPE is tl.float16 else 4

@@ -360,7 +360,7 @@ def rope_store(
 def supports(problem: Problem) -> str | None:
     if problem.n % 2:
         return f"a head of {problem.n} dimensions has no halves to rotate"
-    return integers_refused(problem.scheme) or triton_refusal(problem, native_fp8=False)
+    return integers_refused(problem.scheme) or triton_refusal(problem)
 
 
 register(Kernel("rope_store", "triton.fused", min_sm=80, priority=10, supports=supports, fn=rope_store))

@@ -49,7 +49,7 @@ def soft_cap_(logits_TV: Tensor, cap: float) -> Tensor:
 
 
 def supports(problem: Problem) -> str | None:
-    return triton_refusal(problem, native_fp8=False)
+    return triton_refusal(problem)
 
 
 register(Kernel("soft_cap", "triton.elements", min_sm=80, priority=10, supports=supports, fn=soft_cap_))

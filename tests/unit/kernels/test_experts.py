@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import packed as packed_experts
 from compress.kernels.experts import reference
+from compress.kernels.operands import matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
@@ -284,7 +284,7 @@ def test_sizes_that_no_tile_covers_are_refused_with_their_reason() -> None:
 
 def test_four_bit_words_hold_every_code_once() -> None:
     codes = torch.randint(-8, 8, (48, 256), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    words = packed_experts.w4_words(codes).to(torch.int32)
+    words = matrices.w4_words(codes).to(torch.int32)
     nibbles = torch.stack([(words >> (4 * i)) & 15 for i in range(4)], dim=-2) - 8
     assert torch.equal(nibbles.transpose(1, 2).reshape(48, 256).to(torch.int8), codes)
 

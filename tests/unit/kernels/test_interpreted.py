@@ -1,4 +1,4 @@
-"""The tests of GPU kernels that triton's interpreter runs, of all files in one process: the interpreter is
+"""The tests of GPU kernels that triton's interpreter runs, in processes of their own: the interpreter is
 chosen when triton is first imported."""
 
 from pathlib import Path
@@ -10,29 +10,30 @@ from tests.support.triton_interpreter import INTERPRETED, assert_passes_interpre
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="is the child process")
 
-FILES = [
-    Path(__file__).with_name(f"test_{name}.py")
-    for name in (
-        "attention_kernels",
-        "columns",
-        "decode_step",
-        "experts",
-        "rope_store",
-        "row_kernels",
-        "verify_step",
-    )
-]
+# In turns of about a minute each, which run at the same time.
+TURNS = (
+    ("attention_kernels", "columns", "decode_step"),
+    ("experts", "general_linear"),
+    ("rope_store", "row_kernels", "verify_step"),
+)
+each_turn = pytest.mark.parametrize("turn", TURNS, ids=lambda turn: "+".join(turn))
 
 
-def test_kernels_pass_in_the_interpreter() -> None:
-    assert_passes_interpreted(*FILES, slow=False)
+def files(turn: tuple[str, ...]) -> list[Path]:
+    return [Path(__file__).with_name(f"test_{name}.py") for name in turn]
+
+
+@each_turn
+def test_kernels_pass_in_the_interpreter(turn: tuple[str, ...]) -> None:
+    assert_passes_interpreted(*files(turn), slow=False)
 
 
 @pytest.mark.slow
-def test_more_shapes_pass_in_the_interpreter() -> None:
-    assert_passes_interpreted(*FILES, slow=True)
+@each_turn
+def test_more_shapes_pass_in_the_interpreter(turn: tuple[str, ...]) -> None:
+    assert_passes_interpreted(*files(turn), slow=True)
 
 
 def test_every_file_that_asks_for_the_interpreter_is_listed() -> None:
     asking = {each for each in Path(__file__).parent.glob("test_*.py") if "INTERPRETED" in each.read_text()}
-    assert asking - {Path(__file__)} == set(FILES)
+    assert asking - {Path(__file__)} == {path for turn in TURNS for path in files(turn)}

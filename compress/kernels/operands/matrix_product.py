@@ -1,16 +1,28 @@
-"""The product of one expert's outputs with the rows of a unit, for every format of `packed.py`.
+"""The product of rows with outputs of one matrix, for every format of `matrices.py`.
 
 Weights are the left factor of every product and tokens its columns, so that a unit of few tokens wastes
 little. A sum over I runs in steps of 16 columns in their order, whatever the sizes of a tile; codes of four
 bits and e4m3 codes with a scale for each block sum 128 columns (or a smaller scale group) from zero, and add
 the scaled sum in float32. So no tile size changes a bit.
 
-e4m3 codes are widened to float16, exactly, before they are multiplied. `NATIVE` multiplies them on Hopper's
-FP8 tensor cores, which keep 14 bits of a sum of 128 terms, for prompts.
+`E4M3` states how e4m3 codes are multiplied: "native" on Hopper's FP8 tensor cores, which keep 14 bits of a
+sum of 128 terms, for prompts; otherwise exactly, widened to float16 by the GPU's instruction ("converted"),
+or in integer arithmetic where it has none ("bits").
 """
 
-from compress.kernels.compilers.triton import jit, tl
-from compress.kernels.operands.e4m3 import e4m3_values
+import torch
+
+from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl
+from compress.kernels.operands.e4m3 import e4m3_float16
+from compress.kernels.problem import compute_capability
+
+
+def e4m3_factors(device: torch.device, *, native: bool) -> str:
+    """Return how a device multiplies e4m3 codes; `native` allows it to do so as they are."""
+    sm = compute_capability(device)
+    if native and sm == 90 and not interpreted():
+        return "native"
+    return "converted" if sm >= FP8_SM else "bits"
 
 
 @jit()
@@ -55,17 +67,19 @@ def _numbers(
 
 @jit()
 def _factors(
-    tile: tl.tensor, FORMAT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr
+    tile: tl.tensor, FORMAT: tl.constexpr, E4M3: tl.constexpr, INTERPRETED: tl.constexpr
 ) -> tl.tensor:
     """Return numbers to multiply: as loaded, or e4m3 codes widened to float16."""
     if INTERPRETED:
-        return e4m3_values(tile) if FORMAT >= 2 else tile.to(tl.float32)
+        return e4m3_float16(tile).to(tl.float32) if FORMAT >= 2 else tile.to(tl.float32)
     elif FORMAT < 2:
         return tile
-    elif NATIVE:
+    elif E4M3 == "native":
         return tile.to(tl.float8e4nv, bitcast=True)
-    else:
+    elif E4M3 == "converted":
         return tile.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        return e4m3_float16(tile)
 
 
 @jit()
@@ -93,11 +107,11 @@ def product(
     ASYMMETRIC: tl.constexpr,
     TWO: tl.constexpr,
     STAGES: tl.constexpr,
-    NATIVE: tl.constexpr,
+    E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> tl.tensor:
     """Return two products [BM, BN] of an expert's outputs `first` and `second` (one, twice, if not TWO) with
-    rows of x."""
+    rows of x. The blocks of fp8_block are one for the tile, or one for each of its outputs [BM, 1]."""
     expert = expert.to(tl.int64)
     a = tl.zeros([BM, BN], dtype=tl.float32)
     b = tl.zeros([BM, BN], dtype=tl.float32)
@@ -196,24 +210,24 @@ def product(
                 a_next = tl.load(a_scale_at + after)
                 b_next = tl.load(b_scale_at + after)
                 at = step * 128
-                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, E4M3, INTERPRETED))
                 zero = tl.zeros([BM, BN], dtype=tl.float32)
-                a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
+                a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, E4M3, INTERPRETED), x, zero)
                 a += a_sum * x_scale[None, :] * a_scale
                 if TWO:
-                    b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED), x, zero)
+                    b_sum = tl.dot(_factors(tl.load(b_at + at), FORMAT, E4M3, INTERPRETED), x, zero)
                     b += b_sum * x_scale[None, :] * b_scale
                 x_scale = x_next
                 a_scale = a_next
                 b_scale = b_next
         else:
             for at in tl.range(0, IN, BK, num_stages=STAGES):
-                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, NATIVE, INTERPRETED))
-                left = _factors(tl.load(a_at + at), FORMAT, NATIVE, INTERPRETED)
-                a = tl.dot(left, x, a, max_num_imprecise_acc=BK if NATIVE else None)
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, E4M3, INTERPRETED))
+                left = _factors(tl.load(a_at + at), FORMAT, E4M3, INTERPRETED)
+                a = tl.dot(left, x, a, max_num_imprecise_acc=BK if E4M3 == "native" else None)
                 if TWO:
-                    right = _factors(tl.load(b_at + at), FORMAT, NATIVE, INTERPRETED)
-                    b = tl.dot(right, x, b, max_num_imprecise_acc=BK if NATIVE else None)
+                    right = _factors(tl.load(b_at + at), FORMAT, E4M3, INTERPRETED)
+                    b = tl.dot(right, x, b, max_num_imprecise_acc=BK if E4M3 == "native" else None)
             if FORMAT == 2:
                 scale_ptr += expert * OUT
                 x_scale = tl.load(x_scale_ptr + x_rows, mask=valid, other=0.0)

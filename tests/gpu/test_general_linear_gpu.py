@@ -1,0 +1,91 @@
+"""The Triton linear of every format on a GPU: odd shapes against float64, and a row's bits in any company, by
+every way in which e4m3 is multiplied."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.linear import general
+from compress.kernels.operands.rows import QuantizedRows
+from compress.quant.scheme import QuantizedWeight
+from tests.unit.kernels.test_experts import randn, same_bits, weight
+from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+ROWS = 512
+COMPANIES = ((0, 1), (7, 8), (0, 8), (3, 12), (40, 56), (0, 17), (39, 103), (0, 128), (100, 357), (511, 512))
+CASES = [
+    (None, torch.bfloat16, (5120,), 2880, None, True),
+    (None, torch.float16, (501, 500), 48, None, True),
+    (None, torch.bfloat16, (720, 720), 336, "gelu_pytorch_tanh", True),
+    ("W4A16_G64", torch.bfloat16, (1024, 256, 256), 2880, None, True),
+    ("W4A16_G32_ASYM", torch.float16, (120, 120), 160, "silu", False),
+    ("W4A16_CHANNEL", torch.bfloat16, (304,), 720, None, False),
+    ("W4A16_G128", torch.bfloat16, (8192, 8192), 512, "silu", False),
+    ("FP8_BLOCK", torch.bfloat16, (4096, 1024, 1024), 4096, None, True),
+    ("FP8_BLOCK", torch.float16, (136, 136), 384, "silu", False),
+    ("FP8_BLOCK", torch.bfloat16, (17, 130), 128, None, False),
+    ("FP8_DYNAMIC", torch.bfloat16, (2880,), 720, None, True),
+    ("FP8_STATIC", torch.bfloat16, (35, 35), 112, "gelu", True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(rows: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
+    if isinstance(rows, Tensor):
+        return rows.to(CUDA)
+    return QuantizedRows(rows.values_TK.to(CUDA), rows.scale_T.to(CUDA))
+
+
+def moved(each: Tensor | QuantizedWeight) -> Tensor:
+    return each.to(CUDA) if isinstance(each, Tensor) else each.dequantize(torch.float32).to(CUDA)
+
+
+@pytest.mark.parametrize("by_bits", [False, True])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("name", "dtype", "sizes", "k", "activation", "bias"), CASES)
+def test_products_and_bits(
+    name: str | None,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    k: int,
+    activation: str | None,
+    bias: bool,
+    phase: str,
+    by_bits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if by_bits:
+        if name is None or not name.startswith("FP8"):
+            pytest.skip("no e4m3")
+        monkeypatch.setattr(general, "e4m3_factors", lambda device, native: "bits")
+    activation = activation if phase == "decode" else None
+    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    kernel = kernel_of(name, dtype, sizes, k, phase, activation)
+    assert kernel.repack is not None
+    packed = kernel.repack(weights, dtype=dtype, device=CUDA, gated=activation is not None)
+    bias_O = randn(sum(sizes), seed=4).to(dtype).to(CUDA) if bias else None
+    cpu_rows, numbers = rows_of(randn(ROWS, k, seed=1).to(dtype), name)
+    rows = on_gpu(cpu_rows)
+    expected = in_float64(numbers.to(CUDA), [moved(each) for each in weights], bias_O, activation)
+    residual = randn(*expected.shape, seed=2).to(dtype).to(CUDA)
+    y_TO = kernel.fn(rows, packed, bias_O, residual_TO=residual)
+    wanted = expected + residual.double()
+    assert float((y_TO.double() - wanted).norm() / wanted.norm()) < torch.finfo(dtype).eps
+    exact = kernel.fn(rows, packed, bias_O, out_dtype=torch.float32)
+    native = phase == "prefill" and name is not None and name.startswith("FP8") and not by_bits
+    limit = 1e-3 if native else 1e-5  # Hopper's FP8 tensor cores keep 14 bits
+    assert float((exact.double() - expected).norm() / expected.norm()) < limit
+    if phase == "decode":
+        for start, stop in COMPANIES:
+            part = kernel.fn(some(rows, start, stop), packed, bias_O, residual_TO=residual[start:stop])
+            assert same_bits(part, y_TO[start:stop]), (start, stop)

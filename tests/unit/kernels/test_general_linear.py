@@ -1,0 +1,152 @@
+"""The Triton linear of every format gives the product in float64 within rounding, and its decode rows have
+the same bits in any company. It runs in triton's interpreter."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compress.kernels.act_mul.reference import act_mul
+from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
+from compress.kernels.problem import KernelDevice
+from compress.kernels.select import Kernel, candidates, refusals, select
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+from tests.support.slow import slow
+from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
+from tests.unit.kernels.test_experts import randn, same_bits, weight, wide
+
+inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def kernel_of(
+    name: str | None, dtype: torch.dtype, sizes: Sequence[int], k: int, phase: Any, activation: str | None
+) -> Kernel:
+    device = KernelDevice("cpu", 90, dtype)
+    problem = device.problem("linear", n=sum(sizes), k=k, phase=phase, scheme=name, activation=activation)
+    served = [each for each in candidates("linear") if each.refusal(problem) is None]
+    return next(each for each in served if each.name.startswith("triton."))
+
+
+def rows_of(x_TI: Tensor, name: str | None) -> tuple[Tensor | QuantizedRows, Tensor]:
+    """Return rows as a scheme rounds them, and the numbers that they are."""
+    kind = SCHEMES[name].activation if name is not None else None
+    if kind is None:
+        return x_TI, x_TI.double()
+    static = torch.tensor(0.02) if kind == "tensor" else None
+    rows = quantize(x_TI, ActivationQuant(static, group_size=128 if kind == "group" else None))
+    return rows, rows.dequantize(torch.float64)
+
+
+def some(rows: Tensor | QuantizedRows, start: int, stop: int) -> Tensor | QuantizedRows:
+    if isinstance(rows, Tensor):
+        return rows[start:stop]
+    return QuantizedRows(rows.values_TK[start:stop], rows.scale_T[start:stop])
+
+
+def in_float64(
+    x_TI: Tensor, weights: Sequence[Tensor | QuantizedWeight], bias_O: Tensor | None, activation: str | None
+) -> Tensor:
+    y_TO = x_TI @ torch.cat([wide(each) for each in weights]).t()
+    y_TO = y_TO if bias_O is None else y_TO + bias_O.double()
+    if activation is None:
+        return y_TO
+    gated = act_mul(y_TO, activation)
+    assert isinstance(gated, Tensor)
+    return gated
+
+
+@inside
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "k", "activation", "bias"),
+    [
+        (None, torch.float16, (37,), 48, None, True),
+        (None, torch.bfloat16, (40, 40), 80, "gelu_pytorch_tanh", True),
+        ("W4A16_G64", torch.float16, (48, 16), 192, None, True),
+        ("W4A16_G32_ASYM", torch.float16, (24, 24), 160, "silu", False),
+        ("FP8_BLOCK", torch.float16, (144, 48, 16), 256, None, True),
+        ("FP8_STATIC", torch.float16, (21,), 48, None, False),
+        slow("W4A16_CHANNEL", torch.bfloat16, (16,), 80, None, False),
+        slow("W4A16_G128", torch.bfloat16, (300, 4), 384, None, True),
+        slow("FP8_BLOCK", torch.bfloat16, (136, 136), 128, "gelu", False),
+        slow("FP8_BLOCK", torch.bfloat16, (17, 130), 128, None, False),
+        slow("FP8_DYNAMIC", torch.bfloat16, (35, 35), 112, "silu", True),
+    ],
+)
+def test_products_of_odd_sizes(
+    phase: Any,
+    name: str | None,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    k: int,
+    activation: str | None,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_row_independent_products(monkeypatch)
+    activation = activation if phase == "decode" else None
+    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    kernel = kernel_of(name, dtype, sizes, k, phase, activation)
+    assert kernel.repack is not None
+    packed = kernel.repack(weights, dtype=dtype, device=CPU, gated=activation is not None)
+    bias_O = randn(sum(sizes), seed=4).to(dtype) if bias else None
+    rows, numbers = rows_of(randn(11, k, seed=1).to(dtype), name)
+    expected = in_float64(numbers, weights, bias_O, activation)
+    residual = randn(*expected.shape, seed=2).to(dtype)
+    y_TO = kernel.fn(rows, packed, bias_O, residual_TO=residual)
+    assert y_TO.dtype == dtype
+    wanted = expected + residual.double()
+    assert float((y_TO.double() - wanted).norm() / wanted.norm()) < torch.finfo(dtype).eps
+    exact = kernel.fn(rows, packed, bias_O, out_dtype=torch.float32)
+    assert exact.dtype == torch.float32
+    assert float((exact.double() - expected).norm() / expected.norm()) < 1e-5
+    if phase == "decode":
+        for start, stop in ((0, 1), (10, 11), (2, 9)):
+            part = kernel.fn(some(rows, start, stop), packed, bias_O, residual_TO=residual[start:stop])
+            assert same_bits(part, y_TO[start:stop])
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("scheme", "n", "k", "decode", "prefill"),
+    [
+        ("FP8_BLOCK", 6144, 4096, "triton.fp8_block.decode", "triton.fp8_block.prefill"),
+        ("W4A16_G64", 6144, 4096, "triton.w4.decode", "triton.w4.prefill"),
+        ("W4A16_CHANNEL_ASYM", 6144, 2880, "triton.w4.decode", "triton.w4.prefill"),
+        ("BF16", 5120, 2880, "triton.dense16.decode", "dense16.cublas"),
+        ("BF16", 49155, 2048, "triton.dense16.decode", "dense16.cublas"),
+        ("W8A16", 6144, 4096, "reference.dequantized.tile4", "reference.dequantized.tile256"),
+    ],
+)
+def test_what_no_tuned_kernel_serves_it_serves(
+    sm: int, scheme: str, n: int, k: int, decode: str, prefill: str
+) -> None:
+    pytest.importorskip("triton")
+    device = KernelDevice("cuda", sm, torch.bfloat16)
+    for phase, expected in (("decode", decode), ("prefill", prefill)):
+        assert select(device.problem("linear", n=n, k=k, phase=phase, scheme=scheme)).name == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "n", "k", "reason"),
+    [
+        ("W4A16_G64", 6144, 2848, "K = 2848 is no multiple of the group size 64"),
+        ("W4A16_G32", 6150, 2848, "N = 6150 is no multiple of 16"),
+        ("W4A16_CHANNEL", 6144, 2840, "K = 2840 is no multiple of 16"),
+        ("INT8_DYNAMIC", 6144, 4096, "for weights in the format w4"),
+    ],
+)
+def test_refusals(scheme: str, n: int, k: int, reason: str) -> None:
+    pytest.importorskip("triton")
+    problem = KernelDevice("cuda", 90, torch.bfloat16).problem("linear", n=n, k=k, scheme=scheme)
+    assert refusals(problem)["triton.w4.decode"] == reason
