@@ -2,12 +2,14 @@
 test was collected.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from compress import machine
+from tests.support.slow import PART_VARIABLE, in_part
 
 settings.register_profile("repeatable", derandomize=True)  # a red run is red again on the next machine
 settings.load_profile("repeatable")
@@ -16,6 +18,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if part := os.environ.get(PART_VARIABLE):
+        items[:] = [
+            item for item in items if not item.get_closest_marker("slow") or in_part(item.nodeid, part)
+        ]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from compress.cli.app import COMMANDS
+from tests.support.slow import in_part
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {
@@ -71,3 +72,10 @@ def test_readme_names_only_commands_that_exist() -> None:
     named = set(re.findall(r"(?:^|[/`]|&& )compress ([a-z][a-z-]*)", text, flags=re.MULTILINE))
     assert {"plan", "generate"} <= named
     assert named <= COMMANDS.keys()
+
+
+def test_each_slow_test_is_in_one_of_the_parts() -> None:
+    names = [f"tests/test_some.py::test_{idx}" for idx in range(100)]
+    parts = [{name for name in names if in_part(name, f"{part}/4")} for part in range(4)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert all(parts)

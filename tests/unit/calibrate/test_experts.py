@@ -26,6 +26,7 @@ from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
 from tests.support.stop_after import StopAfter
+from tests.support.slow import slow
 from tests.support.tiny_decoder import tiny_arch, tiny_source, tiny_tokens
 
 MOE: dict[str, Any] = {
@@ -84,8 +85,15 @@ def run(
     return run_sequential(source, tokens_NS, compression, out, ctx, compute_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("starved", ["shrink", "all_tokens", "keep"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "starved"),
+    [
+        *((method, "shrink") for method in METHODS),
+        ("gptq", "all_tokens"),
+        ("gptq", "keep"),
+        *(slow(method, starved) for method in METHODS if method != "gptq" for starved in ("all_tokens", "keep")),
+    ],
+)
 def test_every_linear_of_every_expert_is_quantized(
     method: str, starved: str, source: MemorySource, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 @pytest.mark.skipif(INTERPRETED, reason="is the child process")
 @pytest.mark.parametrize("sm", [80, 90])
 def test_the_kernels_compile_for_a_device_that_is_not_here(sm: int) -> None:
-    command = [sys.executable, "-m", "tests.support.compile_attention", str(sm)]
+    command = [sys.executable, "-m", "tests.support.compile_kernels", str(sm)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
 

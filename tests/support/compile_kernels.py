@@ -1,0 +1,143 @@
+"""Compiles the Triton kernels of attention, of rope_store and of the linear of every size for
+`sm_<argument>`, on a machine without a GPU: run by a test, in a process of its own, because it replaces
+triton's driver."""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from compress.kernels.attention_decode import paged as decode
+from compress.kernels.attention_prefill import paged as prefill
+from compress.kernels.attention_prefill import widen
+from compress.kernels.linear import general
+from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
+from compress.kernels.problem import KernelDevice
+from compress.kernels.rope_store import fused
+from compress.kernels.select import candidates
+from compress.quant.numerics import nearest_weight
+from compress.quant.scheme import SCHEMES
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+
+
+class AbsentDevice:
+    """What triton asks a driver for, to compile but not to load."""
+
+    def __init__(self, sm: int) -> None:
+        self.sm = sm
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def compile_all(sm: int) -> list[Any]:
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        del warmup
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    JITFunction.run = compile_only
+    triton.runtime.driver.set_active(AbsentDevice(sm))
+    for module in (decode, prefill, widen, fused, general):
+        module.pdl_options = lambda device: {  # type: ignore[attr-defined]
+            "PDL": sm >= 90,
+            "launch_pdl": sm >= 90,
+        }
+    general.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
+        "bits" if sm < 89 else "native" if native else "converted"
+    )
+    for head_dim in (80, 128, 256, 512):
+        for page_dtype in (torch.bfloat16, FP8, *([torch.float32] if head_dim > 128 else [])):
+            compile_attention(head_dim, page_dtype)
+    for linear in LINEARS:
+        compile_linear(sm, *linear)
+    return compiled
+
+
+def compile_attention(head_dim: int, page_dtype: torch.dtype) -> None:
+    """Compile attention and rope_store; the cap of scores and norms over all heads for one head size."""
+    dtype = torch.float32 if page_dtype == torch.float32 else torch.bfloat16
+    k, v = (torch.zeros(2, 4, 64, head_dim, dtype=page_dtype) for _ in range(2))
+    scales = [torch.zeros(2, 4, 64)] * 2 if page_dtype == FP8 else []
+    kv = PagedKV(k, v, *scales)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    lens = torch.ones(2, dtype=torch.int32)
+    q = torch.zeros(16, 8, head_dim, dtype=dtype)
+    caps = (None, 50.0) if head_dim == 128 else (None,)
+    for softcap in caps:
+        decode.attention_decode(q, kv, table, lens, q_len=8, window=None, scale=1.0, softcap=softcap)
+        prefill.attention_prefill(q, kv, table, (7, 9), (70, 9), window=50, scale=1.0, softcap=softcap)
+    qkv = torch.zeros(16, 12 * head_dim, dtype=q.dtype)
+    rope = torch.zeros(8, head_dim, dtype=q.dtype)
+    rows = torch.zeros(16).long()
+    for whole in (False, True) if head_dim == 128 else (False,):
+        fused.rope_store(
+            qkv,
+            rope,
+            rope,
+            rows,
+            rows,
+            kv,
+            num_heads=8,
+            qk_norm=torch.zeros(10, head_dim, dtype=torch.float32 if whole else q.dtype),
+            eps=1e-5,
+            whole=whole,
+            centered=whole,
+            growth_P=rope[:, 0].contiguous() if whole else None,
+        )
+
+
+LINEARS = (
+    (None, 80, None),
+    (None, 80, "gelu"),
+    ("W4A16_G64", 192, "silu"),
+    ("W4A16_CHANNEL_ASYM", 80, None),
+    ("FP8_DYNAMIC", 80, None),
+    ("FP8_BLOCK", 256, "silu"),
+    ("FP8_BLOCK", 256, None),
+)
+"""Schemes, inputs and activations of linears."""
+
+
+def compile_linear(sm: int, name: str | None, k: int, activation: str | None) -> None:
+    """Compile a linear of one decode row, of 64, and of a prompt."""
+    weight = torch.ones(64, k, dtype=torch.bfloat16)
+    scheme = SCHEMES[name] if name is not None else None
+    device = KernelDevice("cuda", sm, torch.bfloat16)
+    for rows, phase in ((1, "decode"), (64, "decode"), (512, "prefill")):
+        gate = activation if phase == "decode" else None
+        problem = device.problem("linear", n=64, k=k, phase=phase, scheme=name, activation=gate)  # type: ignore[arg-type]
+        served = [each for each in candidates("linear") if each.refusal(problem) is None]
+        kernel = next(each for each in served if each.name.startswith("triton."))
+        assert kernel.repack is not None
+        quantized = weight if scheme is None else nearest_weight(weight, scheme, torch.bfloat16)
+        packed = kernel.repack(
+            [quantized], dtype=torch.bfloat16, device=torch.device("cpu"), gated=gate is not None
+        )
+        x_TI: Any = torch.ones(rows, k, dtype=torch.bfloat16)
+        if scheme is not None and scheme.activation is not None:
+            groups = 128 if scheme.activation == "group" else None
+            x_TI = quantize(x_TI, ActivationQuant(group_size=groups))
+        kernel.fn(x_TI, packed, None)
+
+
+if __name__ == "__main__":
+    device_sm = int(sys.argv[1])
+    for kernel in compile_all(device_sm):
+        assert kernel.metadata.shared <= SHARED_BYTES[device_sm], (
+            f"{kernel.metadata.name} needs {kernel.metadata.shared} bytes"
+        )
