@@ -25,8 +25,8 @@ from compress.models.weights import MemorySource, build_decoder
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
-from tests.support.stop_after import StopAfter
 from tests.support.slow import slow
+from tests.support.stop_after import StopAfter
 from tests.support.tiny_decoder import tiny_arch, tiny_source, tiny_tokens
 
 MOE: dict[str, Any] = {
@@ -91,7 +91,12 @@ def run(
         *((method, "shrink") for method in METHODS),
         ("gptq", "all_tokens"),
         ("gptq", "keep"),
-        *(slow(method, starved) for method in METHODS if method != "gptq" for starved in ("all_tokens", "keep")),
+        *(
+            slow(method, starved)
+            for method in METHODS
+            if method != "gptq"
+            for starved in ("all_tokens", "keep")
+        ),
     ],
 )
 def test_every_linear_of_every_expert_is_quantized(
