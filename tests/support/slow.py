@@ -1,5 +1,5 @@
 """Cases that repeat at other sizes what their neighbours show: `make test` leaves them out, and
-`make test-slow` runs them, or the part of them that the variable SLOW_PART names: 2/4 is the third of four."""
+`make test-slow` runs them, or the part of them that the variable SLOW_PART names (2/4: the third of four)."""
 
 import zlib
 from typing import Any
