@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
+        "tie_word_embeddings": True,  # as every checkpoint of the family; vLLM's class has no other head
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": 32,
         "query_pre_attn_scalar": 64,
