@@ -10,7 +10,7 @@ codes as they are decoded here (`plain_twin.py`): what is left is the reading of
 a dtype. The limits are those of 16 bits, whatever the scheme: 0.02 on average, 0.15 at one token. Texts that
 have nothing in common differ by 1.2. Each family is also there as pruning leaves it: half the KV groups,
 three quarters of the FFN, in 4 bits; a Qwen2 keeps its heads, because vLLM takes their dimension from the
-hidden size.
+hidden size. Each mixture is also there with experts in 16 bits (`dense experts`).
 
 A program computes in float32 where it can: in 16 bits the last bit of every input of an 8-bit linear is
 uncertain, it decides the code, and two exact programs end up 0.05 apart. Beside it stands how far a program
@@ -27,118 +27,21 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from compress.export import write_format
 from compress.models.family import family_of
+from compress.models.overrides import linear_names
 from compress.models.pruning import Widths, resized
 from compress.models.random_source import RandomSource
-from compress.quant.scheme import SCHEMES, ModelScheme
+from compress.models.weights import dense
+from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
 from scripts.check_interop import CPU, LIMITS, Answer, Question, Reply, ask_all, ask_runtime
+from scripts.interop_families import ALL_FORMATS, FAMILIES, MIXTURES, SMALL, STACKED
 from scripts.plain_twin import scores, twin
 
-SMALL: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"]},
-    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "phi3": {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.75},
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "tie_word_embeddings": True,  # as every checkpoint of the family; vLLM's class has no other head
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 32,
-        "query_pre_attn_scalar": 64,
-    },
-    "gemma3_text": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 32,
-        "query_pre_attn_scalar": 64,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "granite": {
-        "architectures": ["GraniteForCausalLM"],
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.015625,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
-    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
-    "olmo3": {
-        "architectures": ["Olmo3ForCausalLM"],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "glm4": {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.5, "attention_bias": True},
-    "cohere": {
-        "architectures": ["CohereForCausalLM"],
-        "logit_scale": 0.25,
-        "layer_norm_eps": 1e-5,
-        "tie_word_embeddings": True,  # vLLM takes the embedding for the head whatever the config says
-    },
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-    },
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
-    "olmoe": {"architectures": ["OlmoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2},
-    "glm4_moe": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "partial_rotary_factor": 0.5,
-        "norm_topk_prob": True,
-    },
-    "cohere2": {
-        "architectures": ["Cohere2ForCausalLM"],
-        "logit_scale": 0.25,
-        "layer_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-}
 WRITTEN = (
     ("compressed-tensors", "W4A16_G128"),
     ("compressed-tensors", "W4A16_G128_ASYM"),
@@ -148,13 +51,11 @@ WRITTEN = (
     ("awq", "W4A16_G128_ASYM"),
     ("gptq", "W4A16_G128"),
 )
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe")
-"""Families with experts. `transformers` multiplies decoded experts in bfloat16, whatever is asked for."""
+DENSE_EXPERTS = ("compressed-tensors", "FP8_DYNAMIC")
+"""How every mixture is written once more, with experts in 16 bits."""
 ROUTED_FRAC = 0.97
 """Share of the tokens of a mixture that the limit of a single token holds for: the last bit of a token's
 hidden state decides between two experts that its router likes equally, and another one computes it then."""
-ALL_FORMATS = ("llama", "mistral", "qwen2", "qwen3")
-"""The families that are written in every format; the others in the first of four bits, of FP8 and of GPTQ."""
 FEW = (WRITTEN[0], WRITTEN[2], WRITTEN[6])
 OWN_FIELDS = {"hidden_act": "hidden_activation", "rms_norm_eps": "layer_norm_eps"}
 """Fields of `SMALL` that some families spell otherwise."""
@@ -206,6 +107,11 @@ class Case:
     scheme: str
     path: Path
     pruned: bool = False
+    dense_experts: bool = False
+
+    @property
+    def scheme_shown(self) -> str:
+        return f"{self.scheme}, dense experts" if self.dense_experts else self.scheme
 
     def dtype(self, program: str) -> str:
         return DTYPES[program].get(self.scheme, "float32")
@@ -221,29 +127,45 @@ class Case:
         )
 
 
-def write_all(directory: Path, families: Iterable[str]) -> Iterator[Case]:
-    for family in families:
-        own = FAMILIES[family]
-        common = {name: value for name, value in SMALL.items() if OWN_FIELDS.get(name) not in own}
-        config = {**common, "model_type": family, **own}
-        arch = family_of(config).read_config(config)
-        for form, name in WRITTEN if family in ALL_FORMATS else FEW:
-            case = Case(family, form, name, directory / f"{family}-{form}-{name}")
-            case.path.mkdir()
-            source = RandomSource(arch, device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name])
-            write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
-            yield case
-        if family not in ALL_FORMATS:
-            continue
-        form, name = WRITTEN[0]
-        case = Case(family, form, name, directory / f"{family}-pruned", pruned=True)
-        case.path.mkdir()
-        heads = (4, 2) if family == "qwen2" else (2, 1)
-        source = RandomSource(
-            resized(arch, Widths(*heads, 384, 2)), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[name]
-        )
-        write_format(form, case.path, source, ModelScheme(SCHEMES[name]))
-        yield case
+class DenseExperts(RandomSource):
+    """Random weights of which the routed experts have no codes."""
+
+    def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
+        return {
+            name: dense(value).to(torch.bfloat16) if is_expert(name) else value
+            for name, value in super().layer(layer_idx).items()
+        }
+
+
+def is_expert(name: str) -> bool:
+    return "moe.experts." in name
+
+
+def cases_of(family: str, directory: Path) -> Iterator[Case]:
+    if family not in STACKED:
+        for form, scheme in WRITTEN if family in ALL_FORMATS else FEW:
+            yield Case(family, form, scheme, directory / f"{family}-{form}-{scheme}")
+    if family in MIXTURES:
+        yield Case(family, *DENSE_EXPERTS, directory / f"{family}-dense-experts", dense_experts=True)
+    if family in ALL_FORMATS:
+        yield Case(family, *WRITTEN[0], directory / f"{family}-pruned", pruned=True)
+
+
+def write(case: Case) -> None:
+    own = FAMILIES[case.family]
+    common = {name: value for name, value in SMALL.items() if OWN_FIELDS.get(name) not in own}
+    config = {**common, "model_type": case.family, **own}
+    arch = family_of(config).read_config(config)
+    if case.pruned:
+        heads = (4, 2) if case.family == "qwen2" else (2, 1)
+        arch = resized(arch, Widths(*heads, 384, 2))
+    scheme = SCHEMES[case.scheme]
+    drawn = DenseExperts if case.dense_experts else RandomSource
+    source = drawn(arch, device=CPU, dtype=torch.bfloat16, scheme=scheme)
+    linears = linear_names(arch) if case.dense_experts else ()
+    exceptions = tuple((name, None) for name in linears if is_expert(name))
+    case.path.mkdir()
+    write_format(case.form, case.path, source, ModelScheme(scheme, exceptions=exceptions))
 
 
 def read_by(program: str, case: Case) -> bool:
@@ -282,9 +204,8 @@ def row(
 ) -> tuple[str, bool]:
     """A line of the table, and whether all is well."""
     family = f"{case.family}, pruned" if case.pruned else case.family
-    name = (
-        f"| {family} | {case.form} | {case.scheme} | {program} {reply.version or ''} | {case.dtype(program)} "
-    )
+    by = f"{program} {reply.version or ''}"
+    name = f"| {family} | {case.form} | {case.scheme_shown} | {by} | {case.dtype(program)} "
     if reply.error is not None:
         return f"{name}| | | | {reply.error} |", False
     mean, worst = from_twin(case, program, prompts, reply.prompts)
@@ -326,13 +247,15 @@ def main() -> None:
     well = True
     refused = not_asked()
     with tempfile.TemporaryDirectory() as directory:
-        cases = list(write_all(Path(directory), args.families))
+        cases = [case for family in args.families for case in cases_of(family, Path(directory))]
+        for case in cases:
+            write(case)
         ours = {case: ask_runtime(case.path, prompts, MAX_TOKENS) for case in cases}
         for program in args.programs:
             asked = [
                 case
                 for case in cases
-                if read_by(program, case) and (program, case.family, case.scheme) not in refused
+                if read_by(program, case) and (program, case.family, case.scheme_shown) not in refused
             ]
             if program == "compress":
                 replies = [Reply(ours[case]) for case in asked]
