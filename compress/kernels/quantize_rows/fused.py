@@ -1,5 +1,6 @@
-"""Quantization of rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result
-is stored as it is, or quantized on the way out.
+"""Quantization of rows to the grid of e4m3 or int8 in one pass, with a scale for a row or, of e4m3, for each
+group of its columns; and the end of every row kernel: its result is stored as it is, or quantized on the way
+out.
 
     scale = max(absmax(x) / largest, tiny),  value = round(x / scale)    quotients rounded as in IEEE 754
 
@@ -28,10 +29,9 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.e4m3 import encode_e4m3
-from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
-from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536
 """Elements that a program of 1024 threads keeps in registers."""
@@ -54,18 +54,29 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
-    """Return fresh rows [T, K], with one scale each, and the keyword arguments by which `store_row` fills
-    them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8."""
+    """Return fresh rows [T, K], with one scale each or one for each group, and the keyword arguments by which
+    `store_row` fills them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8, 4 dynamic by `GROUP`."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
-        return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
-    assert quant.group_size is None, "a row kernel gives a row one scale"
+        nothing = {"scale_ptr": out, "static_ptr": out, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
+        return out, {"out_ptr": out, **nothing}
+    group_size = quant.group_size or 0
+    assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
+    assert group_size == 0 or size % group_size == 0, (
+        f"{size} features are no whole groups of {group_size}"
+    )
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
-    scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
-    static = scale_T if quant.static_scale is None else quant.static_scale
-    how = 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
-    arguments = {"out_ptr": values, "scale_ptr": scale_T, "static_ptr": static, "QUANT": how}
-    return QuantizedRows(values.view(quant.dtype), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
+    shape = (num_rows, size // group_size) if group_size else (num_rows,)
+    scale = torch.empty(shape, dtype=torch.float32, device=device)
+    static = scale if quant.static_scale is None else quant.static_scale
+    how = 4 if group_size else 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
+    arguments = {"out_ptr": values, "scale_ptr": scale, "static_ptr": static, "QUANT": how}
+    converts = converts_e4m3(device)
+    return QuantizedRows(values.view(quant.dtype), scale), {
+        **arguments,
+        "GROUP": group_size,
+        "CONVERTS": converts,
+    }
 
 
 def converts_e4m3(device: torch.device) -> bool:
@@ -83,6 +94,7 @@ def store_row(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
     """Row y [BLOCK], already rounded to the model's dtype, zero beyond SIZE."""
@@ -90,6 +102,14 @@ def store_row(
     out_ptr += row.to(tl.int64) * SIZE + columns
     if QUANT == 0:
         tl.store(out_ptr, y, mask=columns < SIZE)
+    elif QUANT == 4:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        groups = tl.arange(0, GROUPS)
+        parts = tl.reshape(y.to(tl.float32), [GROUPS, GROUP])
+        scale = group_scale(parts)
+        codes = e4m3(parts, scale[:, None], CONVERTS)
+        tl.store(out_ptr, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
+        tl.store(scale_ptr + row.to(tl.int64) * (SIZE // GROUP) + groups, scale, mask=groups < SIZE // GROUP)
     else:
         y = y.to(tl.float32)
         if QUANT == 2:
@@ -102,6 +122,12 @@ def store_row(
         else:
             tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
+
+
+@jit()
+def group_scale(parts: tl.tensor) -> tl.tensor:
+    """Return the scale of each row of float32 numbers; NaN if one of them is."""
+    return _larger(tl.div_rn(tl.reduce(tl.abs(parts), 1, _larger), 448.0), 1 / (1 << 40))  # TINY_SCALE
 
 
 @jit()
@@ -144,6 +170,7 @@ def _quantize_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -152,13 +179,7 @@ def _quantize_rows(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
-
-
-def _refusal(problem: Problem) -> str | None:
-    if problem.scheme in SCHEMES and SCHEMES[problem.scheme].activation == "group":
-        return "gives a row one scale, not one for each group of its columns"
-    return row_refusal(problem)
+    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
 
 
 def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:
@@ -169,4 +190,4 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=_refusal, fn=quantize_rows))
+register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=quantize_rows))
