@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.operands.rows import RawRows
 from compress.kernels.problem import Phase
 from compress.machine import measure_bandwidth
 from compress.models.arch import Arch
@@ -47,7 +48,8 @@ from scripts.step_profile import drain, fill, profile_steps
 
 DENSE = "BF16"
 ADDED = 0.05
-"""Factor of the weights that write into the residual stream."""
+"""Factor of the weights that write into the residual stream, `WRITERS`."""
+WRITERS = ("attn.o.weight", "down.weight")
 COUNTED_STEPS = 16
 SCORED_AT_ONCE = 8
 
@@ -64,9 +66,18 @@ class SpreadSource(RandomSource):
     def layer(self, layer_idx: int) -> dict[str, Tensor | QuantizedWeight]:
         layer = super().layer(layer_idx)
         return {
-            name: _scaled(value, ADDED) if name.endswith(("attn.o.weight", "down.weight")) else value
+            name: _scaled(_centred(value), ADDED if name.endswith(WRITERS) else 1.0)
             for name, value in layer.items()
         }
+
+
+def _centred(value: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+    """Return integer codes with the mean 0. Uniform ones from -8 to 7 have the mean -0.5, by which all
+    outputs of a linear move alike, and after some layers all tokens."""
+    if isinstance(value, Tensor) or value.scheme.type == "float":
+        return value
+    codes_OI = value.codes_OI
+    return replace(value, codes_OI=codes_OI.masked_fill(codes_OI == value.scheme.min_code, 0))
 
 
 def _scaled(value: Tensor | QuantizedWeight, factor: float) -> Tensor | QuantizedWeight:
@@ -81,10 +92,10 @@ def routed() -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
     route = ExpertLinears.route
 
-    def recorded(experts: ExpertLinears, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = route(experts, x_TD, phase)
-        found.append(ids_TK.clone())
-        return ids_TK, weights_TK
+    def recorded(experts: ExpertLinears, rows: Tensor | RawRows, phase: Phase) -> Any:
+        routed = route(experts, rows, phase)
+        found.append(routed[1].clone())
+        return routed
 
     ExpertLinears.route = recorded  # type: ignore[method-assign]
     try:

@@ -34,7 +34,7 @@ from compress.kernels.linear.fp8 import PackedFp8
 from compress.kernels.linear.launch import ACTIVATIONS
 from compress.kernels.operands.activation import activated
 from compress.kernels.operands.matrices import FORMATS, TILE, Matrices, MatrixFormat, format_of, pack_matrices
-from compress.kernels.operands.matrix_product import e4m3_factors, product
+from compress.kernels.operands.matrix_product import e4m3_factors, prefetch, product
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, Repack, register
@@ -108,14 +108,21 @@ def _linear(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     E4M3: tl.constexpr,
+    PREFETCH: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Write `BM` outputs of `BN` rows."""
     launch_dependents(PDL)
-    wait(PDL)
     GATED: tl.constexpr = ACTIVATION is not None
     SIZE: tl.constexpr = OUT // 2 if GATED else OUT
+    if PDL and PREFETCH:
+        # Weights are constant: they are on their way to L2 while the kernel ahead ends.
+        start = tl.program_id(0) * BM
+        prefetch(w_ptr, start, tl.minimum(BM, SIZE - start), BM, IN, FORMAT)
+        if GATED:
+            prefetch(w_ptr, OUT - SIZE + start, tl.minimum(BM, SIZE - start), BM, IN, FORMAT)
+    wait(PDL)
     outputs = tl.program_id(0) * BM + tl.arange(0, BM)
     first = tl.minimum(outputs, SIZE - 1)
     second = OUT - SIZE + first
@@ -190,6 +197,7 @@ def linear(
         ACTIVATION=activation,
         STAGES=tile.num_stages,
         E4M3=e4m3_factors(device, native=not decode and tile.bk >= MIN_NATIVE_COLUMNS),
+        PREFETCH=decode,
         INTERPRETED=interpreted(),
         num_warps=tile.num_warps,
         **pdl_options(device),

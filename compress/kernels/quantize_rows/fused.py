@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import (
-    FP8_SM,
-    interpreted,
     jit,
     launch_dependents,
     pdl_options,
@@ -28,9 +26,9 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.e4m3 import encode_e4m3
+from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, group_scale, larger
 from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
-from compress.kernels.problem import Problem, compute_capability
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
 MAX_ROW_SIZE = 65536
@@ -62,9 +60,7 @@ def row_output(
         return out, {"out_ptr": out, **nothing}
     group_size = quant.group_size or 0
     assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
-    assert group_size == 0 or size % group_size == 0, (
-        f"{size} features are no whole groups of {group_size}"
-    )
+    assert group_size == 0 or size % group_size == 0, f"{size} features are no whole groups of {group_size}"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
     shape = (num_rows, size // group_size) if group_size else (num_rows,)
     scale = torch.empty(shape, dtype=torch.float32, device=device)
@@ -77,11 +73,6 @@ def row_output(
         "GROUP": group_size,
         "CONVERTS": converts,
     }
-
-
-def converts_e4m3(device: torch.device) -> bool:
-    """Return whether the device has an instruction that converts to e4m3."""
-    return compute_capability(device) >= FP8_SM and not interpreted()
 
 
 @jit()
@@ -116,41 +107,12 @@ def store_row(
             scale = tl.load(static_ptr)
         else:
             largest = 448.0 if QUANT == 1 else 127.0  # FP8_MAX, INT8_MAX
-            scale = _larger(tl.div_rn(tl.reduce(tl.abs(y), 0, _larger), largest), 1 / (1 << 40))  # TINY_SCALE
+            scale = larger(tl.div_rn(tl.reduce(tl.abs(y), 0, larger), largest), 1 / (1 << 40))  # TINY_SCALE
         if QUANT == 3:
             tl.store(out_ptr, int8(y, scale), mask=columns < SIZE)
         else:
             tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
-
-
-@jit()
-def group_scale(parts: tl.tensor) -> tl.tensor:
-    """Return the scale of each row of float32 numbers; NaN if one of them is."""
-    return _larger(tl.div_rn(tl.reduce(tl.abs(parts), 1, _larger), 448.0), 1 / (1 << 40))  # TINY_SCALE
-
-
-@jit()
-def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """NaN if either is: a broken row must not look sound."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit()
-def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
-    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate."""
-    if CONVERTS:
-        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the
-        # correctly rounded quotient, in a fifth of the time of a general division. Where the residual
-        # underflows, the quotient is far below the grid. 449 is 448 on it.
-        x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
-        inverse = tl.div_rn(1.0, scale)
-        quotient = x * inverse
-        quotient = tl.where(
-            x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-        )  # the sum would lose the sign of -0
-        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))
 
 
 @jit()
@@ -190,4 +152,6 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=quantize_rows))
+register(
+    Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=quantize_rows)
+)

@@ -6,6 +6,9 @@ programs of its own, and the one that arrives last reads all logits of the row a
 more rows a second launch chooses, with as many threads, so that the sums over experts have one order too. So
 a row's bits depend on the row alone. A prompt's logits are one product of the library.
 
+Decode rows may come raw, before their norm: each program norms the row that it reads, and one more program
+writes it for the experts, quantized as they read it.
+
 The choice takes the largest key K times; a key is the compared number as an integer of the same order, then
 the id, so that of equal numbers the lowest id is first.
 
@@ -26,7 +29,10 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.routing import MAX_COUNTED_ROWS, RouterWeights
+from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
+from compress.kernels.quantize_rows.fused import row_output, store_row
+from compress.kernels.rms_norm.fused import aligned, normed_row
 from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
 from compress.models.moe import SUM_FLOOR
@@ -132,8 +138,31 @@ def _number(keys: tl.tensor) -> tl.tensor:
 
 
 @jit()
+def _row(
+    x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    row: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+) -> tl.tensor:
+    """Return a row [BLOCK], normed if it comes raw."""
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    if NORM:
+        x = normed_row(x, tl.load(norm_ptr + columns, mask=columns < SIZE, other=0.0), eps, SIZE, False)
+    return x
+
+
+@jit()
 def _route(
     x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     selection_bias_ptr: tl.tensor,
@@ -156,23 +185,33 @@ def _route(
     TOP_GROUPS: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
     row = tl.program_id(1)
+    WRITERS: tl.constexpr = 1 if NORM else 0
+    if NORM and tl.program_id(0) == tl.num_programs(0) - 1:
+        wait(PDL)
+        x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
+        store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+        return
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.arange(0, BLOCK)
     there = (experts < E)[:, None] & (columns < SIZE)[None, :]
     w = tl.load(weight_ptr + experts[:, None].to(tl.int64) * SIZE + columns[None, :], mask=there, other=0.0)
     wait(PDL)
-    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
+    x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     if BIAS:
         logits += tl.load(bias_ptr + experts, mask=experts < E, other=0.0)
     tl.store(logits_ptr + row * E2 + experts, logits, mask=experts < E)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
+    if arrived == tl.num_programs(0) - 1 - WRITERS:
         tl.store(arrivals_ptr + row, 0)
         tl.debug_barrier()
         every = tl.arange(0, E2)
@@ -188,6 +227,11 @@ def _route(
 @jit(varying=("num_rows",))
 def _logits(
     x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    static_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -196,9 +240,21 @@ def _logits(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     E: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
+    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
+    if NORM and tl.program_id(0) == tl.num_programs(0) - 1:
+        wait(PDL)
+        for i in range(ROWS):
+            row = tl.program_id(1) * ROWS + i
+            if row < num_rows:
+                x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
+                store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
+        return
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.arange(0, BLOCK)
     there = (experts < E)[:, None] & (columns < SIZE)[None, :]
@@ -206,8 +262,7 @@ def _logits(
     wait(PDL)
     for i in range(ROWS):
         row = tl.program_id(1) * ROWS + i
-        mask = (columns < SIZE) & (row < num_rows)
-        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=mask, other=0.0)
+        x = _row(x_ptr, norm_ptr, eps, tl.minimum(row, num_rows - 1), SIZE, BLOCK, NORM)
         logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
         tl.store(logits_ptr + row * E + experts, logits, mask=(experts < E) & (row < num_rows))
 
@@ -281,54 +336,70 @@ def _check(x_TD: Tensor, router: RouterWeights, facts: Experts) -> None:
     assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K], of few rows."""
+def route(
+    x: Tensor | RawRows, router: RouterWeights, facts: Experts
+) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
+    """Return the rows that experts read, and ids and weights, [T, K], of few rows."""
+    raw = x if isinstance(x, RawRows) else None
+    x_TD = aligned(x.x_TK if isinstance(x, RawRows) else x)
     _check(x_TD, router, facts)
     num_rows, size = x_TD.shape
     device = x_TD.device
-    x_TD = x_TD.contiguous()
-    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM)
+    rows: Tensor | QuantizedRows = x_TD
+    output: dict[str, Any] = dict.fromkeys(("out_ptr", "scale_ptr", "static_ptr"))
+    output |= {"QUANT": 0, "GROUP": 0, "CONVERTS": False}
+    if raw is not None:
+        rows, output = row_output(num_rows, size, x_TD.dtype, device, raw.quant)
+    normed = {
+        "norm_ptr": None if raw is None else raw.weight_K,
+        "eps": 0.0 if raw is None else raw.eps,
+        "NORM": raw is not None,
+        **output,
+    }
+    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM) + (raw is not None)
     sizes = {"SIZE": size, "BLOCK": _power_of_two(size), "EXPERTS": EXPERTS_PER_PROGRAM}
     options = {"num_warps": NUM_WARPS, **pdl_options(device)}
     if num_rows > MAX_FUSED_ROWS or num_rows == 0:
         logits_TE = torch.empty(num_rows, facts.num_experts, dtype=torch.float32, device=device)
         _logits[programs, -(-num_rows // ROWS_PER_PROGRAM)](
             x_TD,
-            router.weight_ED,
-            logits_TE,
-            num_rows,
+            weight_ptr=router.weight_ED,
+            logits_ptr=logits_TE,
+            num_rows=num_rows,
             ROWS=ROWS_PER_PROGRAM,
             E=facts.num_experts,
+            **normed,
             **sizes,
             **options,
         )
-        return _chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
+        return rows, *_chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
     ids_TK, weights_TK = _outputs(x_TD, facts)
     constants = _constants(router, facts)
     _route[programs, num_rows](
         x_TD,
-        router.weight_ED,
-        router.bias_E,
-        router.selection_bias_E,
-        torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
-        router.arrivals,
-        ids_TK,
-        weights_TK,
+        weight_ptr=router.weight_ED,
+        bias_ptr=router.bias_E,
+        selection_bias_ptr=router.selection_bias_E,
+        logits_ptr=torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
+        arrivals_ptr=router.arrivals,
+        ids_ptr=ids_TK,
+        weights_ptr=weights_TK,
+        **normed,
         **sizes,
         **constants,
         **options,
     )
-    return ids_TK, weights_TK
+    return rows, ids_TK, weights_TK
 
 
-def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
+def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows, and ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     _check(x_TD, router, facts)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    return _chosen(logits_TE, router, facts, num_warps=1)
+    return x_TD, *_chosen(logits_TE, router, facts, num_warps=1)
 
 
 def _chosen(
@@ -370,5 +441,5 @@ def _many(problem: Problem) -> str | None:
     return "a row's bits depend on the number of rows" if problem.row_invariant else _refusal(problem)
 
 
-register(Kernel("router", "triton.row", min_sm=80, priority=10, supports=_few, fn=route))
+register(Kernel("router", "triton.row", min_sm=80, priority=10, supports=_few, fn=route, prepares=True))
 register(Kernel("router", "triton.product", min_sm=80, priority=10, supports=_many, fn=route_many))
