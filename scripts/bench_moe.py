@@ -254,7 +254,12 @@ def tables(bench: Bench) -> str:
     blocks = [markdown(header, body)]
     for each in bench.profiles:
         lines = [
-            [kernel["name"][:60], f"{kernel['count']:.1f}", f"{kernel['us']:.1f}", f"{kernel['share']:.1%}"]
+            [
+                kernel["name"][:60],
+                f"{kernel['count']:.1f}",
+                f"{kernel['own_us']:.1f}",
+                f"{kernel['share']:.1%}",
+            ]
             for kernel in each["kernels"][:14]
         ]
         title = f"{each['scheme']}, batch {each['batch_size']}: step {each['wall_us']:.0f} us, "
