@@ -68,8 +68,7 @@ def compile_all(sm: int) -> list[Any]:
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
-    for rounding in (launch, quantize_rows):
-        rounding.converts_e4m3 = lambda device: sm >= 89  # type: ignore[assignment]
+    quantize_rows.converts_e4m3 = lambda device: sm >= 89  # type: ignore[assignment]
     for head_dim in (80, 128, 256, 512):
         for page_dtype in (torch.bfloat16, FP8, *([torch.float32] if head_dim > 128 else [])):
             compile_attention(head_dim, page_dtype)

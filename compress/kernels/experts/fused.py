@@ -22,8 +22,6 @@ from compress.quant.scheme import SCHEMES
 MAX_PAIRED_ROWS = 4
 """Rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the last
 program of an output tile combines (one program reads K numbers of every row)."""
-MAX_QUANTIZED_ROWS = 64
-"""Rows up to which down rounds the rows of fp8_block that it reads."""
 MAX_DECODE_ROWS = 512
 MIN_COLUMNS = 16
 MIN_NATIVE_COLUMNS = 32
@@ -47,7 +45,6 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
         combine=few,
         y_dtype=torch.float32,
         prefetch=packed.format == "w4" or (packed.format != "dense16" and num_rows == 1),
-        quantizes=num_rows <= MAX_QUANTIZED_ROWS,
     )
 
 

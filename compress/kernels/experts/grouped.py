@@ -65,6 +65,10 @@ def gate_up(
     expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:
         start = tl.program_id(0) * BM
+        if PAIRED and not INTERPRETED:  # few programs: more of a tile is on its way than its steps ask for
+            here = tl.minimum(BM, F - start)
+            prefetch(w_ptr, expert.to(tl.int64) * (2 * F) + start, here, BM, D, FORMAT)
+            prefetch(w_ptr, expert.to(tl.int64) * (2 * F) + F + start, here, BM, D, FORMAT)
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
         gate, up = product(
@@ -115,8 +119,6 @@ def down(
     STAGES: tl.constexpr,
     E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    QUANTIZES: tl.constexpr,
-    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
@@ -135,7 +137,6 @@ def down(
             h_ptr, h_scale_ptr, pairs, valid, w_ptr, scale_ptr, offset_ptr, expert, rows, rows,
             start // 128, start // 128,
             D, F, BLOCKS, BM, BN, BK, GROUP, FORMAT, ASYMMETRIC, False, STAGES, E4M3, INTERPRETED,
-            QUANTIZES, CONVERTS,
         )  # fmt: skip
         if BIAS:
             y += tl.load(bias_ptr + expert * D + rows).to(tl.float32)[:, None]

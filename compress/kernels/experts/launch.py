@@ -10,7 +10,6 @@ from compress.kernels.compilers.triton import interpreted, pdl_options
 from compress.kernels.experts.grouped import combine, down, gate_up
 from compress.kernels.experts.packed import PackedExperts
 from compress.kernels.experts.units import Units, sort_pairs
-from compress.kernels.operands.e4m3 import converts_e4m3
 from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import e4m3_factors
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
@@ -37,8 +36,7 @@ class Plan:
     the last program of an output tile combines, and the dtype of y.
 
     `native_fp8` allows that e4m3 codes are multiplied as they are. `prefetch` fetches weights of down while
-    gate_up runs, where units are pairs. `quantizes`: down of fp8_block rounds the rows that it reads, which
-    saves few rows a launch.
+    gate_up runs, where units are pairs.
     """
 
     gate_up: Tile
@@ -48,7 +46,6 @@ class Plan:
     y_dtype: torch.dtype
     native_fp8: bool = False
     prefetch: bool = False
-    quantizes: bool = False
 
 
 def run(
@@ -108,8 +105,7 @@ def run(
         ACTIVATION=activation,
         **common,
     )
-    quantizes = packed.format == "fp8_block" and plan.quantizes
-    h_values, h_scale = (h_PF, None) if quantizes else _operand(h_PF, packed)
+    h_values, h_scale = _operand(h_PF, packed)
     down[grid(hidden, plan.down)](
         h_values,
         h_scale,
@@ -126,8 +122,6 @@ def run(
         E=packed.num_experts,
         RESIDUAL=residual_TD is not None,
         COMBINE=plan.combine,
-        QUANTIZES=quantizes,
-        CONVERTS=quantizes and converts_e4m3(device),
         **common,
     )
     if not plan.combine:

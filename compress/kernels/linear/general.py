@@ -70,16 +70,18 @@ class Tile:
 
 def decode_tile(matrices: Matrices, num_rows: int, size: int) -> Tile:
     """Return the tile of decode rows, for `size` outputs."""
-    bn = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    bm = 32 if -(-size // 32) * -(-num_rows // bn) >= MIN_PROGRAMS else 16
-    num_warps = bm // 16 * (2 if bn == 64 else 1)
-    return Tile(bm, bn, matrices.step_columns(128), num_warps, 3 if bn == 64 else 4)
+    bn = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    programs = -(-size // 32) * -(-num_rows // bn)
+    bm = 32 if bn == 32 or programs >= MIN_PROGRAMS else 16
+    num_warps = bm // 16 * (1 if bn == 8 else 2)
+    return Tile(bm, bn, matrices.step_columns(128), num_warps, 6)
 
 
 def prefill_tile(matrices: Matrices) -> Tile:
     """Return the tile of the rows of a prompt."""
-    bn = 64 if matrices.format == "fp8_block" else 128  # two sums are kept in registers
-    return Tile(128, bn, matrices.step_columns(64 if matrices.format == "dense16" else 128), 8, 3)
+    if matrices.format == "fp8_block":
+        return Tile(64, 128, matrices.step_columns(128), 4, 3)
+    return Tile(128, 128, matrices.step_columns(64 if matrices.format == "dense16" else 128), 8, 3)
 
 
 @jit(varying=("num_rows",))

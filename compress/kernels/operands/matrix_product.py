@@ -13,7 +13,7 @@ or in integer arithmetic where it has none ("bits").
 import torch
 
 from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl, triton
-from compress.kernels.operands.e4m3 import e4m3, e4m3_float16, group_scale
+from compress.kernels.operands.e4m3 import e4m3_float16
 from compress.kernels.problem import compute_capability
 
 
@@ -129,15 +129,9 @@ def product(
     STAGES: tl.constexpr,
     E4M3: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    QUANTIZES: tl.constexpr = False,
-    CONVERTS: tl.constexpr = False,
 ) -> tl.tensor:
     """Return two products [BM, BN] of an expert's outputs `first` and `second` (one, twice, if not TWO) with
-    rows of x. The blocks of fp8_block are one for the tile, or one for each of its outputs [BM, 1].
-
-    With `QUANTIZES` rows of fp8_block are numbers of 16 bits, of which each step rounds its 128 columns, as a
-    kernel that quantizes rows would have.
-    """
+    rows of x. The blocks of fp8_block are one for the tile, or one for each of its outputs [BM, 1]."""
     expert = expert.to(tl.int64)
     a = tl.zeros([BM, BN], dtype=tl.float32)
     b = tl.zeros([BM, BN], dtype=tl.float32)
@@ -228,25 +222,15 @@ def product(
             b_scale_at = scale_ptr + second_block * STEPS
             a_scale = tl.load(a_scale_at)
             b_scale = tl.load(b_scale_at)
-            x_scale = tl.zeros([BN], dtype=tl.float32)
-            if not QUANTIZES:
-                x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
-                x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
+            x_scale_at = x_scale_ptr + x_rows.to(tl.int64) * STEPS
+            x_scale = tl.load(x_scale_at, mask=valid, other=0.0)
             for step in tl.range(0, STEPS, num_stages=STAGES):
                 after = tl.minimum(step + 1, STEPS - 1)
-                x_next = x_scale
-                if not QUANTIZES:
-                    x_next = tl.load(x_scale_at + after, mask=valid, other=0.0)
+                x_next = tl.load(x_scale_at + after, mask=valid, other=0.0)
                 a_next = tl.load(a_scale_at + after)
                 b_next = tl.load(b_scale_at + after)
                 at = step * 128
-                if QUANTIZES:
-                    parts = tl.load(x_at + at, mask=there, other=0.0).to(tl.float32)
-                    x_scale = group_scale(parts)
-                    codes = e4m3(parts, x_scale[:, None], CONVERTS)
-                else:
-                    codes = tl.load(x_at + at, mask=there, other=0)
-                x = tl.trans(_factors(codes, FORMAT, E4M3, INTERPRETED))
+                x = tl.trans(_factors(tl.load(x_at + at, mask=there, other=0), FORMAT, E4M3, INTERPRETED))
                 zero = tl.zeros([BM, BN], dtype=tl.float32)
                 a_sum = tl.dot(_factors(tl.load(a_at + at), FORMAT, E4M3, INTERPRETED), x, zero)
                 a += a_sum * x_scale[None, :] * a_scale

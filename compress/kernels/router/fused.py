@@ -9,8 +9,8 @@ a row's bits depend on the row alone. A prompt's logits are one product of the l
 Decode rows may come raw, before their norm: each program norms the row that it reads, and one more program
 writes it for the experts, quantized as they read it.
 
-The choice takes the largest key K times; a key is the compared number as an integer of the same order, then
-the id, so that of equal numbers the lowest id is first.
+An expert's place is the number of larger keys; a key is the compared number as an integer of the same order,
+then the id, so that of equal numbers the lowest id is first.
 
 Shapes: T rows, D hidden, E experts, K choices.
 """
@@ -57,7 +57,6 @@ def _choose(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
-    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -95,28 +94,17 @@ def _choose(
             worth_keys = tl.where(worth_keys == best, -(1 << 63), worth_keys)
         # A group that is out keeps its order below all that are in.
         keys = tl.reshape(tl.where(kept[:, None], by_group, -(1 << 63) + (by_group & 0xFFFFFFFF)), [E2])
-    columns = tl.arange(0, K2)
-    chosen = tl.zeros([K2], dtype=tl.int32)
-    weights = tl.full([K2], float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
-    for k in tl.static_range(K):
-        best = tl.max(keys, axis=0)
-        expert = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
-        if SELECTION_BIAS:
-            score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
-        else:
-            score = _number(best)
-        chosen = tl.where(columns == k, expert, chosen)
-        weights = tl.where(columns == k, score, weights)
-        keys = tl.where(ids == expert, -(1 << 63), keys)
-    if BY_LOGIT:
-        weights = tl.where(columns < K, tl.exp(weights - most) / total, 0.0)
+    rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), axis=1)
+    chosen = rank < K
     if SCORE == 2:
-        exponents = tl.exp(weights - tl.max(weights, axis=0))
+        exponents = tl.where(chosen, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
         weights = exponents / tl.sum(exponents, axis=0)
     elif RENORMALIZE:
-        weights = weights / (tl.sum(weights, axis=0) + LEAST)
-    tl.store(ids_ptr + row * K + columns, chosen, mask=columns < K)
-    tl.store(weights_ptr + row * K + columns, weights * SCALE, mask=columns < K)
+        weights = scores / (tl.sum(tl.where(chosen, scores, 0.0), axis=0) + LEAST)
+    else:
+        weights = scores
+    tl.store(ids_ptr + row * K + rank, ids, mask=chosen)
+    tl.store(weights_ptr + row * K + rank, weights * SCALE, mask=chosen)
 
 
 @jit()
@@ -177,7 +165,6 @@ def _route(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
-    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -219,7 +206,7 @@ def _route(
             logits_ptr + row * E2 + every, mask=every < E, other=float("-inf"), cache_modifier=".cg"
         )
         _choose(
-            logits_of_row, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
+            logits_of_row, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, SCORE, RENORMALIZE,
             SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
         )  # fmt: skip
 
@@ -278,7 +265,6 @@ def _choose_rows(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
-    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -296,7 +282,7 @@ def _choose_rows(
     if BIAS:
         logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
     _choose(
-        logits, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
+        logits, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, SCORE, RENORMALIZE,
         SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
     )  # fmt: skip
 
@@ -315,7 +301,6 @@ def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
         "E": facts.num_experts,
         "E2": _power_of_two(facts.num_experts),
         "K": facts.top_k,
-        "K2": _power_of_two(facts.top_k),
         "SCORE": SCORE_CODES[facts.score],
         "RENORMALIZE": facts.renormalize,
         "SCALE": facts.scale,
