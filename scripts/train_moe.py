@@ -256,6 +256,17 @@ def main() -> None:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(document, indent=1) + "\n")
 
+    ctx = Context(str(device), SEED, args.out)
+    scores = expert_scores(source, windows(stream, 64), ctx, compute_dtype=torch.float32)
+    reference = build_decoder(source, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(SEED)
+    shuffled = [torch.rand(len(each), generator=generator) for each in scores]
+    for name, values in (("reap", scores), ("random", shuffled)):
+        kept = [best_experts(each, NUM_KEPT) for each in values]
+        before, after = pruned(source, kept, stream, args.recover_steps, device)
+        row = {"method": f"prune-{name}", "experts": NUM_KEPT, "of": CONFIG["num_experts"]}
+        add({**row, "recovered": False, **kl(reference, before, held_out, device)})
+        add({**row, "recovered": True, "steps": args.recover_steps, **kl(reference, after, held_out, device)})
     for num_samples in args.samples:
         calibration = windows(stream, num_samples)
         for method in METHODS:
@@ -279,17 +290,6 @@ def main() -> None:
                         "fewest_tokens": min(counts),
                     }
                 )
-    ctx = Context(str(device), SEED, args.out)
-    scores = expert_scores(source, windows(stream, 64), ctx, compute_dtype=torch.float32)
-    reference = build_decoder(source, dtype=torch.float32, device=device)
-    generator = torch.Generator().manual_seed(SEED)
-    shuffled = [torch.rand(len(each), generator=generator) for each in scores]
-    for name, values in (("reap", scores), ("random", shuffled)):
-        kept = [best_experts(each, NUM_KEPT) for each in values]
-        before, after = pruned(source, kept, stream, args.recover_steps, device)
-        row = {"method": f"prune-{name}", "experts": NUM_KEPT, "of": CONFIG["num_experts"]}
-        add({**row, "recovered": False, **kl(reference, before, held_out, device)})
-        add({**row, "recovered": True, "steps": args.recover_steps, **kl(reference, after, held_out, device)})
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ requests, B blocks of a table, P positions, E experts, K choices of a token; "ro
     attention_prefill  fn(q_THC, kv, block_table_RB, query_lens, context_lens, *, window, scale, softcap=None,
                           sinks_H=None) -> [T, H, C]; ragged, with lengths as tuples
     soft_cap           fn(logits_TV, cap) -> the same tensor, changed in place
-    router             fn(x_TD, router, facts) -> (rows_TD, ids_TK int32, weights_TK float32)
-                       router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first;
-                       the rows are x, or what raw rows are for the experts
-    experts            fn(rows_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
+    router             fn(x_TD, router, facts) -> (ids_TK int32, weights_TK float32)
+                       router is a `RouterWeights`, facts are `Experts`; distinct experts, the best first
+    experts            fn(x_TD, packed, ids_TK, weights_TK, *, residual_TD=None) -> [T, D]
                        packed = repack_experts(experts); the sum over K in the order of K
 """
 
@@ -78,8 +77,8 @@ class Kernel:
     `repack` turns canonical weights into the layout that `fn` reads (tensors or a frozen dataclass of
     tensors), once, at load; kernels with the same `repack` share its result. `min_sm` is the least compute
     capability times ten (90 for Hopper), 0 for kernels that run anywhere. Of the kernels that refuse nothing,
-    the one of the highest `priority` serves. A linear or router that `prepares` also takes `RawRows`, and
-    experts that do, `QuantizedRows`. Kernels of experts have `repack_experts` in place of `repack`.
+    the one of the highest `priority` serves. A linear that `prepares` also takes `RawRows`. Kernels of
+    experts have `repack_experts` in place of `repack`.
     """
 
     op: Op

@@ -10,14 +10,12 @@ Shapes: T rows, D hidden, E experts, K choices of a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from compress.kernels.experts.reference import expert_quant
 from compress.kernels.operands.routing import ExpertWeights, RouterWeights, router_weights
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, RowNorm
 from compress.kernels.problem import PHASES, Phase
 from compress.kernels.select import select
 from compress.models.experts import Experts
@@ -29,14 +27,12 @@ from compress.runtime.fused_linear import BoundKernel, packed_bytes
 @dataclass(frozen=True)
 class ExpertLinears:
     """The router and the experts of a layer. A dense shared expert is no part of it: its output is added to
-    `residual` by its own linears. `input_quant` is how decode rows are quantized before the experts read
-    them, None where the experts do it."""
+    `residual` by its own linears."""
 
     facts: Experts
     router: RouterWeights
     routers: dict[Phase, BoundKernel]
     kernels: dict[Phase, BoundKernel]
-    input_quant: ActivationQuant | None
 
     @staticmethod
     def bind(
@@ -90,8 +86,6 @@ class ExpertLinears:
                     experts, dtype=deployment.dtype, device=deployment.device
                 )
             kernels[phase] = BoundKernel(kernel, problem, packed[kernel.repack_experts])
-        takes_codes = kernels["decode"].kernel.prepares
-        input_quant = expert_quant((gate,), deployment.device) if takes_codes else None
         router = router_weights(
             router_weight_ED,
             router_bias_E,
@@ -99,29 +93,16 @@ class ExpertLinears:
             dtype=deployment.dtype,
             device=deployment.device,
         )
-        return ExpertLinears(facts, router, routers, kernels, input_quant)
+        return ExpertLinears(facts, router, routers, kernels)
 
-    @property
-    def quant(self) -> ActivationQuant | None:
-        """None: the router reads rows that are not quantized."""
-        return None
-
-    def prepares_input(self, phase: Phase, norm: RowNorm) -> bool:
-        """Return whether the router normalizes rows by this norm, and quantizes them for the experts,
-        itself."""
-        router = self.routers[phase]
-        return router.kernel.prepares and not norm.centered and norm.weight.dtype == router.problem.dtype
-
-    def route(self, rows: Tensor | RawRows, phase: Phase) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
-        """Return the rows that experts read, ids int32 and weights float32, both [T, K]."""
-        if isinstance(rows, RawRows):
-            rows = replace(rows, quant=self.input_quant)
-        read, ids_TK, weights_TK = self.routers[phase].kernel.fn(rows, self.router, self.facts)
-        return read, ids_TK, weights_TK
+    def route(self, x_TD: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Return ids int32 and weights float32, both [T, K], of normalized rows."""
+        ids_TK, weights_TK = self.routers[phase].kernel.fn(x_TD, self.router, self.facts)
+        return ids_TK, weights_TK
 
     def experts(
         self,
-        rows: Tensor | QuantizedRows,
+        x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
         phase: Phase,
@@ -130,13 +111,13 @@ class ExpertLinears:
     ) -> Tensor:
         """Return the weighted sum of the experts of each row, [T, D], plus `residual` if given."""
         bound = self.kernels[phase]
-        out_TD: Tensor = bound.kernel.fn(rows, bound.packed, ids_TK, weights_TK, residual_TD=residual)
+        out_TD: Tensor = bound.kernel.fn(x_TD, bound.packed, ids_TK, weights_TK, residual_TD=residual)
         return out_TD
 
-    def __call__(self, rows: Tensor | RawRows, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
-        """Return the output [T, D] of the whole mixture for normalized rows, or for raw ones that the router
-        prepares."""
-        return self.experts(*self.route(rows, phase), phase, residual=residual)
+    def __call__(self, x_TD: Tensor, phase: Phase, *, residual: Tensor | None = None) -> Tensor:
+        """Return the output [T, D] of the whole mixture for normalized rows."""
+        ids_TK, weights_TK = self.route(x_TD, phase)
+        return self.experts(x_TD, ids_TK, weights_TK, phase, residual=residual)
 
     @property
     def weight_bytes(self) -> int:

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.operands.paged import PagedKV
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, RowNorm
+from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
 from compress.models.arch import BLOCKS, NORMS, Arch, LayerShape, Rope
 from compress.models.decoder import query_growth
 from compress.models.rope import cos_sin
 from compress.runtime.deployment import Deployment
-from compress.runtime.expert_linears import ExpertLinears
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows
 from compress.runtime.loader import LayerWeights
 
@@ -44,12 +43,11 @@ _PER_HEAD_OPS: tuple[Op, ...] = ("rope_store", "attention_decode", "attention_pr
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear or a mixture that reads the residual stream, and the norm of its input; None where it reads it
-    as it is. Where a shared expert reads the rows of a mixture, too, the linear is None: they are not
-    quantized."""
+    """A linear that reads the residual stream, and the norm of its input; None where it reads it as it is.
+    A mixture of experts is no linear and takes rows that are not quantized."""
 
     norm: RowNorm | None
-    linear: FusedLinear | ExpertLinears | None
+    linear: FusedLinear | None
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -178,8 +176,7 @@ class LayerRunner:
         """
         q_THC = self.queries(layer, qkv_TF, positions_T, slots_T, kv)
         attended_TF = attend(layer, q_THC, kv).reshape(qkv_TF.shape[0], -1)
-        alone = layer.experts if layer.gate_up is None else None
-        ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else alone)
+        ffn = Reader(layer.ffn_norm, layer.gate_up if layer.experts is None else None)
         stream = self._added(partial(layer.o, attended_TF, phase), residual_TD, layer.attn_post_norm, ffn)
         if ffn_rows is None:
             ffn_rows = self.rows(stream, ffn, phase)
@@ -203,9 +200,8 @@ class LayerRunner:
     ) -> Tensor:
         """Return the output [T, D] of a mixture of experts, plus `residual` if given."""
         assert layer.experts is not None
-        assert not isinstance(rows, QuantizedRows)
+        assert isinstance(rows, Tensor)
         if layer.shared_gate is not None:
-            assert isinstance(rows, Tensor)
             gate_T1 = torch.sigmoid(layer.shared_gate(rows, phase, out_dtype=torch.float32)[:, :1])
             shared_TD = (gate_T1 * self._ffn(layer, rows, phase)).to(rows.dtype)
             residual = shared_TD if residual is None else residual + shared_TD

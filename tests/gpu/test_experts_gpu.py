@@ -12,8 +12,6 @@ from torch import Tensor
 
 from compress.kernels.experts import fused, packed, reference
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows
-from compress.kernels.rms_norm.reference import rms_norm
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
 from compress.models.experts import Experts
@@ -208,8 +206,7 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     out = torch.empty_like(x)
 
     def mixture() -> Tensor:
-        rows, ids, weights = router_fused.route(x, router, facts)
-        return fused.decode(rows, ready, ids, weights, activation="silu")
+        return fused.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):
@@ -233,51 +230,19 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         dtype=torch.bfloat16,
         device=CUDA,
     )
-    _, expected_ids, expected_weights = router_reference.route(x, router, facts)
-    _, few_ids, few_weights = router_fused.route(x, router, facts)
-    _, many_ids, many_weights = router_fused.route_many(x, router, facts)
+    expected_ids, expected_weights = router_reference.route(x, router, facts)
+    few_ids, few_weights = router_fused.route(x, router, facts)
+    many_ids, many_weights = router_fused.route_many(x, router, facts)
     for ids, weights in ((few_ids, few_weights), (many_ids, many_weights)):
         same = (ids == expected_ids).all(1)
         # Logits that are added in another order tie otherwise in a row of some hundred.
         assert float(same.float().mean()) > 0.98
         torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
     for start, stop in COMPANIES:
-        _, ids, weights = router_fused.route(x[start:stop], router, facts)
+        ids, weights = router_fused.route(x[start:stop], router, facts)
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
     assert int(router.arrivals.abs().sum()) == 0
-
-
-@pytest.mark.parametrize("quant", [None, ActivationQuant(), ActivationQuant(group_size=128)])
-@pytest.mark.parametrize("hidden", [2048, 2880, 4096])
-def test_routers_prepare_raw_rows_alike_in_any_company(hidden: int, quant: ActivationQuant | None) -> None:
-    if quant is not None and quant.group_size is not None and hidden % quant.group_size:
-        pytest.skip("no whole groups")
-    x = randn(ROWS, hidden, seed=1).to(device=CUDA, dtype=torch.bfloat16)
-    norm = (1 + 0.1 * randn(hidden, seed=2)).to(device=CUDA, dtype=torch.bfloat16)
-    router = router_weights(
-        randn(128, hidden, seed=3) * hidden**-0.5, None, None, dtype=torch.bfloat16, device=CUDA
-    )
-    facts = Experts(128, 8, 256, renormalize=True)
-
-    def bits(raw: RawRows) -> list[Tensor]:
-        rows, ids, weights = router_fused.route(raw, router, facts)
-        if isinstance(rows, QuantizedRows):
-            return [rows.values_TK.view(torch.uint8), rows.scale_T, ids, weights]
-        return [rows, ids, weights]
-
-    whole = bits(RawRows(x, norm, 1e-6, quant))
-    for start, stop in COMPANIES:
-        some = bits(RawRows(x[start:stop], norm, 1e-6, quant))
-        assert all(torch.equal(a, b[start:stop]) for a, b in zip(some, whole, strict=True))
-    expected = rms_norm(x, norm, 1e-6)
-    rows, ids, _ = router_fused.route(RawRows(x, norm, 1e-6, quant), router, facts)
-    actual = rows.dequantize(torch.float32) if isinstance(rows, QuantizedRows) else rows.float()
-    assert float((actual - expected.float()).norm() / expected.float().norm()) < (
-        2e-3 if quant is None else 0.05
-    )
-    _, expected_ids, _ = router_reference.route(expected, router, facts)
-    assert float((ids == expected_ids).all(1).float().mean()) > 0.95
 
 
 @each_mixture

@@ -15,11 +15,10 @@ from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
-from compress.kernels.experts.reference import expert_quant
 from compress.kernels.linear import general
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import FP8, ActivationQuant, RawRows, quantize
+from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
 from compress.kernels.problem import KernelDevice
 from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
@@ -159,12 +158,10 @@ def compile_mixture(name: str | None) -> None:
     ready = packed.repack([one] * 8, dtype=torch.bfloat16, device=cpu)
     weights = router_weights(torch.ones(8, 384), None, None, dtype=torch.bfloat16, device=cpu)
     facts = Experts(8, 2, 256, renormalize=True)
-    norm_D = torch.ones(384, dtype=torch.bfloat16)
-    quant = expert_quant((one.gate,), cpu)
     for num_rows in (1, 16, 64):
         x_TD = torch.ones(num_rows, 384, dtype=torch.bfloat16)
-        rows, ids, shares = router.route(RawRows(x_TD, norm_D, 1e-5, quant), weights, facts)
-        experts.decode(rows, ready, ids, shares, activation="silu", residual_TD=x_TD)
+        ids, shares = router.route(x_TD, weights, facts)
+        experts.decode(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
 
 

@@ -149,7 +149,6 @@ for _activation in ACTIVATIONS:
                 priority=10,
                 supports=partial(_supports, activation=_activation, few_rows=_few),
                 fn=partial(_fn, activation=_activation),
-                prepares=_few,
                 repack_experts=repack,
             )
         )

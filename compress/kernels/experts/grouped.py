@@ -65,10 +65,6 @@ def gate_up(
     expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:
         start = tl.program_id(0) * BM
-        if PAIRED and not INTERPRETED:  # few programs: more of a tile is on its way than its steps ask for
-            here = tl.minimum(BM, F - start)
-            prefetch(w_ptr, expert.to(tl.int64) * (2 * F) + start, here, BM, D, FORMAT)
-            prefetch(w_ptr, expert.to(tl.int64) * (2 * F) + F + start, here, BM, D, FORMAT)
         outputs = start + tl.arange(0, BM)
         rows = tl.minimum(outputs, F - 1)
         gate, up = product(

@@ -6,11 +6,8 @@ programs of its own, and the one that arrives last reads all logits of the row a
 more rows a second launch chooses, with as many threads, so that the sums over experts have one order too. So
 a row's bits depend on the row alone. A prompt's logits are one product of the library.
 
-Decode rows may come raw, before their norm: each program norms the row that it reads, and one more program
-writes it for the experts, quantized as they read it.
-
-An expert's place is the number of larger keys; a key is the compared number as an integer of the same order,
-then the id, so that of equal numbers the lowest id is first.
+The choice takes the largest key K times; a key is the compared number as an integer of the same order, then
+the id, so that of equal numbers the lowest id is first.
 
 Shapes: T rows, D hidden, E experts, K choices.
 """
@@ -29,10 +26,7 @@ from compress.kernels.compilers.triton import (
     wait,
 )
 from compress.kernels.operands.routing import MAX_COUNTED_ROWS, RouterWeights
-from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
-from compress.kernels.quantize_rows.fused import row_output, store_row
-from compress.kernels.rms_norm.fused import aligned, normed_row
 from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
 from compress.models.moe import SUM_FLOOR
@@ -57,6 +51,7 @@ def _choose(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
+    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -94,17 +89,28 @@ def _choose(
             worth_keys = tl.where(worth_keys == best, -(1 << 63), worth_keys)
         # A group that is out keeps its order below all that are in.
         keys = tl.reshape(tl.where(kept[:, None], by_group, -(1 << 63) + (by_group & 0xFFFFFFFF)), [E2])
-    rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), axis=1)
-    chosen = rank < K
+    columns = tl.arange(0, K2)
+    chosen = tl.zeros([K2], dtype=tl.int32)
+    weights = tl.full([K2], float("-inf") if SCORE == 2 else 0.0, dtype=tl.float32)
+    for k in tl.static_range(K):
+        best = tl.max(keys, axis=0)
+        expert = (E2 - 1 - (best & 0xFFFFFFFF)).to(tl.int32)
+        if SELECTION_BIAS:
+            score = tl.sum(tl.where(ids == expert, scores, 0.0), axis=0)
+        else:
+            score = _number(best)
+        chosen = tl.where(columns == k, expert, chosen)
+        weights = tl.where(columns == k, score, weights)
+        keys = tl.where(ids == expert, -(1 << 63), keys)
+    if BY_LOGIT:
+        weights = tl.where(columns < K, tl.exp(weights - most) / total, 0.0)
     if SCORE == 2:
-        exponents = tl.where(chosen, tl.exp(logits - tl.max(logits, axis=0)), 0.0)
+        exponents = tl.exp(weights - tl.max(weights, axis=0))
         weights = exponents / tl.sum(exponents, axis=0)
     elif RENORMALIZE:
-        weights = scores / (tl.sum(tl.where(chosen, scores, 0.0), axis=0) + LEAST)
-    else:
-        weights = scores
-    tl.store(ids_ptr + row * K + rank, ids, mask=chosen)
-    tl.store(weights_ptr + row * K + rank, weights * SCALE, mask=chosen)
+        weights = weights / (tl.sum(weights, axis=0) + LEAST)
+    tl.store(ids_ptr + row * K + columns, chosen, mask=columns < K)
+    tl.store(weights_ptr + row * K + columns, weights * SCALE, mask=columns < K)
 
 
 @jit()
@@ -126,31 +132,8 @@ def _number(keys: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _row(
-    x_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    eps: tl.tensor,
-    row: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-) -> tl.tensor:
-    """Return a row [BLOCK], normed if it comes raw."""
-    columns = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    if NORM:
-        x = normed_row(x, tl.load(norm_ptr + columns, mask=columns < SIZE, other=0.0), eps, SIZE, False)
-    return x
-
-
-@jit()
 def _route(
     x_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    eps: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    static_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     selection_bias_ptr: tl.tensor,
@@ -165,6 +148,7 @@ def _route(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
+    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -172,33 +156,23 @@ def _route(
     TOP_GROUPS: tl.constexpr,
     SELECTION_BIAS: tl.constexpr,
     LEAST: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANT: tl.constexpr,
-    GROUP: tl.constexpr,
-    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
     row = tl.program_id(1)
-    WRITERS: tl.constexpr = 1 if NORM else 0
-    if NORM and tl.program_id(0) == tl.num_programs(0) - 1:
-        wait(PDL)
-        x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
-        store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
-        return
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.arange(0, BLOCK)
     there = (experts < E)[:, None] & (columns < SIZE)[None, :]
     w = tl.load(weight_ptr + experts[:, None].to(tl.int64) * SIZE + columns[None, :], mask=there, other=0.0)
     wait(PDL)
-    x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
+    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
     logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     if BIAS:
         logits += tl.load(bias_ptr + experts, mask=experts < E, other=0.0)
     tl.store(logits_ptr + row * E2 + experts, logits, mask=experts < E)
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1 - WRITERS:
+    if arrived == tl.num_programs(0) - 1:
         tl.store(arrivals_ptr + row, 0)
         tl.debug_barrier()
         every = tl.arange(0, E2)
@@ -206,7 +180,7 @@ def _route(
             logits_ptr + row * E2 + every, mask=every < E, other=float("-inf"), cache_modifier=".cg"
         )
         _choose(
-            logits_of_row, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, SCORE, RENORMALIZE,
+            logits_of_row, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
             SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
         )  # fmt: skip
 
@@ -214,11 +188,6 @@ def _route(
 @jit(varying=("num_rows",))
 def _logits(
     x_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    eps: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    static_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -227,21 +196,9 @@ def _logits(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     E: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANT: tl.constexpr,
-    GROUP: tl.constexpr,
-    CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_dependents(PDL)
-    if NORM and tl.program_id(0) == tl.num_programs(0) - 1:
-        wait(PDL)
-        for i in range(ROWS):
-            row = tl.program_id(1) * ROWS + i
-            if row < num_rows:
-                x = _row(x_ptr, norm_ptr, eps, row, SIZE, BLOCK, NORM)
-                store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
-        return
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     columns = tl.arange(0, BLOCK)
     there = (experts < E)[:, None] & (columns < SIZE)[None, :]
@@ -249,7 +206,8 @@ def _logits(
     wait(PDL)
     for i in range(ROWS):
         row = tl.program_id(1) * ROWS + i
-        x = _row(x_ptr, norm_ptr, eps, tl.minimum(row, num_rows - 1), SIZE, BLOCK, NORM)
+        mask = (columns < SIZE) & (row < num_rows)
+        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=mask, other=0.0)
         logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
         tl.store(logits_ptr + row * E + experts, logits, mask=(experts < E) & (row < num_rows))
 
@@ -265,6 +223,7 @@ def _choose_rows(
     E: tl.constexpr,
     E2: tl.constexpr,
     K: tl.constexpr,
+    K2: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -282,7 +241,7 @@ def _choose_rows(
     if BIAS:
         logits += tl.load(bias_ptr + every, mask=every < E, other=0.0)
     _choose(
-        logits, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, SCORE, RENORMALIZE,
+        logits, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
         SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
     )  # fmt: skip
 
@@ -301,6 +260,7 @@ def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
         "E": facts.num_experts,
         "E2": _power_of_two(facts.num_experts),
         "K": facts.top_k,
+        "K2": _power_of_two(facts.top_k),
         "SCORE": SCORE_CODES[facts.score],
         "RENORMALIZE": facts.renormalize,
         "SCALE": facts.scale,
@@ -321,70 +281,54 @@ def _check(x_TD: Tensor, router: RouterWeights, facts: Experts) -> None:
     assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
 
 
-def route(
-    x: Tensor | RawRows, router: RouterWeights, facts: Experts
-) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
-    """Return the rows that experts read, and ids and weights, [T, K], of few rows."""
-    raw = x if isinstance(x, RawRows) else None
-    x_TD = aligned(x.x_TK if isinstance(x, RawRows) else x)
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K], of few rows."""
     _check(x_TD, router, facts)
     num_rows, size = x_TD.shape
     device = x_TD.device
-    rows: Tensor | QuantizedRows = x_TD
-    output: dict[str, Any] = dict.fromkeys(("out_ptr", "scale_ptr", "static_ptr"))
-    output |= {"QUANT": 0, "GROUP": 0, "CONVERTS": False}
-    if raw is not None:
-        rows, output = row_output(num_rows, size, x_TD.dtype, device, raw.quant)
-    normed = {
-        "norm_ptr": None if raw is None else raw.weight_K,
-        "eps": 0.0 if raw is None else raw.eps,
-        "NORM": raw is not None,
-        **output,
-    }
-    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM) + (raw is not None)
+    x_TD = x_TD.contiguous()
+    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM)
     sizes = {"SIZE": size, "BLOCK": _power_of_two(size), "EXPERTS": EXPERTS_PER_PROGRAM}
     options = {"num_warps": NUM_WARPS, **pdl_options(device)}
     if num_rows > MAX_FUSED_ROWS or num_rows == 0:
         logits_TE = torch.empty(num_rows, facts.num_experts, dtype=torch.float32, device=device)
         _logits[programs, -(-num_rows // ROWS_PER_PROGRAM)](
             x_TD,
-            weight_ptr=router.weight_ED,
-            logits_ptr=logits_TE,
-            num_rows=num_rows,
+            router.weight_ED,
+            logits_TE,
+            num_rows,
             ROWS=ROWS_PER_PROGRAM,
             E=facts.num_experts,
-            **normed,
             **sizes,
             **options,
         )
-        return rows, *_chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
+        return _chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
     ids_TK, weights_TK = _outputs(x_TD, facts)
     constants = _constants(router, facts)
     _route[programs, num_rows](
         x_TD,
-        weight_ptr=router.weight_ED,
-        bias_ptr=router.bias_E,
-        selection_bias_ptr=router.selection_bias_E,
-        logits_ptr=torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
-        arrivals_ptr=router.arrivals,
-        ids_ptr=ids_TK,
-        weights_ptr=weights_TK,
-        **normed,
+        router.weight_ED,
+        router.bias_E,
+        router.selection_bias_E,
+        torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
+        router.arrivals,
+        ids_TK,
+        weights_TK,
         **sizes,
         **constants,
         **options,
     )
-    return rows, ids_TK, weights_TK
+    return ids_TK, weights_TK
 
 
-def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows, and ids and weights, [T, K]; a row's bits may depend on the number of rows."""
+def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     _check(x_TD, router, facts)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    return x_TD, *_chosen(logits_TE, router, facts, num_warps=1)
+    return _chosen(logits_TE, router, facts, num_warps=1)
 
 
 def _chosen(
@@ -426,5 +370,5 @@ def _many(problem: Problem) -> str | None:
     return "a row's bits depend on the number of rows" if problem.row_invariant else _refusal(problem)
 
 
-register(Kernel("router", "triton.row", min_sm=80, priority=10, supports=_few, fn=route, prepares=True))
+register(Kernel("router", "triton.row", min_sm=80, priority=10, supports=_few, fn=route))
 register(Kernel("router", "triton.product", min_sm=80, priority=10, supports=_many, fn=route_many))

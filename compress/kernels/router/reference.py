@@ -15,13 +15,13 @@ from compress.models.experts import Experts
 ROWS = 4
 
 
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows, and ids and weights, [T, K]."""
+def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]."""
     logits_TE = row_product(x_TD.float(), column_blocks(router.weight_ED.float()), rows=ROWS)
     if router.bias_E is not None:
         logits_TE = logits_TE + router.bias_E
     routing = moe.route(facts, logits_TE, router.selection_bias_E)
-    return x_TD, routing.experts_TR.to(torch.int32), routing.weights_TR
+    return routing.experts_TR.to(torch.int32), routing.weights_TR
 
 
 register(Kernel("router", "reference", min_sm=0, priority=0, supports=anything, fn=route))

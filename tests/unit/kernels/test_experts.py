@@ -12,7 +12,6 @@ from torch import Tensor
 from compress.kernels.experts import reference
 from compress.kernels.operands import matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
-from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.problem import KernelDevice, Problem
 from compress.kernels.router import reference as router_reference
 from compress.kernels.select import refusals, select
@@ -24,10 +23,6 @@ from compress.runtime.deployment import Deployment
 from compress.runtime.expert_linears import ExpertLinears
 from tests.support.slow import slow
 from tests.support.triton_interpreter import INTERPRETED, use_row_independent_products
-
-if INTERPRETED:
-    from compress.kernels.rms_norm.fused import rms_norm
-    from compress.kernels.router import fused as router_fused
 
 inside = pytest.mark.skipif(not INTERPRETED, reason="in the child process")
 CPU = torch.device("cpu")
@@ -307,13 +302,13 @@ def test_router(facts: Experts) -> None:
     for phase in ("decode", "prefill"):
         device = KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16)
         kernel = select(device.problem("router", n=count, k=40, phase=phase, experts=count))
-        _, ids, weights = kernel.fn(x_TD, router, facts)
+        ids, weights = kernel.fn(x_TD, router, facts)
         assert ids.dtype == torch.int32
         assert torch.equal(ids, expected.experts_TR.to(torch.int32))
         torch.testing.assert_close(weights, expected.weights_TR, rtol=1e-5, atol=1e-6)
         assert int(router.arrivals.abs().sum()) == 0
         if phase == "decode":
-            _, some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts)
+            some_ids, some_weights = kernel.fn(x_TD[3:5], router, facts)
             assert torch.equal(some_ids, ids[3:5])
             assert same_bits(some_weights, weights[3:5])
 
@@ -321,7 +316,7 @@ def test_router(facts: Experts) -> None:
 def test_of_equal_logits_the_lowest_ids_are_chosen() -> None:
     facts = Experts(8, 3, 16, renormalize=True)
     router = router_weights(torch.zeros(8, 16), None, None, dtype=torch.bfloat16, device=CPU)
-    _, ids, weights = select(
+    ids, weights = select(
         KernelDevice("cpu", 90 if INTERPRETED else 0, torch.bfloat16).problem("router", n=8, k=16)
     ).fn(randn(2, 16, seed=0).to(torch.bfloat16), router, facts)
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2]]
@@ -343,31 +338,6 @@ def test_logits_decide_where_softmax_keeps_their_order() -> None:
         assert route(Experts(4, 3, 16, score=score), logits).experts_TR.tolist() == [[0, 3, 1]]
 
 
-@inside
-@pytest.mark.parametrize("num_rows", [3, 21])
-@pytest.mark.parametrize("quant", [None, ActivationQuant(), ActivationQuant(group_size=128)])
-def test_router_prepares_raw_rows(quant: ActivationQuant | None, num_rows: int) -> None:
-    """Rows, experts and weights are those of rows that are normed and quantized before."""
-    facts = Experts(12, 3, 128, renormalize=True)
-    x_TD = randn(num_rows, 256, seed=1).half()
-    norm_D = (1 + 0.1 * randn(256, seed=2)).half()
-    router = router_weights(randn(12, 256, seed=3), None, None, dtype=torch.float16, device=CPU)
-    rows, ids, weights = router_fused.route(RawRows(x_TD, norm_D, 1e-5, quant), router, facts)
-    normed_TD = rms_norm(x_TD, norm_D, 1e-5)
-    assert isinstance(normed_TD, Tensor)
-    expected = normed_TD if quant is None else quantize(normed_TD, quant)
-    if isinstance(rows, QuantizedRows):
-        assert isinstance(expected, QuantizedRows)
-        assert torch.equal(rows.scale_T, expected.scale_T)
-        assert torch.equal(rows.values_TK.view(torch.uint8), expected.values_TK.view(torch.uint8))
-    else:
-        assert torch.equal(rows, normed_TD)
-    _, normed_ids, normed_weights = router_fused.route(normed_TD, router, facts)
-    assert torch.equal(ids, normed_ids)
-    assert torch.equal(weights, normed_weights)
-    assert int(router.arrivals.abs().sum()) == 0
-
-
 @pytest.mark.skipif(INTERPRETED, reason="in the parent process")
 def test_experts_of_a_layer_are_bound_once_and_reported() -> None:
     given = layer(None, torch.bfloat16)
@@ -379,9 +349,8 @@ def test_experts_of_a_layer_are_bound_once_and_reported() -> None:
         Deployment(CPU, torch.bfloat16, max_batch_size=8, max_step_tokens=512),
         activation="silu",
     )
-    rows, ids, weights = bound.route(given.x_TD, "decode")
-    assert torch.equal(rows, given.x_TD)
-    assert torch.equal(ids, router_reference.route(given.x_TD, bound.router, facts)[1])
+    ids, weights = bound.route(given.x_TD, "decode")
+    assert torch.equal(ids, router_reference.route(given.x_TD, bound.router, facts)[0])
     whole = bound(given.x_TD, "decode", residual=given.residual_TD)
     assert same_bits(whole, bound.experts(given.x_TD, ids, weights, "decode", residual=given.residual_TD))
     assert bound.kernels["decode"].packed is bound.kernels["prefill"].packed
