@@ -15,6 +15,7 @@ import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat, UsageError
+from compress.export.restated import restated_fields
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint
@@ -254,6 +255,7 @@ def write_format(
         source,
         codec=form.codec,
         quantization_config=config,
+        fields=restated_fields(source.arch),
         max_shard_bytes=max_shard_bytes,
     )
 
