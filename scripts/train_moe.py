@@ -13,8 +13,6 @@ on.
 """
 
 import argparse
-import json
-import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -46,6 +44,7 @@ from compress.quant.scheme import SCHEMES, ModelScheme
 from compress.registry.model_source import BUILTIN
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
+from scripts.bench_setup import write_results
 
 SEED = 0
 SEQ_LEN = 512
@@ -230,14 +229,15 @@ def main() -> None:
     parser.add_argument("--recover-steps", type=int, default=200)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES))
+    parser.add_argument("--commit", help="of the measured tree; this checkout's by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
     stream = tokens_of("calibration")
     held_out = windows(tokens_of("evaluation"), args.held_out)
     print(f"{len(stream):,} tokens", flush=True)
-    facts = train_model(args.out / "model", stream, args.steps, device)
-    print(facts, flush=True)
+    trained = train_model(args.out / "model", stream, args.steps, device)
+    print(trained, flush=True)
     source = Checkpoint(args.out / "model")
     model = build_decoder(source, dtype=torch.bfloat16, device=device)
     rows: list[dict[str, Any]] = []
@@ -245,16 +245,8 @@ def main() -> None:
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
         print(row, flush=True)
-        document = {
-            "model": facts,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-            "torch": torch.__version__,
-            "scheme": SCHEME,
-            "seq_len": SEQ_LEN,
-            "rows": rows,
-        }
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(document, indent=1) + "\n")
+        facts = {"model": trained, "scheme": SCHEME, "seq_len": SEQ_LEN}
+        write_results(args.results, rows, device=device, commit=args.commit, facts=facts)
 
     ctx = Context(str(device), SEED, args.out)
     scores = expert_scores(source, windows(stream, 64), ctx, compute_dtype=torch.float32)
