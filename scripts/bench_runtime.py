@@ -342,7 +342,7 @@ def tables(rows: Sequence[dict[str, Any]], profiles: Sequence[dict[str, Any]]) -
     blocks = [markdown(header, body)]
     for each in profiles:
         lines = [
-            [kernel["name"], f"{kernel['count']:.1f}", f"{kernel['us']:.1f}", f"{kernel['share']:.1%}"]
+            [kernel["name"], f"{kernel['count']:.1f}", f"{kernel['own_us']:.1f}", f"{kernel['share']:.1%}"]
             for kernel in each["kernels"][:12]
         ]
         what = (

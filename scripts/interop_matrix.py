@@ -85,6 +85,10 @@ def not_asked() -> dict[tuple[str, str, str], str]:
         refused |= {
             ("vllm", family, "FP8_BLOCK"): "its CPU kernel for FP8 blocks needs AMX" for family in FAMILIES
         }
+    if not torch.cpu._is_vnni_supported():
+        # Measured with its kernel alone (oneDNN, AVX2): exact for codes up to 63, wrong for codes up to 127.
+        overflows = "its INT8 kernel adds pairs of products in 16 bits without VNNI, and they overflow"
+        refused |= {("vllm", family, "INT8_DYNAMIC"): overflows for family in ALL_FORMATS}
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         refused |= {
             ("vllm", family, scheme): "its build for this CPU has no kernel of four bits (cpu_gemm_wna16)"

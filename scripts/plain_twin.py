@@ -11,7 +11,7 @@ program has no such excuse.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from compress.export import open_checkpoint
 from compress.models.decoder import Decoder
 from compress.models.weights import build_decoder
-from compress.quant.scheme import QuantizedWeight
+from compress.quant.scheme import QuantizedWeight, Scheme
+from scripts.interop_families import STACKED
 
 CPU = torch.device("cpu")
 
@@ -34,12 +35,12 @@ class Inputs:
     largest: float
     group_size: int | None = None
     by_reciprocal: bool = False
+    one_scale: bool = False  # of all tokens that a call has, not one of each
 
     def __call__(self, x: Tensor) -> Tensor:
         parts = x if self.group_size is None else x.unflatten(-1, (-1, self.group_size))
-        scale = (parts.abs().amax(dim=-1, keepdim=True) / self.largest).clamp_min(
-            torch.finfo(torch.float32).tiny
-        )
+        largest = parts.abs().amax(dim=() if self.one_scale else -1, keepdim=True)
+        scale = (largest / self.largest).clamp_min(torch.finfo(torch.float32).tiny)
         scaled = parts * scale.reciprocal() if self.by_reciprocal else parts / scale
         codes = (
             scaled.round().clamp(-128, 127)
@@ -62,26 +63,54 @@ INPUTS = {
 }
 """(program, scheme) -> how it rounds on a CPU, as its sources say; where there is none, inputs stay as they
 are. vLLM and transformers take FP8 in blocks as weights only there."""
+FLAT_SHARED = ("qwen2_moe",)
+"""Families of which `transformers` calls the shared expert with tokens x columns. compressed-tensors keeps a
+scale for each index of the first two dimensions, and of no more than two it takes one scale for all."""
+
+
+def inputs_of(program: str, family: str, name: str, scheme: Scheme) -> Inputs | None:
+    """Return how a program rounds the inputs of a linear, or None where it leaves them as they are."""
+    inputs = INPUTS.get((program, scheme.name))
+    flat = program == "transformers" and family in FLAT_SHARED and name.startswith("moe.shared.")
+    return replace(inputs, one_scale=True) if inputs and flat else inputs
 
 
 def twin(path: Path, program: str) -> Decoder:
-    """The model at `path` as `program` computes it; not rounded to the model's dtype anywhere.
-
-    Only `transformers` decodes experts when it loads them, to the dtype of their scales, and multiplies all
-    of a layer as one tensor: their inputs stay as they are.
-    """
+    """The model at `path` as `program` computes it; not rounded to the model's dtype, but for experts that
+    `transformers` computes in it (`_merge`)."""
     checkpoint = open_checkpoint(path)
+    arch = checkpoint.arch
     decoder = build_decoder(checkpoint, dtype=torch.float32, device=CPU)
-    for idx in range(checkpoint.arch.num_layers):
+    for idx in range(arch.num_layers):
         for name, weight in checkpoint.layer(idx).items():
-            if isinstance(weight, QuantizedWeight):
-                if program == "transformers" and ".experts." in name:
-                    continue
-                linear = decoder.get_submodule(f"layers.{idx}.{name.removesuffix('.weight')}")
+            merged = program == "transformers" and ".experts." in name and arch.family not in STACKED
+            if not merged and not isinstance(weight, QuantizedWeight):
+                continue
+            linear = decoder.get_submodule(f"layers.{idx}.{name.removesuffix('.weight')}")
+            assert isinstance(linear, torch.nn.Linear)
+            if merged:
+                _merge(linear, weight)
+            elif isinstance(weight, QuantizedWeight):
                 linear.weight.data = weight.dequantize(torch.float32)
-                if inputs := INPUTS.get((program, weight.scheme.name)):
+                if inputs := inputs_of(program, arch.family, name, weight.scheme):
                     linear.register_forward_pre_hook(lambda _, x, inputs=inputs: inputs(x[0]))
     return decoder
+
+
+def _merge(linear: torch.nn.Linear, weight: Tensor | QuantizedWeight) -> None:
+    """Let a linear of an expert compute as in `transformers`, which makes one tensor of all experts of a
+    layer when it loads a quantized checkpoint that keeps them apart.
+
+    Their inputs are not rounded to codes. Float codes become weights of the dtype that was asked for;
+    integer codes those of the scales' dtype, and dense experts keep the file's, and both of these
+    compute in it.
+    """
+    if isinstance(weight, QuantizedWeight):
+        exact = weight.scheme.type == "float"
+        linear.weight.data = weight.dequantize(torch.float32 if exact else None)
+    else:
+        linear.weight.data = weight
+    linear.register_forward_pre_hook(lambda module, x: x[0].to(module.weight.dtype))
 
 
 @torch.no_grad()

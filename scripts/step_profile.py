@@ -83,13 +83,14 @@ def _percentiles(times: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
-    """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds and share. On a
-    CPU: torch's ops.
+    """Per step: wall time, time in which no kernel ran, and each kernel's count, microseconds, those of its
+    own and its share of these. On a CPU: torch's ops.
 
     The profiler slows the host, so the idle time is an upper bound. It also leaves hooks behind: from then on
     the launch of a graph costs the host of this process 0.25 us a kernel, so what times the host comes before
     the first profile. Under programmatic dependent launch a kernel starts before its predecessor ends, and
-    its time includes that wait: kernels then add up to more than the step.
+    its time includes that wait: kernels then add up to more than the step. A kernel's own time is by how much
+    later it ends than all before it: those add up to the time in which kernels ran.
     """
     on_gpu = engine.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
@@ -101,13 +102,19 @@ def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
         wall_us = (time.perf_counter() - begin) * 1e6
     events = [event for event in profiler.events() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
     spans = [(event.time_range.start, event.time_range.end) for event in events]
-    totals: dict[str, tuple[int, float]] = {}
-    for event in events:
-        count, total_us = totals.get(event.name, (0, 0.0))
-        spent_us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-        totals[event.name] = (count + 1, total_us + spent_us)
-    whole_us = sum(total_us for _, total_us in totals.values())
-    ordered = sorted(totals.items(), key=lambda item: -item[1][1])[:_SHOWN_KERNELS]
+    totals: dict[str, tuple[int, float, float]] = {}
+    last_us = float("-inf")
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        count, total_us, total_own_us = totals.get(event.name, (0, 0.0, 0.0))
+        if on_gpu:
+            spent_us = event.time_range.elapsed_us()
+            own_us = max(0.0, event.time_range.end - max(event.time_range.start, last_us))
+            last_us = max(last_us, event.time_range.end)
+        else:
+            spent_us = own_us = event.self_cpu_time_total
+        totals[event.name] = (count + 1, total_us + spent_us, total_own_us + own_us)
+    whole_us = sum(own_us for _, _, own_us in totals.values())
+    ordered = sorted(totals.items(), key=lambda item: -item[1][2])[:_SHOWN_KERNELS]
     return {
         "steps": steps,
         "wall_us": wall_us / steps,
@@ -117,9 +124,10 @@ def profile_steps(engine: Engine, *, steps: int) -> dict[str, Any]:
                 "name": short_name(name),
                 "count": count / steps,
                 "us": total_us / steps,
-                "share": total_us / whole_us,
+                "own_us": own_us / steps,
+                "share": own_us / whole_us,
             }
-            for name, (count, total_us) in ordered
+            for name, (count, total_us, own_us) in ordered
         ],
     }
 

@@ -13,8 +13,6 @@ on.
 """
 
 import argparse
-import json
-import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -46,6 +44,7 @@ from compress.quant.scheme import SCHEMES, ModelScheme
 from compress.registry.model_source import BUILTIN
 from compress.stages.quantize.layers import quantization_passes
 from compress.stages.quantize.spec import Quantize
+from scripts.bench_setup import write_results
 
 SEED = 0
 SEQ_LEN = 512
@@ -230,14 +229,15 @@ def main() -> None:
     parser.add_argument("--recover-steps", type=int, default=200)
     parser.add_argument("--held-out", type=int, default=64)
     parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES))
+    parser.add_argument("--commit", help="of the measured tree; this checkout's by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
     stream = tokens_of("calibration")
     held_out = windows(tokens_of("evaluation"), args.held_out)
     print(f"{len(stream):,} tokens", flush=True)
-    facts = train_model(args.out / "model", stream, args.steps, device)
-    print(facts, flush=True)
+    trained = train_model(args.out / "model", stream, args.steps, device)
+    print(trained, flush=True)
     source = Checkpoint(args.out / "model")
     model = build_decoder(source, dtype=torch.bfloat16, device=device)
     rows: list[dict[str, Any]] = []
@@ -245,17 +245,20 @@ def main() -> None:
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
         print(row, flush=True)
-        document = {
-            "model": facts,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-            "torch": torch.__version__,
-            "scheme": SCHEME,
-            "seq_len": SEQ_LEN,
-            "rows": rows,
-        }
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(document, indent=1) + "\n")
+        facts = {"model": trained, "scheme": SCHEME, "seq_len": SEQ_LEN}
+        write_results(args.results, rows, device=device, commit=args.commit, facts=facts)
 
+    ctx = Context(str(device), SEED, args.out)
+    scores = expert_scores(source, windows(stream, 64), ctx, compute_dtype=torch.float32)
+    reference = build_decoder(source, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(SEED)
+    shuffled = [torch.rand(len(each), generator=generator) for each in scores]
+    for name, values in (("reap", scores), ("random", shuffled)):
+        kept = [best_experts(each, NUM_KEPT) for each in values]
+        before, after = pruned(source, kept, stream, args.recover_steps, device)
+        row = {"method": f"prune-{name}", "experts": NUM_KEPT, "of": CONFIG["num_experts"]}
+        add({**row, "recovered": False, **kl(reference, before, held_out, device)})
+        add({**row, "recovered": True, "steps": args.recover_steps, **kl(reference, after, held_out, device)})
     for num_samples in args.samples:
         calibration = windows(stream, num_samples)
         for method in METHODS:
@@ -279,17 +282,6 @@ def main() -> None:
                         "fewest_tokens": min(counts),
                     }
                 )
-    ctx = Context(str(device), SEED, args.out)
-    scores = expert_scores(source, windows(stream, 64), ctx, compute_dtype=torch.float32)
-    reference = build_decoder(source, dtype=torch.float32, device=device)
-    generator = torch.Generator().manual_seed(SEED)
-    shuffled = [torch.rand(len(each), generator=generator) for each in scores]
-    for name, values in (("reap", scores), ("random", shuffled)):
-        kept = [best_experts(each, NUM_KEPT) for each in values]
-        before, after = pruned(source, kept, stream, args.recover_steps, device)
-        row = {"method": f"prune-{name}", "experts": NUM_KEPT, "of": CONFIG["num_experts"]}
-        add({**row, "recovered": False, **kl(reference, before, held_out, device)})
-        add({**row, "recovered": True, "steps": args.recover_steps, **kl(reference, after, held_out, device)})
 
 
 if __name__ == "__main__":

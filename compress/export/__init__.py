@@ -15,6 +15,7 @@ import torch
 
 from compress.artifact.manifest import MANIFEST_NAME, open_artifact
 from compress.errors import UnsupportedFormat, UsageError
+from compress.export.restated import restated_fields
 from compress.models.arch import Arch
 from compress.models.canonical import OUTER_NAME, CanonicalStore, stated_kv_format
 from compress.models.checkpoint import Checkpoint
@@ -77,8 +78,8 @@ class ExportFormat(Protocol):
     ) -> dict[str, Any]:
         """Return the `quantization_config` of `config.json`. All names are those of the modules in
         `transformers`, also in `scheme`; `linears` are all linears of the layers, which a format needs where
-        they have several schemes. `untouched` are parts that are none of the language model's and stay
-        dense."""
+        they have several schemes. `untouched` are modules that are dense with all inside: the parts that are
+        none of the language model's, and the experts of a layer, which vLLM looks up as one."""
 
     def broken_rules(self, arch: Arch, scheme: ModelScheme) -> list[Rule]:
         """Return the reasons not to write this model in this scheme in this format; empty when it may be
@@ -246,7 +247,10 @@ def write_format(
             with_dense_routers(scheme, source.arch).renamed(config_name),
             head=config_name("head"),
             linears=list(dict.fromkeys(map(config_name, linear_names(source.arch)))),
-            untouched=family.untouched,
+            untouched=[
+                *family.untouched,
+                *map(_experts_of, map(config_name, dense_experts(scheme, source.arch))),
+            ],
         )
         config = {**coded, **({} if static_kv is None else static_kv.beside)}
     write_checkpoint(
@@ -254,6 +258,7 @@ def write_format(
         source,
         codec=form.codec,
         quantization_config=config,
+        fields=restated_fields(source.arch),
         max_shard_bytes=max_shard_bytes,
     )
 
@@ -269,6 +274,18 @@ def with_dense_routers(scheme: ModelScheme, arch: Arch) -> ModelScheme:
         if name.endswith(".weight")
     ]
     return replace(scheme, exceptions=(*scheme.exceptions, *routers))
+
+
+def dense_experts(scheme: ModelScheme, arch: Arch) -> list[str]:
+    """Return a linear of an expert of each layer whose experts are dense."""
+    firsts = [f"layers.{idx}.moe.experts.0.down" for idx, layer in enumerate(arch.layers) if layer.experts]
+    return [linear for linear in firsts if scheme.for_linear(linear) is None]
+
+
+def _experts_of(linear: str) -> str:
+    """Return the module of all experts of a layer, given the name of a linear of one, or of all, on disk."""
+    block, named, _ = linear.partition(".experts.")
+    return f"{block if named else linear.rpartition('.')[0]}.experts"
 
 
 def serve_command(kv_format: str | None, *, method: str | None = None, k: int = PROPOSED) -> str:

@@ -43,7 +43,7 @@ from compress.export.config_groups import (
     group_of,
     read_groups,
 )
-from compress.export.rules import layout_rules, shapes
+from compress.export.rules import layout_rules, shapes, start_of
 from compress.export.vllm import on_a_cpu, on_a_gpu
 from compress.models.arch import LINEAR_GROUPS, Arch
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -222,6 +222,7 @@ class CompressedTensors:
         assert all(targets for _, targets in coded), "a scheme without linears"
         groups = {f"group_{idx}": group_of(each, targets) for idx, (each, targets) in enumerate(coded)}
         formats = {str(group["format"]) for group in groups.values()}
+        one_by_one = {linear.rpartition(".")[0] for linear in scheme.dense}
         # transformers 5.23 drops zero points unless it decompresses at load; it does that by one scheme only.
         at_load = len(scheme.all) == 1 and not scheme.layers.symmetric
         return {
@@ -230,7 +231,7 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": sorted({*scheme.dense} if scheme.head is not None else {*scheme.dense, head})
-            + [f"re:^(model\\.)?{part}\\." for part in untouched],
+            + [f"re:{start_of(part)}\\." for part in untouched if f"{part}.0" not in one_by_one],
             KV_KEY: None,
             "version": FORMAT_VERSION,
             **({"dequantize": True} if at_load else {}),

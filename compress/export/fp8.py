@@ -129,7 +129,11 @@ class Fp8:
             "activation_scheme": "dynamic",
             "weight_block_size": BLOCK_SIZE,
             "modules_to_not_convert": sorted({*scheme.dense, head})
-            + [name for part in untouched for name in (part, f"model.{part}")],
+            + [
+                name
+                for part in untouched
+                for name in dict.fromkeys((part, f"model.{part.removeprefix('model.')}"))
+            ],
         }
 
     def refusal_by_name(self, scheme: Scheme) -> str | None:

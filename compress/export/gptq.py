@@ -25,7 +25,7 @@ from torch import Tensor
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, Consumer, Rule
 from compress.export.config_groups import matches_module
-from compress.export.rules import float16_scales, in_layers, packed_rules
+from compress.export.rules import float16_scales, in_layers, packed_rules, start_of
 from compress.models.arch import MAX_SIZE, Arch
 from compress.models.family import family_of
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
@@ -185,7 +185,7 @@ class Gptq:
     ) -> dict[str, Any]:
         dense = sorted({*scheme.dense, *(FUSED.sub(_fused, linear) for linear in scheme.dense)})
         patterns = [rf"^{re.escape(name)}$" for name in dense]
-        patterns += [rf"^(model\.)?{re.escape(part.removeprefix('model.'))}\." for part in untouched]
+        patterns += [rf"{start_of(part)}(\.|$)" for part in untouched]
         dynamic: dict[str, Any] = {"dynamic": {SKIP + each: {} for each in patterns}} if patterns else {}
         return {
             "quant_method": self.quant_method,

@@ -151,6 +151,12 @@ def float16_scales(scale_OG: Tensor) -> Tensor:
     return scale_OG.to(torch.float16).t().contiguous()
 
 
+def start_of(part: str) -> str:
+    """Return the start of a pattern that names a module in every program, with `model.` before its name or
+    without."""
+    return rf"^(model\.)?{re.escape(part.removeprefix('model.'))}"
+
+
 def in_layers(linears: Sequence[str]) -> list[str]:
     """Return the linears that belong to a numbered layer: all but the head."""
     return [linear for linear in linears if re.search(r"\.\d+\.", linear)]

@@ -20,7 +20,11 @@ def on_a_cpu(scheme: ModelScheme, *, refused: str | None) -> Consumer:
             name, loads=True, note="only on a CPU with AMX, which its kernel for FP8 blocks needs"
         )
     if any(each.type == "int" and each.activation is not None for each in scheme.all):
-        return Consumer(name, loads=True, note="in bfloat16 on a CPU with AMX, in any dtype without")
+        return Consumer(
+            name,
+            loads=True,
+            note="in bfloat16 on a CPU with AMX, in any dtype without; wrongly on one that lacks VNNI",
+        )
     if any(each.type == "int" and each.activation is None for each in scheme.all):
         return Consumer(name, loads=True, note="in bfloat16 or float16")
     return Consumer(name, loads=True, note="weights and inputs in FP8, products in wider numbers")

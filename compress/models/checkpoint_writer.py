@@ -26,10 +26,11 @@ def write_checkpoint(
     *,
     codec: Codec | None = None,
     quantization_config: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and safetensors that `transformers` loads; tensors stream through one shard of
-    memory.
+    memory. `fields` are added to the config of the language model.
 
     Raises:
         UnsupportedFormat: the source has quantized weights and no codec was given.
@@ -78,7 +79,7 @@ def write_checkpoint(
         for name, value in source.layer(idx).items():
             add(f"layers.{idx}.{name}", value)
     shards.finish()
-    config = family.write_config(arch)
+    config = family.changed(family.write_config(arch), **(fields or {}))
     if quantization_config is not None:
         config["quantization_config"] = dict(quantization_config)
     (directory / CONFIG_NAME).write_text(

@@ -88,12 +88,9 @@ class FusedLinear:
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How the op that writes the input may quantize it, or None if each slice quantizes its input itself.
-
-        An op quantizes only for a single slice, and only with scales of whole rows.
-        """
-        quant = self.slices[0].quant if len(self.slices) == 1 else None
-        return None if quant is None or quant.group_size is not None else quant
+        """How the op that writes the input may quantize it, which it does for a single slice only; None if
+        each slice quantizes its input itself."""
+        return self.slices[0].quant if len(self.slices) == 1 else None
 
     def prepares_input(self, phase: Phase, norm: RowNorm) -> bool:
         """Return whether the kernel normalizes its input by this norm, and quantizes it, itself."""

@@ -352,6 +352,8 @@ def _rope_key(shape: LayerShape) -> tuple[Rope | None, int]:
 
 def _same_quant(first: ActivationQuant | None, second: ActivationQuant | None) -> bool:
     """Return whether two linears quantize a row alike, by nothing but the row."""
-    if first is None or second is None or first.dtype != second.dtype:
+    if first is None or second is None:
+        return False
+    if (first.dtype, first.group_size) != (second.dtype, second.group_size):
         return False
     return first.static_scale is None and second.static_scale is None

@@ -81,7 +81,7 @@ def _estimate(spec: Export, facts: PlanFacts) -> Estimate:
 
 @STAGES.stage(
     "export",
-    version=2,
+    version=3,
     takes=((Port.QUANTIZED, Port.DENSE),),
     uses=(Port.DRAFT,),
     gives=Port.CHECKPOINT,

@@ -15,7 +15,16 @@ from scripts.docs.journeys import JOURNEYS
 from scripts.docs.pictures import floors, pictures
 from scripts.docs.recipe_reference import RecipeReference
 from scripts.docs.result_files import ROOT, result_file
-from scripts.docs.tables import families, performance, pruning, quality, readme, schemes, speculation
+from scripts.docs.tables import (
+    families,
+    mixtures,
+    performance,
+    pruning,
+    quality,
+    readme,
+    schemes,
+    speculation,
+)
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = (
@@ -28,6 +37,7 @@ PAGES = (
     "results/pruning.md",
     "results/speculation.md",
     "results/performance.md",
+    "results/mixtures.md",
 )
 """Pages of `docs/` that are written from the template of the same name."""
 COPIES = {"data_cards.md": "calib_data/README.md", "model.md": "compress/reference/README.md"}
@@ -61,6 +71,7 @@ def environment() -> Environment:
         "pruning": pruning,
         "speculation": speculation,
         "performance": performance,
+        "mixtures": mixtures,
         "families": families,
         "schemes": schemes,
         "recipe": RecipeReference(),

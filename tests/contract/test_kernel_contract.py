@@ -443,11 +443,13 @@ def test_rope_store_norms_values_and_takes_keys_for_them(
 
 @pytest.mark.parametrize("op", ["rms_norm", "act_mul", "quantize_rows"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("how", ["dynamic", "static", "int8"])
+@pytest.mark.parametrize("how", ["dynamic", "static", "int8", "groups"])
 def test_quantized_rows_are_the_rows_rounded_to_their_own_scale(op: Any, device: str, how: str) -> None:
     fn = select(problem(op, device, "BF16", n=384)).fn
     quant = ActivationQuant(
-        torch.tensor(0.03, device=device) if how == "static" else None, INT8 if how == "int8" else FP8
+        torch.tensor(0.03, device=device) if how == "static" else None,
+        INT8 if how == "int8" else FP8,
+        group_size=128 if how == "groups" else None,
     )
     x = randn(7, 768, device=device, dtype="BF16")
     x[2] = 0

@@ -1,6 +1,6 @@
-"""Compiles the Triton kernels of attention, of rope_store and of the linear of every size for
-`sm_<argument>`, on a machine without a GPU: run by a test, in a process of its own, because it replaces
-triton's driver."""
+"""Compiles the Triton kernels of attention, of rope_store, of the linear of every size, of routers and of
+experts for `sm_<argument>`, on a machine without a GPU: run by a test, in a process of its own, because it
+replaces triton's driver."""
 
 import sys
 from typing import Any
@@ -13,12 +13,18 @@ from triton.runtime.jit import JITFunction
 from compress.kernels.attention_decode import paged as decode
 from compress.kernels.attention_prefill import paged as prefill
 from compress.kernels.attention_prefill import widen
+from compress.kernels.experts import fused as experts
+from compress.kernels.experts import launch, packed, units
 from compress.kernels.linear import general
 from compress.kernels.operands.paged import PagedKV
+from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
 from compress.kernels.problem import KernelDevice
+from compress.kernels.quantize_rows import fused as quantize_rows
 from compress.kernels.rope_store import fused
+from compress.kernels.router import fused as router
 from compress.kernels.select import candidates
+from compress.models.experts import Experts
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES
 
@@ -52,19 +58,23 @@ def compile_all(sm: int) -> list[Any]:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
-    for module in (decode, prefill, widen, fused, general):
+    for module in (decode, prefill, widen, fused, general, router, launch, units, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
-    general.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
-        "bits" if sm < 89 else "native" if native else "converted"
-    )
+    for products in (general, launch):
+        products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
+            "bits" if sm < 89 else "native" if native else "converted"
+        )
+    quantize_rows.converts_e4m3 = lambda device: sm >= 89  # type: ignore[assignment]
     for head_dim in (80, 128, 256, 512):
         for page_dtype in (torch.bfloat16, FP8, *([torch.float32] if head_dim > 128 else [])):
             compile_attention(head_dim, page_dtype)
     for linear in LINEARS:
         compile_linear(sm, *linear)
+    for scheme in (None, "W4A16_G128", "FP8_DYNAMIC", "FP8_BLOCK"):
+        compile_mixture(scheme)
     return compiled
 
 
@@ -125,14 +135,34 @@ def compile_linear(sm: int, name: str | None, k: int, activation: str | None) ->
         kernel = next(each for each in served if each.name.startswith("triton."))
         assert kernel.repack is not None
         quantized = weight if scheme is None else nearest_weight(weight, scheme, torch.bfloat16)
-        packed = kernel.repack(
+        ready = kernel.repack(
             [quantized], dtype=torch.bfloat16, device=torch.device("cpu"), gated=gate is not None
         )
         x_TI: Any = torch.ones(rows, k, dtype=torch.bfloat16)
         if scheme is not None and scheme.activation is not None:
             groups = 128 if scheme.activation == "group" else None
             x_TI = quantize(x_TI, ActivationQuant(group_size=groups))
-        kernel.fn(x_TI, packed, None)
+        kernel.fn(x_TI, ready, None)
+
+
+def compile_mixture(name: str | None) -> None:
+    """Compile the router and the experts of one decode row, of 16 and of 64, and of a prompt."""
+    scheme = SCHEMES[name] if name is not None else None
+
+    def weight(out_features: int, in_features: int) -> Any:
+        ones = torch.ones(out_features, in_features, dtype=torch.bfloat16)
+        return ones if scheme is None else nearest_weight(ones, scheme, torch.bfloat16)
+
+    one = ExpertWeights(weight(256, 384), weight(256, 384), weight(384, 256))
+    cpu = torch.device("cpu")
+    ready = packed.repack([one] * 8, dtype=torch.bfloat16, device=cpu)
+    weights = router_weights(torch.ones(8, 384), None, None, dtype=torch.bfloat16, device=cpu)
+    facts = Experts(8, 2, 256, renormalize=True)
+    for num_rows in (1, 16, 64):
+        x_TD = torch.ones(num_rows, 384, dtype=torch.bfloat16)
+        ids, shares = router.route(x_TD, weights, facts)
+        experts.decode(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
+    experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def _act_mul_quantize(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -66,7 +67,7 @@ def _act_mul_quantize(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     y = _gated(gate_up_ptr + row.to(tl.int64) * (2 * SIZE), columns, columns < SIZE, SIZE, ACTIVATION)
-    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
 
 
 def act_mul(

@@ -11,10 +11,10 @@ output tile that arrives last, or a launch of its own for more rows, adds. So a 
 in any company.
 """
 
-from compress.kernels.compilers.triton import jit, launch_dependents, tl, triton, wait
+from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
 from compress.kernels.experts.units import load_unit
 from compress.kernels.operands.activation import activated
-from compress.kernels.operands.matrix_product import product
+from compress.kernels.operands.matrix_product import prefetch, product
 
 
 @jit()
@@ -25,17 +25,6 @@ def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tenso
         return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
     else:
         return activated(gate, ACTIVATION) * up
-
-
-@jit()
-def _prefetch(at: tl.tensor, count: tl.tensor, MOST: tl.constexpr, LINE: tl.constexpr) -> None:
-    """Bring `count` items, in lines of `LINE`, to L2."""
-    LINES: tl.constexpr = triton.next_power_of_2((MOST + LINE - 1) // LINE)
-    items = tl.arange(0, LINES) * LINE
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l", [at + tl.where(items < count, items, 0)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @jit()
@@ -135,9 +124,7 @@ def down(
         # The ids were there before gate_up ran; weights are on their way to L2 while it ends.
         ahead = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
         ahead = tl.minimum(tl.maximum(ahead, 0), E - 1).to(tl.int64)
-        ITEMS: tl.constexpr = (F + 127) // 128 * 32 if FORMAT == 1 else F
-        LINE: tl.constexpr = 128 if FORMAT >= 2 else 64
-        _prefetch(w_ptr + (ahead * D + start) * ITEMS, tl.minimum(BM, D - start) * ITEMS, BM * ITEMS, LINE)
+        prefetch(w_ptr, ahead * D + start, tl.minimum(BM, D - start), BM, F, FORMAT)
     wait(PDL)
     expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:

@@ -14,7 +14,6 @@ from compress.kernels.operands.matrices import FORMATS, Matrices
 from compress.kernels.operands.matrix_product import e4m3_factors
 from compress.kernels.operands.rows import FP8, ActivationQuant, QuantizedRows
 from compress.kernels.quantize_rows.fused import quantize_rows
-from compress.kernels.quantize_rows.groups import quantize_groups
 
 SPAN = 1024
 """Outputs of a program that adds the choices of a row."""
@@ -144,14 +143,12 @@ def run(
 def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, Tensor | None]:
     """Return the rows as a product reads them, and their scales where they are e4m3 codes."""
     if isinstance(x, Tensor):
-        if packed.format == "fp8_block":
-            x = quantize_groups(x, ActivationQuant(group_size=128))
-        elif packed.format == "fp8":
-            quantized = quantize_rows(x, ActivationQuant())
-            assert isinstance(quantized, QuantizedRows)
-            x = quantized
-        else:
+        if packed.format not in ("fp8", "fp8_block"):
             return x.contiguous(), None
+        group_size = 128 if packed.format == "fp8_block" else None
+        quantized = quantize_rows(x, ActivationQuant(group_size=group_size))
+        assert isinstance(quantized, QuantizedRows)
+        x = quantized
     assert x.values_TK.dtype == FP8, "experts read e4m3 rows"
     return x.values_TK.view(torch.uint8), x.scale_T
 

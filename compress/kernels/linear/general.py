@@ -34,7 +34,7 @@ from compress.kernels.linear.fp8 import PackedFp8
 from compress.kernels.linear.launch import ACTIVATIONS
 from compress.kernels.operands.activation import activated
 from compress.kernels.operands.matrices import FORMATS, TILE, Matrices, MatrixFormat, format_of, pack_matrices
-from compress.kernels.operands.matrix_product import e4m3_factors, product
+from compress.kernels.operands.matrix_product import e4m3_factors, prefetch, product
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import DENSE_SCHEMES, Problem
 from compress.kernels.select import Kernel, Repack, register
@@ -70,16 +70,18 @@ class Tile:
 
 def decode_tile(matrices: Matrices, num_rows: int, size: int) -> Tile:
     """Return the tile of decode rows, for `size` outputs."""
-    bn = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    bm = 32 if -(-size // 32) * -(-num_rows // bn) >= MIN_PROGRAMS else 16
-    num_warps = bm // 16 * (2 if bn == 64 else 1)
-    return Tile(bm, bn, matrices.step_columns(128), num_warps, 3 if bn == 64 else 4)
+    bn = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    programs = -(-size // 32) * -(-num_rows // bn)
+    bm = 32 if bn == 32 or programs >= MIN_PROGRAMS else 16
+    num_warps = bm // 16 * (1 if bn == 8 else 2)
+    return Tile(bm, bn, matrices.step_columns(128), num_warps, 6)
 
 
 def prefill_tile(matrices: Matrices) -> Tile:
     """Return the tile of the rows of a prompt."""
-    bn = 64 if matrices.format == "fp8_block" else 128  # two sums are kept in registers
-    return Tile(128, bn, matrices.step_columns(64 if matrices.format == "dense16" else 128), 8, 3)
+    if matrices.format == "fp8_block":
+        return Tile(64, 128, matrices.step_columns(128), 4, 3)
+    return Tile(128, 128, matrices.step_columns(64 if matrices.format == "dense16" else 128), 8, 3)
 
 
 @jit(varying=("num_rows",))
@@ -108,14 +110,21 @@ def _linear(
     ACTIVATION: tl.constexpr,
     STAGES: tl.constexpr,
     E4M3: tl.constexpr,
+    PREFETCH: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Write `BM` outputs of `BN` rows."""
     launch_dependents(PDL)
-    wait(PDL)
     GATED: tl.constexpr = ACTIVATION is not None
     SIZE: tl.constexpr = OUT // 2 if GATED else OUT
+    if PDL and PREFETCH:
+        # Weights are constant: they are on their way to L2 while the kernel ahead ends.
+        start = tl.program_id(0) * BM
+        prefetch(w_ptr, start, tl.minimum(BM, SIZE - start), BM, IN, FORMAT)
+        if GATED:
+            prefetch(w_ptr, OUT - SIZE + start, tl.minimum(BM, SIZE - start), BM, IN, FORMAT)
+    wait(PDL)
     outputs = tl.program_id(0) * BM + tl.arange(0, BM)
     first = tl.minimum(outputs, SIZE - 1)
     second = OUT - SIZE + first
@@ -190,6 +199,7 @@ def linear(
         ACTIVATION=activation,
         STAGES=tile.num_stages,
         E4M3=e4m3_factors(device, native=not decode and tile.bk >= MIN_NATIVE_COLUMNS),
+        PREFETCH=decode,
         INTERPRETED=interpreted(),
         num_warps=tile.num_warps,
         **pdl_options(device),

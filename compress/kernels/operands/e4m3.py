@@ -5,10 +5,13 @@ without the format, and on the CPU.
 
 A code's magnitude, shifted to the mantissa of a wider float, is that float times a power of two,
 subnormals included: bfloat16 (8 bits of exponent, biased by 127) reads value * 2^-120, float16 (5 bits,
-biased by 15) value * 2^-8.
+biased by 15) value * 2^-8. Rounding to e4m3 is one instruction from sm_89 on (`converts_e4m3`).
 """
 
-from compress.kernels.compilers.triton import jit, tl
+import torch
+
+from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl
+from compress.kernels.problem import compute_capability
 
 
 @jit()
@@ -106,3 +109,37 @@ def _widened(codes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     SHIFT: tl.constexpr = 7 if DTYPE is tl.float16 else 4
     bits = (((codes & 0x80) << 8) | ((codes & 0x7F) << SHIFT)).to(tl.int16)
     return bits.to(tl.float16 if DTYPE is tl.float16 else tl.bfloat16, bitcast=True)
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Return whether the device has an instruction that converts to e4m3."""
+    return compute_capability(device) >= FP8_SM and not interpreted()
+
+
+@jit()
+def group_scale(parts: tl.tensor) -> tl.tensor:
+    """Return the scale of each row of float32 numbers; NaN if one of them is."""
+    return larger(tl.div_rn(tl.reduce(tl.abs(parts), 1, larger), 448.0), 1 / (1 << 40))  # TINY_SCALE
+
+
+@jit()
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """NaN if either is: a broken row must not look sound."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit()
+def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
+    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate."""
+    if CONVERTS:
+        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the
+        # correctly rounded quotient, in a fifth of the time of a general division. Where the residual
+        # underflows, the quotient is far below the grid. 449 is 448 on it.
+        x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
+        inverse = tl.div_rn(1.0, scale)
+        quotient = x * inverse
+        quotient = tl.where(
+            x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        )  # the sum would lose the sign of -0
+        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))

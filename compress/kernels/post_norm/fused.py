@@ -35,6 +35,7 @@ def _post_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
     CENTERED: tl.constexpr,
     FOLLOWING_CENTERED: tl.constexpr,
@@ -57,7 +58,7 @@ def _post_norm(
     tl.store(sum_ptr + at, total, mask=mask)
     if following_ptr is not None:
         rows = normed_row(total, following, following_eps, SIZE, FOLLOWING_CENTERED)
-        store_row(rows, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+        store_row(rows, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
 
 
 def post_norm(
@@ -77,7 +78,8 @@ def post_norm(
         assert each is None or (each.weight.shape == (size,) and each.weight.dtype in (dtype, torch.float32))
     sum_TD = torch.empty(num_rows, size, dtype=dtype, device=x_TD.device)
     rows: Tensor | QuantizedRows | None = None
-    output = {"out_ptr": None, "scale_ptr": None, "static_ptr": None, "QUANT": 0, "CONVERTS": False}
+    output: dict[str, Any] = dict.fromkeys(("out_ptr", "scale_ptr", "static_ptr"))
+    output |= {"QUANT": 0, "GROUP": 0, "CONVERTS": False}
     if following is not None:
         rows, output = row_output(num_rows, size, dtype, x_TD.device, quant)
     _post_norm[(num_rows,)](

@@ -1,5 +1,6 @@
-"""Quantization of rows to the grid of e4m3 or int8 in one pass, and the end of every row kernel: its result
-is stored as it is, or quantized on the way out.
+"""Quantization of rows to the grid of e4m3 or int8 in one pass, with a scale for a row or, of e4m3, for each
+group of its columns; and the end of every row kernel: its result is stored as it is, or quantized on the way
+out.
 
     scale = max(absmax(x) / largest, tiny),  value = round(x / scale)    quotients rounded as in IEEE 754
 
@@ -18,8 +19,6 @@ import torch
 from torch import Tensor
 
 from compress.kernels.compilers.triton import (
-    FP8_SM,
-    interpreted,
     jit,
     launch_dependents,
     pdl_options,
@@ -27,11 +26,10 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.e4m3 import encode_e4m3
-from compress.kernels.operands.rows import INT8, ActivationQuant, QuantizedRows
-from compress.kernels.problem import Problem, compute_capability
+from compress.kernels.operands.e4m3 import converts_e4m3, e4m3, group_scale, larger
+from compress.kernels.operands.rows import FP8, INT8, ActivationQuant, QuantizedRows
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-from compress.quant.scheme import SCHEMES
 
 MAX_ROW_SIZE = 65536
 """Elements that a program of 1024 threads keeps in registers."""
@@ -54,23 +52,27 @@ def row_options(size: int, device: torch.device) -> dict[str, Any]:
 def row_output(
     num_rows: int, size: int, dtype: torch.dtype, device: torch.device, quant: ActivationQuant | None
 ) -> tuple[Tensor | QuantizedRows, dict[str, Any]]:
-    """Return fresh rows [T, K], with one scale each, and the keyword arguments by which `store_row` fills
-    them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8."""
+    """Return fresh rows [T, K], with one scale each or one for each group, and the keyword arguments by which
+    `store_row` fills them. `QUANT`: 0 none, 1 dynamic, 2 static, 3 dynamic int8, 4 dynamic by `GROUP`."""
     if quant is None:
         out = torch.empty(num_rows, size, dtype=dtype, device=device)
-        return out, {"out_ptr": out, "scale_ptr": out, "static_ptr": out, "QUANT": 0, "CONVERTS": False}
-    assert quant.group_size is None, "a row kernel gives a row one scale"
+        nothing = {"scale_ptr": out, "static_ptr": out, "QUANT": 0, "GROUP": 0, "CONVERTS": False}
+        return out, {"out_ptr": out, **nothing}
+    group_size = quant.group_size or 0
+    assert group_size == 0 or quant.dtype == FP8, "groups of columns are quantized to e4m3"
+    assert group_size == 0 or size % group_size == 0, f"{size} features are no whole groups of {group_size}"
     values = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
-    scale_T = torch.empty(num_rows, dtype=torch.float32, device=device)
-    static = scale_T if quant.static_scale is None else quant.static_scale
-    how = 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
-    arguments = {"out_ptr": values, "scale_ptr": scale_T, "static_ptr": static, "QUANT": how}
-    return QuantizedRows(values.view(quant.dtype), scale_T), {**arguments, "CONVERTS": converts_e4m3(device)}
-
-
-def converts_e4m3(device: torch.device) -> bool:
-    """Return whether the device has an instruction that converts to e4m3."""
-    return compute_capability(device) >= FP8_SM and not interpreted()
+    shape = (num_rows, size // group_size) if group_size else (num_rows,)
+    scale = torch.empty(shape, dtype=torch.float32, device=device)
+    static = scale if quant.static_scale is None else quant.static_scale
+    how = 4 if group_size else 3 if quant.dtype == INT8 else 1 if quant.static_scale is None else 2
+    arguments = {"out_ptr": values, "scale_ptr": scale, "static_ptr": static, "QUANT": how}
+    converts = converts_e4m3(device)
+    return QuantizedRows(values.view(quant.dtype), scale), {
+        **arguments,
+        "GROUP": group_size,
+        "CONVERTS": converts,
+    }
 
 
 @jit()
@@ -83,6 +85,7 @@ def store_row(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
     """Row y [BLOCK], already rounded to the model's dtype, zero beyond SIZE."""
@@ -90,41 +93,26 @@ def store_row(
     out_ptr += row.to(tl.int64) * SIZE + columns
     if QUANT == 0:
         tl.store(out_ptr, y, mask=columns < SIZE)
+    elif QUANT == 4:
+        GROUPS: tl.constexpr = BLOCK // GROUP
+        groups = tl.arange(0, GROUPS)
+        parts = tl.reshape(y.to(tl.float32), [GROUPS, GROUP])
+        scale = group_scale(parts)
+        codes = e4m3(parts, scale[:, None], CONVERTS)
+        tl.store(out_ptr, tl.reshape(codes, [BLOCK]), mask=columns < SIZE)
+        tl.store(scale_ptr + row.to(tl.int64) * (SIZE // GROUP) + groups, scale, mask=groups < SIZE // GROUP)
     else:
         y = y.to(tl.float32)
         if QUANT == 2:
             scale = tl.load(static_ptr)
         else:
             largest = 448.0 if QUANT == 1 else 127.0  # FP8_MAX, INT8_MAX
-            scale = _larger(tl.div_rn(tl.reduce(tl.abs(y), 0, _larger), largest), 1 / (1 << 40))  # TINY_SCALE
+            scale = larger(tl.div_rn(tl.reduce(tl.abs(y), 0, larger), largest), 1 / (1 << 40))  # TINY_SCALE
         if QUANT == 3:
             tl.store(out_ptr, int8(y, scale), mask=columns < SIZE)
         else:
             tl.store(out_ptr, e4m3(y, scale, CONVERTS), mask=columns < SIZE)
         tl.store(scale_ptr + row, scale)
-
-
-@jit()
-def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """NaN if either is: a broken row must not look sound."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit()
-def e4m3(x: tl.tensor, scale: tl.tensor, CONVERTS: tl.constexpr) -> tl.tensor:
-    """Return codes of x / scale as bytes, x and scale in float32; values beyond 448 saturate."""
-    if CONVERTS:
-        # Markstein's division: with the correctly rounded 1 / scale, one step of correction gives the
-        # correctly rounded quotient, in a fifth of the time of a general division. Where the residual
-        # underflows, the quotient is far below the grid. 449 is 448 on it.
-        x = tl.minimum(tl.maximum(x, -449.0 * scale), 449.0 * scale)
-        inverse = tl.div_rn(1.0, scale)
-        quotient = x * inverse
-        quotient = tl.where(
-            x == 0.0, x, tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-        )  # the sum would lose the sign of -0
-        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return encode_e4m3(tl.minimum(tl.maximum(tl.div_rn(x, scale), -448.0), 448.0))
 
 
 @jit()
@@ -144,6 +132,7 @@ def _quantize_rows(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -152,13 +141,7 @@ def _quantize_rows(
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
-
-
-def _refusal(problem: Problem) -> str | None:
-    if problem.scheme in SCHEMES and SCHEMES[problem.scheme].activation == "group":
-        return "gives a row one scale, not one for each group of its columns"
-    return row_refusal(problem)
+    store_row(x, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
 
 
 def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRows:
@@ -169,4 +152,6 @@ def quantize_rows(x_TK: Tensor, quant: ActivationQuant) -> Tensor | QuantizedRow
     return out
 
 
-register(Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=_refusal, fn=quantize_rows))
+register(
+    Kernel("quantize_rows", "triton.row", min_sm=80, priority=10, supports=row_refusal, fn=quantize_rows)
+)

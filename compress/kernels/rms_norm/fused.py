@@ -48,6 +48,7 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
+    GROUP: tl.constexpr,
     CONVERTS: tl.constexpr,
     CENTERED: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,7 +60,7 @@ def _rms_norm(
     wait(PDL)
     x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
     y = normed_row(x, weight, eps, SIZE, CENTERED)
-    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, CONVERTS)
+    store_row(y, row, out_ptr, scale_ptr, static_ptr, SIZE, BLOCK, QUANT, GROUP, CONVERTS)
 
 
 def rms_norm(

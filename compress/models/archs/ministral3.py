@@ -11,6 +11,9 @@ from compress.untrusted.fields import Fields
 # Fields of its `rope_parameters` that are not the rope's; the second one nobody reads.
 _GROWTH = "llama_4_scaling_beta"
 _FOREIGN = (_GROWTH, "max_position_embeddings")
+# The growth once more, where vLLM looks for it; exports have both (`export/restated.py`).
+_RESTATED = "llama_4_scaling"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _implied(config: Fields) -> dict[str, Any]:
@@ -21,16 +24,21 @@ def _implied(config: Fields) -> dict[str, Any]:
 
 
 def _facts(config: Fields) -> dict[str, Any]:
-    original = "original_max_position_embeddings"
-    num_positions = config.fields("rope_parameters").integer(original, 1, MAX_POSITIONS)
-    return {"query_growth": (config.number(_GROWTH, 0, 1e6), num_positions)}
+    num_positions = config.fields("rope_parameters").integer(_ORIGINAL, 1, MAX_POSITIONS)
+    growth = config.number(_GROWTH, 0, 1e6), num_positions
+    if config.has(_RESTATED):
+        stated = config.fields(_RESTATED)
+        other = stated.number("beta", 0, 1e6), stated.integer(_ORIGINAL, 1, MAX_POSITIONS)
+        if other != growth:
+            raise stated.wrong("beta and length", other, f"{growth}, as in rope_parameters")
+    return {"query_growth": growth}
 
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
-    "original_max_position_embeddings": 16384,
+    _ORIGINAL: 16384,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "mscale": 1.0,
@@ -44,7 +52,7 @@ MINISTRAL3 = Family(
     windows=same_window,
     facts=_facts,
     implied=_implied,
-    known_fields=frozenset({"sliding_window"}),
+    known_fields=frozenset({"sliding_window", _RESTATED}),
     defaults={
         "hidden_act": "silu",
         "tie_word_embeddings": False,

@@ -9,6 +9,9 @@ METHODS = {
     "awq+gptq": "AWQ and GPTQ",
     "fp8-static": "FP8, static inputs",
     "balanced": "`preset: balanced`",
+    "rtn": "plain rounding",
+    "fp8-dynamic": "FP8, dynamic inputs",
+    "copy": "copy of the checkpoint",
 }
 ROWS = (1, 16, 64)
 """Tokens of a decode step that the kernel table shows."""
@@ -184,7 +187,12 @@ def prefill_rates() -> str:
 
 def quantizing_runs() -> list[Run]:
     """Return the runs that time the quantize stage, one table each."""
-    names = ("h200/quantize", "h200/quantize_balanced", "h200/quantize_peers")
+    names = (
+        "h200/quantize",
+        "h200/quantize_balanced",
+        "h200/quantize_data_free",
+        "h200/quantize_peers",
+    )
     return [result_file(name).run for name in names]
 
 
@@ -197,7 +205,7 @@ def quantizing(run: Run) -> str:
             METHODS[row["method"]],
             bold(fixed(row["seconds"], 1)),
             fixed(row["seconds"] / row["num_layers"], 1),
-            gigabytes(row["peak_device_bytes"]),
+            gigabytes(row["peak_device_bytes"]) if row["peak_device_bytes"] else "",
         ]
         for row in run.rows
     ]

@@ -26,10 +26,16 @@ def test_kernels_compile_for_ampere_and_hopper(sm: int) -> None:
 
     pdl = sm >= 90
     drawn = ["*fp64", "*i32", "*i64", "*fp32", "*fp64"]
-    row = {"SIZE": 14336, "BLOCK": 16384, "CONVERTS": sm >= 89}
+    row = {"SIZE": 14336, "BLOCK": 16384, "GROUP": 0, "CONVERTS": sm >= 89}
     cases = [
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 1}, 32),
         (fused._quantize_rows, ["*bf16", "*u8", "*fp32", "*fp32"], {**row, "QUANT": 3}, 32),
+        (
+            fused._quantize_rows,
+            ["*bf16", "*u8", "*fp32", "*fp32"],
+            {**row, "BLOCK": 2048, "SIZE": 2048, "QUANT": 4, "GROUP": 128},
+            4,
+        ),
         (
             choose._filter,
             ["*fp32", "*i64", "*fp32", *drawn, "*i64"],
@@ -84,6 +90,7 @@ if INTERPRETED:
     from compress.runtime.sampler import gumbel, sample
 
     DYNAMIC = ActivationQuant()
+    GROUPS = ActivationQuant(group_size=128)
     QUANTS = [DYNAMIC, ActivationQuant(torch.tensor(0.013)), ActivationQuant(dtype=torch.int8)]
     ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh"]
     SIZES = [1, 65, 384, 1000]
@@ -108,6 +115,20 @@ if INTERPRETED:
     ) -> None:
         x = extreme_rows(size, dtype)
         assert_same_rows(quantize_rows(x, quant), quantize(x, quant))
+
+    @pytest.mark.parametrize("size", [128, 384, 1024])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_groups_of_columns_are_quantized_by_the_definition(size: int, dtype: torch.dtype) -> None:
+        x = extreme_rows(size, dtype)
+        x[0, 5] = float("nan")
+        rows = quantize_rows(x, GROUPS)
+        expected = quantize(x, GROUPS)
+        assert isinstance(rows, QuantizedRows)
+        assert rows.scale_T.shape == (4, size // 128)
+        assert rows.scale_T[0, 0].isnan()
+        assert torch.equal(rows.scale_T[1:], expected.scale_T[1:])
+        assert torch.equal(rows.scale_T[0, 1:], expected.scale_T[0, 1:])
+        assert torch.equal(rows.values_TK[1:].view(torch.uint8), expected.values_TK[1:].view(torch.uint8))
 
     def test_halves_between_integers_go_to_the_even_one() -> None:
         whole = torch.arange(-127, 128, dtype=torch.float32)
