@@ -13,6 +13,7 @@ and noise on the router, which only training of some models has.
 Shapes: T tokens, D hidden, E experts, R chosen experts of a token, F channels of an expert.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -86,14 +87,14 @@ def _of_best_groups(facts: Experts, choice_TE: Tensor) -> Tensor:
     return groups_TGE.masked_fill(~kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-class GatedFfn(nn.Module):
+class GatedFfn(nn.Module, ABC):
     """The FFN of one expert, as the decoder makes it."""
 
     down: nn.Linear
 
+    @abstractmethod
     def gated(self, x_BSD: Tensor) -> Tensor:
         """Return the input of `down`."""
-        raise NotImplementedError
 
 
 class Moe(nn.Module):

@@ -117,15 +117,15 @@ def converts_e4m3(device: torch.device) -> bool:
 
 
 @jit()
-def group_scale(parts: tl.tensor) -> tl.tensor:
-    """Return the scale of each row of float32 numbers; NaN if one of them is."""
-    return larger(tl.div_rn(tl.reduce(tl.abs(parts), 1, larger), 448.0), 1 / (1 << 40))  # TINY_SCALE
-
-
-@jit()
 def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """NaN if either is: a broken row must not look sound."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit()
+def group_scale(parts: tl.tensor) -> tl.tensor:
+    """Return the scale of each row of float32 numbers; NaN if one of them is."""
+    return larger(tl.div_rn(tl.reduce(tl.abs(parts), 1, larger), 448.0), 1 / (1 << 40))  # TINY_SCALE
 
 
 @jit()

@@ -56,7 +56,7 @@ def quantizing() -> str:
         ]
         for row in quantizing_run().rows
     ]
-    return table(["method", "s a layer", "all 48 layers", "peak GPU memory"], rows, align="lrrr")
+    return table(["method", "s a layer", "all layers", "peak GPU memory"], rows, align="lrrr")
 
 
 def quality_run() -> Run:
