@@ -26,6 +26,7 @@ import triton
 from torch import Tensor
 
 from compress.kernels.experts import fused, launch, packed, reference
+from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -203,7 +204,7 @@ def empty_layer(
         rolled = [each[0].roll(7 * idx, 0) for idx in range(count)]
         return torch.stack(rolled)
 
-    def matrices(each: packed.ExpertMatrices) -> packed.ExpertMatrices:
+    def matrices(each: Matrices) -> Matrices:
         data = many(each.data)
         assert data is not None
         return replace(each, data=data, scale=many(each.scale), offset=many(each.offset))

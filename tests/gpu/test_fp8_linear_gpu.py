@@ -12,8 +12,9 @@ from torch import Tensor
 from compress.kernels.linear import fp8
 from compress.kernels.linear.hopper import multiply
 from compress.kernels.linear.hopper_plan import plans
-from compress.kernels.linear.launch import gpu_of, prepare_rows
+from compress.kernels.linear.launch import prepare_rows
 from compress.kernels.linear.shape import Shape
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
 from compress.models.decoder import activation as activate

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import dense16, fp8, hopper, hopper_plan, w4a16
-from compress.kernels.linear.launch import KernelWeight, gpu_of, prepare_rows
+from compress.kernels.linear.launch import KernelWeight, prepare_rows
 from compress.kernels.linear.shape import Shape
 from compress.kernels.linear.stream import stream
 from compress.kernels.linear.stream_plan import plans
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.models.decoder import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight

@@ -112,37 +112,31 @@ def compile_attention(head_dim: int, page_dtype: torch.dtype) -> None:
 
 
 LINEARS = (
-    (None, 80, None),
-    (None, 80, "gelu"),
-    ("W4A16_G64", 192, "silu"),
-    ("W4A16_CHANNEL_ASYM", 80, None),
-    ("FP8_DYNAMIC", 80, None),
-    ("FP8_BLOCK", 256, "silu"),
-    ("FP8_BLOCK", 256, None),
+    (None, 80),
+    ("W4A16_G64", 192),
+    ("W4A16_CHANNEL_ASYM", 80),
+    ("FP8_DYNAMIC", 80),
+    ("FP8_BLOCK", 256),
 )
-"""Schemes, inputs and activations of linears."""
+"""Schemes and inputs of linears."""
 
 
-def compile_linear(sm: int, name: str | None, k: int, activation: str | None) -> None:
-    """Compile a linear of one decode row, of 64, and of a prompt."""
+def compile_linear(sm: int, name: str | None, k: int) -> None:
+    """Compile a linear of the rows of a prompt."""
     weight = torch.ones(64, k, dtype=torch.bfloat16)
     scheme = SCHEMES[name] if name is not None else None
     device = KernelDevice("cuda", sm, torch.bfloat16)
-    for rows, phase in ((1, "decode"), (64, "decode"), (512, "prefill")):
-        gate = activation if phase == "decode" else None
-        problem = device.problem("linear", n=64, k=k, phase=phase, scheme=name, activation=gate)  # type: ignore[arg-type]
-        served = [each for each in candidates("linear") if each.refusal(problem) is None]
-        kernel = next(each for each in served if each.name.startswith("triton."))
-        assert kernel.repack is not None
-        quantized = weight if scheme is None else nearest_weight(weight, scheme, torch.bfloat16)
-        ready = kernel.repack(
-            [quantized], dtype=torch.bfloat16, device=torch.device("cpu"), gated=gate is not None
-        )
-        x_TI: Any = torch.ones(rows, k, dtype=torch.bfloat16)
-        if scheme is not None and scheme.activation is not None:
-            groups = 128 if scheme.activation == "group" else None
-            x_TI = quantize(x_TI, ActivationQuant(group_size=groups))
-        kernel.fn(x_TI, ready, None)
+    problem = device.problem("linear", n=64, k=k, phase="prefill", scheme=name)
+    served = [each for each in candidates("linear") if each.refusal(problem) is None]
+    kernel = next(each for each in served if each.name.startswith("triton."))
+    assert kernel.repack is not None
+    quantized = weight if scheme is None else nearest_weight(weight, scheme, torch.bfloat16)
+    ready = kernel.repack([quantized], dtype=torch.bfloat16, device=torch.device("cpu"), gated=False)
+    x_TI: Any = torch.ones(512, k, dtype=torch.bfloat16)
+    if scheme is not None and scheme.activation is not None:
+        groups = 128 if scheme.activation == "group" else None
+        x_TI = quantize(x_TI, ActivationQuant(group_size=groups))
+    kernel.fn(x_TI, ready, None)
 
 
 def compile_mixture(name: str | None) -> None:

@@ -11,22 +11,21 @@ is not launched as a programmatic dependent is complete as a whole.
 import ctypes
 import functools
 from dataclasses import dataclass
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function, Launch, Source
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
 from compress.kernels.operands.paged import FP8_STATIC, FP8_TOKEN_HEAD, PagedKV, integers_refused
 from compress.kernels.problem import Problem, compute_capability
 from compress.kernels.select import Kernel, register
 
 SM = 90
 WARPS = 4
-CLUSTERS = (8, 4, 2, 1)
-"""Blocks that may share a request and KV head."""
-BLOCKS_AT_ONCE = 264
-"""Blocks that an H200 holds: two on each multiprocessor."""
+CLUSTERS = {8: 30, 4: 60, 2: 132, 1: 264}
+"""Numbers of blocks that may share a request and KV head, and how many such clusters an H200 holds: two
+blocks on each multiprocessor. A cluster of more than two stays within one group of multiprocessors, and the
+rest of the group is idle (`linear/stream_plan.py`)."""
 MAX_HEAD_DIM = 256
 _SUMS = 128
 """Registers of a thread for sums."""
@@ -87,7 +86,7 @@ class Variant:
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
         }
-        text = files(__package__).joinpath("lanes.cu").read_text()
+        text = source_text("attention_decode/lanes.cu")
         return Source(text, "attend_lanes", tuple(macros.items()))
 
 
@@ -148,7 +147,7 @@ def cluster_of(pairs: int, row_eights: int, head_dim: int) -> int:
     return next(
         each
         for each in clusters_of(head_dim)
-        if pairs * each <= BLOCKS_AT_ONCE or each == _least_cluster(row_eights, head_dim)
+        if pairs <= CLUSTERS[each] or each == _least_cluster(row_eights, head_dim)
     )
 
 

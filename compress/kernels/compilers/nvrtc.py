@@ -19,6 +19,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -52,6 +53,13 @@ class Source:
         architecture = f"sm_{sm}a" if sm >= 90 else f"sm_{sm}"
         defines = (f"-D{name}={value}" for name, value in self.macros)
         return (f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "--restrict", *defines)
+
+
+@functools.cache
+def source_text(*paths: str) -> str:
+    """Concatenate CUDA sources of `compress/kernels`."""
+    kernels = files("compress.kernels")
+    return "".join(kernels.joinpath(path).read_text() for path in paths)
 
 
 @dataclass(frozen=True)

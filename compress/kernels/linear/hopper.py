@@ -17,7 +17,6 @@ from compress.kernels.linear.launch import (
     Program,
     TileMap,
     function_of,
-    gpu_of,
     prepare_rows,
     raw_arguments,
     readable,
@@ -25,10 +24,17 @@ from compress.kernels.linear.launch import (
     x_map,
 )
 from compress.kernels.linear.shape import Shape
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows
 from compress.kernels.problem import Problem
 
-PROGRAM = Program("hopper_linear", ("numbers.cuh", "pieces.cuh", "hopper.cu"), STATIC_BYTES)
+SOURCES = (
+    "operands/numbers.cuh",
+    "operands/products.cuh",
+    "linear/pieces.cuh",
+    "linear/hopper.cu",
+)
+PROGRAM = Program("hopper_linear", SOURCES, STATIC_BYTES)
 
 
 class _Arguments(ctypes.Structure):

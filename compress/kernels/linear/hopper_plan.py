@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compress.kernels.compilers.nvrtc import Launch
-from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Gpu, Shape
+from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, Shape
+from compress.kernels.operands.gpu import Gpu
 
 TOKEN_TILES = (1, 2, 4, 8)
 """Tiles of 8 tokens that one instruction takes; more rows take several blocks."""

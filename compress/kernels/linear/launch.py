@@ -7,14 +7,14 @@ Shapes: T rows, K inputs, O outputs.
 import ctypes
 import functools
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.nvrtc import Function, Launch, Source, tile_map
-from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text, tile_map
+from compress.kernels.linear.shape import FORMATS, Format, Shape
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import FP8, QuantizedRows, RawRows
 from compress.kernels.quantize_rows.fused import quantize_rows
 
@@ -216,19 +216,5 @@ def _prepare_function(
         ("QUANT", ROUNDINGS.index(rounding)),
         ("KEEP", chunks),
     )
-    source = Source(source_text("numbers.cuh", "prepare_rows.cu"), "prepare_rows", macros)
+    source = Source(source_text("operands/numbers.cuh", "linear/prepare_rows.cu"), "prepare_rows", macros)
     return Function(source, device=device, shared_bytes=0, sm=gpu_of(device).sm)
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """Return the facts of a CUDA device that plans depend on."""
-    properties = torch.cuda.get_device_properties(device)
-    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count, shared_bytes)
-
-
-@functools.cache
-def source_text(*names: str) -> str:
-    """Concatenate CUDA sources of this folder."""
-    return "".join(files(__package__).joinpath(name).read_text() for name in names)

@@ -1,4 +1,4 @@
-// What kernels that stream weights share: asynchronous copies, matrix instructions, the four-bit and e4m3 tricks, sums over parts of K.
+// What kernels that stream weights share: asynchronous copies, wgmma, the four-bit trick, sums over parts of K.
 // Macros as in stream.cu.
 
 #define W4 (FORMAT == 1 || FORMAT == 2)
@@ -71,14 +71,6 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 phase) {
 #define MMA_TYPES "bf16.bf16"
 #endif
 
-// d = a b, or d += a b, for one row tile and one token tile
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {
-    const float c[4] = {accumulate ? d[0] : 0.0f, accumulate ? d[1] : 0.0f, accumulate ? d[2] : 0.0f, accumulate ? d[3] : 0.0f};
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
 #if WGMMA
 #define D4(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 // d (+)= a b for four row tiles (one a warp) and all token tiles; b is an x subtile behind a 128-byte-swizzle descriptor
@@ -108,12 +100,6 @@ __device__ __forceinline__ u64 descriptor(u32 subtile) {  // K-major, 128-byte s
     return (u64)((subtile & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 #endif
-
-// Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.
-__device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
-    u32 even = v << 8;
-    return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
-}
 
 #if W4
 // A block of weights, a row tile's share of a stage, to shared memory.
@@ -235,7 +221,7 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
             for (int h = 0; h < 2; ++h) {
                 const bool accumulate = !W4 || pair > 0 || h > 0;
 #if NT == 1
-                mma(sum[0], a[h], x[c][pair][2 * h], x[c][pair][2 * h + 1], accumulate);
+                mma<MMA_F16>(sum[0], a[h], x[c][pair][2 * h], x[c][pair][2 * h + 1], accumulate);
 #else
                 const int step = 2 * pair + h;
 #pragma unroll
@@ -246,8 +232,8 @@ __device__ __forceinline__ void add_products(float (&total)[NT][4], const u32 (&
                     u32 b[4];
                     load_matrices(b, x_tile[c] + (step >> 2) * subtile_bytes + j * 1024 + (x_lane ^ ((step & 3) << 5)));
 #endif
-                    mma(sum[j], a[h], b[0], b[1], accumulate);
-                    mma(sum[j + 1], a[h], b[2], b[3], accumulate);
+                    mma<MMA_F16>(sum[j], a[h], b[0], b[1], accumulate);
+                    mma<MMA_F16>(sum[j + 1], a[h], b[2], b[3], accumulate);
                 }
 #endif
             }
@@ -273,14 +259,4 @@ template <typename Term> __device__ __forceinline__ float tree_sum(int count, Te
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = i < count ? term(i) : 0.0f;
     return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-__device__ __forceinline__ float activated(float v) {
-#if ACT == 1
-    return __fdividef(v, 1.0f + __expf(-v));  // within 2^-21: the exact division branches, thread by thread
-#elif ACT == 2
-    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
-#else
-    return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
-#endif
 }

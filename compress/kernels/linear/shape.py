@@ -1,4 +1,4 @@
-"""The facts of a decode linear that plans depend on: the format and shape of its weight, and the GPU."""
+"""The facts of a decode linear that plans depend on: the format and shape of its weight."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,16 +11,6 @@ TILE_BYTES = {"dense16": 2048, "fp8": 2048, "w4": 1056, "w4_asym": 1088}
 ALONE_BYTES = 117 * 1024
 """Least shared memory of a block on Hopper: two such blocks do not fit on one multiprocessor
 (`stream_plan.py` has the reason)."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A device: compute capability times ten, multiprocessors, and bytes of shared memory that a block may
-    have."""
-
-    sm: int
-    num_sms: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True)

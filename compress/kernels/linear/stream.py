@@ -15,7 +15,6 @@ from compress.kernels.linear.launch import (
     Program,
     TileMap,
     function_of,
-    gpu_of,
     prepare_rows,
     raw_arguments,
     readable,
@@ -24,9 +23,16 @@ from compress.kernels.linear.launch import (
 )
 from compress.kernels.linear.shape import TILE_ROWS, Shape
 from compress.kernels.linear.stream_plan import STATIC_BYTES, Plan, plan
+from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import QuantizedRows, RawRows
 
-PROGRAM = Program("stream_linear", ("numbers.cuh", "pieces.cuh", "stream.cu"), STATIC_BYTES)
+SOURCES = (
+    "operands/numbers.cuh",
+    "operands/products.cuh",
+    "linear/pieces.cuh",
+    "linear/stream.cu",
+)
+PROGRAM = Program("stream_linear", SOURCES, STATIC_BYTES)
 
 
 class _Arguments(ctypes.Structure):

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from compress.errors import EnvironmentUnfit
 from compress.kernels.compilers.nvrtc import Launch
-from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Gpu, Shape
+from compress.kernels.linear.shape import ALONE_BYTES, TILE_BYTES, TILE_ROWS, Shape
+from compress.kernels.operands.gpu import Gpu
 
 WARPS = 16
 MAX_STAGES = 8

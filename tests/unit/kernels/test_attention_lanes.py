@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compress.kernels.attention_decode.hopper import (
-    BLOCKS_AT_ONCE,
+    CLUSTERS,
     Variant,
     cluster_of,
     clusters_of,
@@ -67,10 +67,10 @@ def test_a_slice_is_the_same_however_the_work_is_dealt_out() -> None:
 
 
 def test_few_pairs_share_more_blocks_and_many_rows_keep_their_sums_apart() -> None:
-    assert [cluster_of(8 * rows, 1, 128) for rows in (1, 8, 16, 32, 64, 128)] == [4, 4, 2, 1, 1, 1]
-    assert all(cluster_of(pairs, 1, 128) * pairs <= BLOCKS_AT_ONCE for pairs in (1, 66, 132, 264))
+    assert [cluster_of(8 * rows, 1, 128) for rows in (1, 7, 8, 16, 32, 128)] == [4, 4, 2, 2, 1, 1]
+    assert all(CLUSTERS[cluster_of(pairs, 1, 128)] >= pairs for pairs in (1, 60, 61, 132, 133, 264))
     assert [cluster_of(10**4, eights, 128) for eights in (1, 2)] == [1, 2]
-    assert [cluster_of(8 * rows, 1, 256) for rows in (1, 4, 8, 128)] == [8, 8, 4, 4]
+    assert [cluster_of(8 * rows, 1, 256) for rows in (1, 3, 4, 128)] == [8, 8, 4, 4]
     assert [cluster_of(10**4, eights, 256) for eights in (1, 2)] == [4, 8]
 
 

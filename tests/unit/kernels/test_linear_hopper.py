@@ -13,7 +13,8 @@ from compress.kernels.compilers import nvrtc
 from compress.kernels.linear.hopper import PROGRAM
 from compress.kernels.linear.hopper_plan import MAX_STAGES, MAX_TILES, Plan, plan, plans
 from compress.kernels.linear.launch import rounding_of, variant_of
-from compress.kernels.linear.shape import Format, Gpu, Shape
+from compress.kernels.linear.shape import Format, Shape
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.rows import ActivationQuant, RawRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import select

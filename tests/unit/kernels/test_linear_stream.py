@@ -11,9 +11,10 @@ from compress.errors import EnvironmentUnfit
 from compress.kernels.compilers import nvrtc
 from compress.kernels.linear import dense16, fp8, w4a16
 from compress.kernels.linear.launch import ACTIVATIONS, Rounding, Variant, variant_of
-from compress.kernels.linear.shape import FORMATS, Format, Gpu, Shape
+from compress.kernels.linear.shape import FORMATS, Format, Shape
 from compress.kernels.linear.stream import PROGRAM
 from compress.kernels.linear.stream_plan import MAX_STAGES, Plan, num_parts_of, plan, plans
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.problem import Problem
 from compress.kernels.select import candidates, select
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest

@@ -1,0 +1,97 @@
+"""Weights of every format of `operands/matrices.py` as a linear of every size reads them, in decode
+(`slices.py`) and for prompts (`general.py`).
+
+Formats that tuned kernels read, too, are packed as these pack them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.linear import dense16, fp8
+from compress.kernels.linear.fp8 import PackedFp8
+from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.select import Repack
+from compress.quant.scheme import SCHEMES, QuantizedWeight
+
+MIN_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One matrix, and the output rows that share a scale of fp8_block."""
+
+    matrices: Matrices
+    scale_rows: int
+    dtype: torch.dtype
+
+
+def repack(
+    weights: Sequence[Tensor | QuantizedWeight], *, dtype: torch.dtype, device: torch.device, gated: bool
+) -> Blocks:
+    """Stack weights along O. A scale of fp8_block serves as many rows as lie in one block of every weight."""
+    del gated  # gate and up are found by their rows
+    matrices = pack_matrices([weights], [[None]], dtype=dtype, device=device)
+    if matrices.format != "fp8_block":
+        return Blocks(matrices, 1, dtype)
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    scale_rows = TILE if all(weight.shape[0] % TILE == 0 for weight in quantized) else 1
+    scale_OG = torch.cat([each.scheme.by_row(each.scale_OG, each.shape[0]) for each in quantized])
+    scale = scale_OG[::scale_rows].to(device=device, dtype=torch.float32).contiguous().unsqueeze(0)
+    return Blocks(replace(matrices, scale=scale), scale_rows, dtype)
+
+
+def as_blocks(packed: Any) -> Blocks:
+    """Return a weight in the layout of a tuned kernel, or of `repack`, as the product reads it."""
+    if isinstance(packed, Blocks):
+        return packed
+    if isinstance(packed, PackedFp8):
+        codes = packed.values.view(torch.uint8)
+        return Blocks(
+            Matrices("fp8", codes, packed.scale_O, None, None, codes.shape[0], codes.shape[1], 0),
+            1,
+            packed.dtype,
+        )
+    return Blocks(
+        Matrices("dense16", packed, None, None, None, packed.shape[0], packed.shape[1], 0), 1, packed.dtype
+    )
+
+
+REPACKS: dict[MatrixFormat, Repack] = {
+    "dense16": dense16.repack,
+    "fp8": fp8.repack,
+    "fp8_block": repack,
+    "w4": repack,
+}
+
+
+def _format(problem: Problem) -> MatrixFormat | None:
+    if problem.scheme == DENSE_SCHEMES[problem.dtype]:
+        return "dense16"
+    scheme = SCHEMES.get(problem.scheme)
+    if scheme is not None and scheme.type == "float" and scheme.activation == "tensor":
+        return "fp8"
+    return None if scheme is None else format_of(scheme)
+
+
+def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, decode: bool) -> str | None:
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in 16 bits, not in {problem.dtype}"
+    if _format(problem) != given:
+        return f"for weights in the format {given}"
+    if problem.activation != activation:
+        return f"its outputs are gated by {activation}" if activation else "its outputs are not gated"
+    if decode != problem.row_invariant:
+        return "for decode rows" if decode else "a row's bits depend on the number of rows"
+    if problem.k % MIN_COLUMNS:
+        return f"K = {problem.k} is no multiple of {MIN_COLUMNS}"
+    group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
+    if group_size is not None and problem.k % group_size:
+        return f"K = {problem.k} is no multiple of the group size {group_size}"
+    if given == "w4" and problem.n % TILE:
+        return f"N = {problem.n} is no multiple of {TILE}"
+    return None

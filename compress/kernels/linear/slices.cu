@@ -1,0 +1,308 @@
+// y = x W^T for few rows x (decode and verification, M = 1..512), for every format and size: sums over I are cut into at most eight slices.
+//
+//     slice s of the steps of I (128 columns; 64 of 16-bit numbers) is [s per, (s + 1) per), per = ceil(steps / 8)
+//     sum of a slice    steps ascend; columns of a step by matrix instructions in one order. Four bits: a group of 128 columns, or a smaller
+//                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales
+//     y                 slices ascend, in float32
+//
+// So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
+// takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
+//
+// An item is 16 MT outputs (of gate and of up where gated) and 8 NT rows. Any order of columns serves that x and W share, so a thread loads 16
+// bytes next to one another, straight into the registers of matrix instructions; DEPTH steps are under way, the first of the weights before
+// griddepcontrol.wait. e4m3 codes are multiplied as float16, exactly: FP8 instructions would keep 14 bits of a sum.
+//
+// Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
+// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
+// group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); OUT32 = y is float32; SPLIT; MT, NT, DEPTH; WARPS
+// of a block at most, BLOCKS of a multiprocessor at least.
+
+constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
+constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
+constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
+constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
+constexpr bool X_AHEAD = NT * X_VECTORS <= 8;  // else there are no registers for it
+constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
+
+struct Args {
+    const char* x;
+    const float* x_scale;
+    const char* w;
+    const void* scale;
+    const u16* offset;
+    const u16* bias;
+    const u16* residual;
+    void* y;
+    int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows;
+};
+
+// 16 bytes, or zeros where they are not there: without a branch, so that loads stay one after another.
+#define LOAD16(NAME, CACHED)                                                                                                                \
+    __device__ __forceinline__ uint4 NAME(const char* at, bool there) {                                                                     \
+        uint4 v;                                                                                                                            \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"                    \
+                     "@p ld.global." CACHED ".v4.u32 {%0, %1, %2, %3}, [%4];}"                                                              \
+                     : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(at), "r"((u32)there) : "memory");                               \
+        return v;                                                                                                                           \
+    }
+LOAD16(load_weight, "nc.L1::no_allocate")
+LOAD16(load_row, "cg")  // past the first-level cache, which may hold what was there before
+// Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
+#if __CUDA_ARCH__ >= 890
+#define E4M3_FACTOR 1.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) {
+    uint2 v;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(v.x), "=r"(v.y) : "r"(codes));
+    return v;
+}
+#else
+#define E4M3_FACTOR 65536.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) { return e4m3_to_f16(codes); }
+#endif
+__device__ __forceinline__ float load_float(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+// Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point) - 128, in float16 - 1024, twice.
+__device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
+    u32 v;
+#if F16
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(offset));
+#else
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(0x3F803F80), "r"(offset));
+#endif
+    return v;
+}
+
+// What a thread holds of a step: outputs g and g + 8 of each tile of 16, row g of each tile of 8, and quarter t of their columns.
+struct Step {
+    uint4 w[TILES][2][W_VECTORS], x[X_AHEAD ? NT : 1][X_VECTORS];
+#if FORMAT == 1
+    u16 scale[TILES][2][SUBGROUPS];
+#if OFFSETS
+    u16 offset[TILES][2][SUBGROUPS];
+#endif
+#elif FORMAT == 3
+    float scale[TILES][2];
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear(const __grid_constant__ Args args) {
+    extern __shared__ __align__(16) float shared_sums[];  // of each warp, and for blocks of e4m3 the scales of x [TOKENS][steps]
+    float* x_scales = shared_sums + WARPS * SUMS;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
+    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2);
+    const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
+    const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
+#if HOPPER
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    const char* w = args.w + (long long)first * W_STEP + t * 16;
+    u32 w_at[TILES][2], scale_at[TILES][2];  // in 16 bytes, in numbers
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int own = min(first_output + 16 * i + 8 * h + g, size - 1), output = m * size + own;
+#if FORMAT == 1
+                w_at[m * MT + i][h] = output / 16 * (args.steps * 64u) + output % 16 * 4;
+                scale_at[m * MT + i][h] = output / 16 * (args.num_scales * 16) + output % 16;
+#else
+                w_at[m * MT + i][h] = output * (row_bytes / 16u);
+                scale_at[m * MT + i][h] = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps + first;
+#endif
+            }
+    auto load_weights = [&](Step& to, int step) {  // of this warp's
+        const char* from = w + step * W_STEP;
+#if FORMAT == 1
+        const int group = SUBGROUPS > 1 ? (first + step) * SUBGROUPS : args.scale_steps == 1 ? first + step : (first + step) / args.scale_steps;
+        const u16 *scale = (const u16*)args.scale + group * 16, *offset = args.offset + group * 16;
+#else
+        const float* scale = (const float*)args.scale + step;
+#endif
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int v = 0; v < W_VECTORS; ++v) {
+                    const bool inside = FORMAT == 1 || (first + step) * 128 + v * 64 + t * 16 < row_bytes;
+                    to.w[i][h][v] = load_weight(from + (long long)w_at[i][h] * 16 + v * 64, inside);
+                }
+#if FORMAT == 1
+#pragma unroll
+                for (int s = 0; s < SUBGROUPS; ++s) {
+                    to.scale[i][h][s] = scale[scale_at[i][h] + s * 16];
+#if OFFSETS
+                    to.offset[i][h][s] = offset[scale_at[i][h] + s * 16];
+#endif
+                }
+#elif FORMAT == 3
+                to.scale[i][h] = scale[scale_at[i][h]];
+#endif
+            }
+    };
+
+    Step ring[DEPTH];
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+        if (d < count) load_weights(ring[d], d);
+#if HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
+    const int first_row = blockIdx.y * TOKENS, num_rows = min(args.num_rows - first_row, TOKENS);
+    const char* x = args.x + (long long)(first_row + g) * row_bytes + first * X_STEP + t * 16;
+    auto load_x = [&](int n, int step, int v) {
+        const bool inside = 8 * n + g < num_rows && (first + step) * X_STEP + v * 64 + t * 16 < row_bytes;
+        return load_row(x + (long long)(8 * n) * row_bytes + step * X_STEP + v * 64, inside);
+    };
+    auto load_rows = [&](Step& to, int step) {
+#pragma unroll
+        for (int n = 0; n < (X_AHEAD ? NT : 0); ++n)
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) to.x[n][v] = load_x(n, step, v);
+    };
+
+    float total[TILES][NT][4] = {};
+    auto multiply = [&](const Step& from, int step) {
+        uint4 rows[NT][X_VECTORS];
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) rows[n][v] = X_AHEAD ? from.x[X_AHEAD ? n : 0][v] : load_x(n, step, v);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            float group_sum[NT][4];
+            auto fold = [&](int s) {  // adds the sums of scale group s
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        float& sum = total[i][n][r];
+#if FORMAT == 1
+                        sum = __fmaf_rn(group_sum[n][r], widen(from.scale[i][r / 2][s]), sum);
+#elif FORMAT == 3
+                        const float x_scale = x_scales[(8 * n + 2 * t + r % 2) * args.steps + first + step] * E4M3_FACTOR;
+                        sum = __fmaf_rn(__fmul_rn(group_sum[n][r], x_scale), from.scale[i][r / 2], sum);
+#endif
+                    }
+            };
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) {
+#pragma unroll
+                for (int k = 0; k < (FP8 ? 4 : 2); ++k) {  // 16 columns
+                    u32 a[4];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const uint4 words = from.w[i][h][FORMAT == 1 ? 0 : v];
+#if FORMAT == 1
+                        u32 offset = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+#if OFFSETS
+                        offset = from.offset[i][h][v * SUBGROUPS / 4] * 0x10001u;
+#endif
+                        a[h] = numbers(word_of(words, 2 * k), v, offset), a[2 + h] = numbers(word_of(words, 2 * k + 1), v, offset);
+#elif FORMAT == 0
+                        a[h] = word_of(words, 2 * k), a[2 + h] = word_of(words, 2 * k + 1);
+#else
+                        const uint2 codes = factors_of(word_of(words, k));
+                        a[h] = codes.x, a[2 + h] = codes.y;
+#endif
+                    }
+                    const bool accumulate = FROM_ZERO ? k > 0 || (FORMAT == 1 ? v * SUBGROUPS % 4 != 0 : v > 0) : true;
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        float(&sum)[4] = FROM_ZERO ? group_sum[n] : total[i][n];
+                        if (FP8) {
+                            const uint2 codes = factors_of(word_of(rows[n][v], k));
+                            mma<HALF>(sum, a, codes.x, codes.y, accumulate);
+                        } else mma<HALF>(sum, a, word_of(rows[n][v], 2 * k), word_of(rows[n][v], 2 * k + 1), accumulate);
+                    }
+                }
+                if (FORMAT == 1 && (v + 1) * SUBGROUPS % 4 == 0) fold(v * SUBGROUPS / 4);
+            }
+            if (FORMAT == 3) fold(0);
+        }
+    };
+
+    constexpr int KEPT = SPLIT ? 1 : TILES * NT * 4;
+    float before[KEPT];  // the sum of the slices so far
+#pragma unroll
+    for (int j = 0; j < KEPT; ++j) before[j] = -0.0f;  // which changes nothing, whatever the sign
+    int left = args.per;
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+        if (d < count) load_rows(ring[d], d);
+#if FORMAT == 3
+    // Every warp reads scales of few rows: from memory, they would all ask the same few places for four bytes at a time.
+    for (int at = threadIdx.x; at < num_rows * args.steps; at += blockDim.x) x_scales[at] = load_float(args.x_scale + (long long)first_row * args.steps + at);
+    __syncthreads();
+#endif
+#pragma unroll 1
+    for (int done = 0; done < count; done += DEPTH) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            const int step = done + d;
+            if (step < count) multiply(ring[d], step);
+            if (step + DEPTH < count) {
+                load_weights(ring[d], step + DEPTH);
+                load_rows(ring[d], step + DEPTH);
+            }
+            if (!SPLIT && --left == 0) {
+                left = args.per;
+#pragma unroll
+                for (int j = 0; j < KEPT; ++j) {
+                    float& sum = total[j / 4 / NT][j / 4 % NT][j % 4];
+                    before[j] += sum, sum = 0.0f;
+                }
+            }
+        }
+    }
+
+    float* sums = shared_sums + warp * SUMS;
+#pragma unroll
+    for (int j = 0; j < TILES * NT; ++j) {
+        float sum[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) sum[r] = SPLIT ? total[j / NT][j % NT][r] : before[SPLIT ? 0 : 4 * j + r] + total[j / NT][j % NT][r];
+        *(float4*)(sums + j * 128 + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
+    if (SPLIT) __syncthreads();
+    else __syncwarp();
+
+    const int slices = SPLIT ? blockDim.x / WARP : 1, thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;
+    for (int at = thread; at < OUTPUTS * num_rows; at += threads) {
+        const int own = at % OUTPUTS, row = at / OUTPUTS, output = first_output + own;
+        if (output >= size) continue;
+        float value[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + row / 8) * 128 + (own % 8 * 4 + row % 8 / 2) * 4 + own % 16 / 8 * 2 + row % 2;
+            float v = *sum;
+            for (int s = 1; s < slices; ++s) v += sum[s * SUMS];
+            if (FORMAT == 2) {
+                const float x_scale = load_float(args.x_scale + first_row + row) * E4M3_FACTOR;
+                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[m * size + output]);
+            }
+            if (args.bias) v += widen(args.bias[m * size + output]);
+            value[m] = v;
+        }
+#if ACT
+        const float y = gated(value[0], value[MATRICES - 1]);
+#else
+        const float y = value[0];
+#endif
+        const long long to = (long long)(first_row + row) * size + output;
+#if OUT32
+        ((float*)args.y)[to] = args.residual ? widen(args.residual[to]) + y : y;
+#else
+        ((u16*)args.y)[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(y)) : narrow(y);
+#endif
+    }
+}

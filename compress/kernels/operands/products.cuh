@@ -1,0 +1,42 @@
+// Matrix instructions on 16-bit numbers and e4m3 codes as their factors, and the activations of gated FFNs. After numbers.cuh.
+//
+// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss).
+
+// d = a b, or d += a b, for 16 outputs and 8 tokens; factors are float16, else bfloat16.
+template <bool FLOAT16> __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {
+    const float c[4] = {accumulate ? d[0] : 0.0f, accumulate ? d[1] : 0.0f, accumulate ? d[2] : 0.0f, accumulate ? d[3] : 0.0f};
+#define MMA(TYPES)                                                                                                            \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPES ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};" \
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                                                      \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]))
+    if constexpr (FLOAT16) MMA("f16.f16");
+    else MMA("bf16.bf16");
+#undef MMA
+}
+
+// Four e4m3 bytes as float16 / 256, exactly: odd bytes in .x, even bytes in .y. Any order of K serves if W and x share it.
+__device__ __forceinline__ uint2 e4m3_to_f16(u32 v) {
+    u32 even = v << 8;
+    return make_uint2((v & 0x80008000) | ((v & 0x7F007F00) >> 1), (even & 0x80008000) | ((even & 0x7F007F00) >> 1));
+}
+
+#if ACT
+__device__ __forceinline__ float activated(float v) {
+#if ACT == 1
+    return __fdividef(v, 1.0f + __expf(-v));  // within 2^-21: the exact division branches, thread by thread
+#elif ACT == 2
+    return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
+#elif ACT == 3
+    return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
+#else
+    return __fdividef(v, 1.0f + __expf(-1.702f * v));
+#endif
+}
+__device__ __forceinline__ float gated(float gate, float up) {
+#if ACT == 4
+    return __fmul_rn(activated(fminf(gate, 7.0f)), __fadd_rn(fminf(fmaxf(up, -7.0f), 7.0f), 1.0f));
+#else
+    return __fmul_rn(activated(gate), up);
+#endif
+}
+#endif
