@@ -1,16 +1,22 @@
-"""The decode linear in slices: it compiles for every format and tile, and its tiles fit every device. How it
-computes is tested on a GPU (`tests/gpu/test_general_linear_gpu.py`)."""
+"""The decode linear in slices gives the product in float64 within rounding, and a row's bits depend on the
+row alone: on a CPU, by `cuda_emulator.py`. It compiles for every format and tile, and its tiles fit every
+device."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
+from compress.kernels.linear import slices
 from compress.kernels.linear.blocks import as_blocks
 from compress.kernels.linear.slices import SLICES, Tile, Variant, steps_of, tile_of, variant_of
-from tests.unit.kernels.test_experts import weight
-from tests.unit.kernels.test_general_linear import kernel_of
+from compress.kernels.operands.gpu import Gpu
+from tests.support.cuda_emulator import EmulatedFunction, needs_compiler
+from tests.support.slow import slow
+from tests.unit.kernels.test_experts import randn, same_bits, weight
+from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
 SHARED_BYTES = 99 * 1024
@@ -27,6 +33,10 @@ CASES = [
     ("FP8_BLOCK", torch.float16, (40,), 4096, None),
 ]
 each_case = pytest.mark.parametrize(("name", "dtype", "sizes", "k", "activation"), CASES)
+few_cases = pytest.mark.parametrize(
+    ("name", "dtype", "sizes", "k", "activation"),
+    [case if idx in (0, 3, 7) else slow(*case) for idx, case in enumerate(CASES)],
+)
 
 
 def variant(
@@ -45,6 +55,81 @@ def variant(
     blocks = as_blocks(packed)
     tile = tile_of(blocks.matrices, num_rows, gated=activation is not None)
     return variant_of(blocks, tile, activation, torch.float32), steps_of(blocks.matrices)
+
+
+IN_CPP = {
+    "load_weight": """
+static uint4 load_weight(const char* at, bool there) {
+    uint4 v = {};
+    if (there) memcpy(&v, at, 16);
+    return v;
+}
+""",
+    "load_row": "static uint4 load_row(const char* at, bool there);\n",
+    "load_float": "static float load_float(const float* at) { return *at; }\n",
+    "numbers": """
+static u32 numbers(u32 words, int i, u32 offset) {
+    u32 pair = 0;
+    for (int h = 0; h < 2; ++h) {
+        const float code = words >> (16 * h + 4 * i) & 15;
+        pair |= (u32)narrow(code + (F16 ? 1024.0f : 128.0f) + widen(offset >> 16 * h)) << 16 * h;
+    }
+    return pair;
+}
+""",
+}
+"""What slices.cu has in PTX."""
+IN_CPP["load_row"] = IN_CPP["load_weight"].replace("load_weight", "load_row")
+TILES = (
+    Tile(1, 1, 1, 1, True),
+    Tile(2, 2, 2, 1, False),
+    Tile(4, 1, 3, 1, False),
+    Tile(1, 4, 1, 2, True),
+    Tile(1, 8, 1, 1, True),
+)
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the kernel run on this CPU, where fresh memory is NaN."""
+
+    def function(made: Variant, device: torch.device) -> EmulatedFunction:
+        del device
+        return EmulatedFunction(made.source, IN_CPP, tmp_path)
+
+    monkeypatch.setattr(slices, "_function", function)
+    monkeypatch.setattr(slices, "gpu_of", lambda device: Gpu(80, 108, SHARED_BYTES))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("emulated")
+@few_cases
+def test_products_and_bits(
+    name: str | None, dtype: torch.dtype, sizes: tuple[int, ...], k: int, activation: str | None
+) -> None:
+    num_rows = 11
+    weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
+    kernel = kernel_of(name, dtype, sizes, k, "decode", activation)
+    assert kernel.repack is not None
+    packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=activation is not None)
+    bias_O = randn(sum(sizes), seed=4).to(dtype)
+    rows, numbers = rows_of(randn(num_rows, k, seed=1).to(dtype), name)
+    expected = in_float64(numbers, weights, bias_O, activation)
+    residual = randn(*expected.shape, seed=2).to(dtype)
+    y_TO = kernel.fn(rows, packed, bias_O, residual_TO=residual)
+    wanted = expected + residual.double()
+    assert float((y_TO.double() - wanted).norm() / wanted.norm()) < torch.finfo(dtype).eps
+    exact = kernel.fn(rows, packed, bias_O, out_dtype=torch.float32)
+    assert exact.dtype == torch.float32
+    assert float((exact.double() - expected).norm() / expected.norm()) < 1e-5
+    for tile in TILES:
+        assert same_bits(kernel.fn(rows, packed, bias_O, residual_TO=residual, tile=tile), y_TO), tile
+    for start, stop in ((0, 1), (10, 11), (2, 10)):
+        part = kernel.fn(some(rows, start, stop), packed, bias_O, residual_TO=residual[start:stop])
+        assert same_bits(part, y_TO[start:stop])
 
 
 @needs_nvrtc
