@@ -48,7 +48,8 @@ def run_data_free(source: WeightSource, passes: Sequence[LayerPass], out: Path, 
     if run.device.type == "cpu":
         return_freed_blocks(arch)
     missing = [idx for idx in range(arch.num_layers) if not is_stored(out, idx, ctx)]
-    with LayerPrefetcher(source.layer, run.device) as layers, LayerWriter() as writer:
+    at_once = 1 if run.device.type == "cpu" else 2  # a digest beside the next file, where cores are free
+    with LayerPrefetcher(source.layer, run.device) as layers, LayerWriter(at_once) as writer:
         if missing:
             layers.start(missing[0])
         outer = source.outer()

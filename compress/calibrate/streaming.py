@@ -1,11 +1,12 @@
 """A loop over layers reads the next layer and writes the last one while it processes the present one.
 
 A reader thread holds at most one layer ahead; for a GPU it lies in pinned memory, because a copy from other
-memory would block the host. A writer thread has at most one file to write. An error in a thread is raised
-where its result is requested.
+memory would block the host. Each writer thread, by default one, has at most one file to write. An error in a
+thread is raised where its result is requested.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,12 +27,12 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-class _Thread:
-    """One thread for the duration of a block; at its end a started job is completed and others are
-    cancelled."""
+class _Threads:
+    """Threads, one by default, for the duration of a block; at its end started jobs are completed and others
+    are cancelled."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
+    def __init__(self, count: int = 1) -> None:
+        self._pool = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +41,7 @@ class _Thread:
         self._pool.shutdown(cancel_futures=True)
 
 
-class LayerPrefetcher(_Thread):
+class LayerPrefetcher(_Threads):
     """Reads layers in advance. `read` runs in a thread, and one layer at a time is held here."""
 
     def __init__(self, read: Callable[[int], Weights], device: torch.device) -> None:
@@ -67,17 +68,24 @@ class LayerPrefetcher(_Thread):
         return {name: _pin(value) for name, value in weights.items()} if self._pinned else weights
 
 
-class LayerWriter(_Thread):
-    """Writes files in a thread while the caller goes on."""
+class LayerWriter(_Threads):
+    """Writes files in threads while the caller goes on, at most `at_once` of them at a time. A second thread
+    writes the next file while the first one computes the digest of the last."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: Future[None] | None = None
+    def __init__(self, at_once: int = 1) -> None:
+        super().__init__(at_once)
+        self._at_once = at_once
+        self._pending = deque[Future[None]]()
 
     def write(self, job: Callable[[], None]) -> None:
-        """Wait until the previous file is on the disk, then start `job`, which writes the next one."""
-        self.wait()
-        self._last = self._pool.submit(job)
+        """Wait until fewer than `at_once` files are being written, then start `job`, which writes another.
+
+        Raises:
+            Exception: whatever the writing of an earlier file raised.
+        """
+        while len(self._pending) >= self._at_once:
+            self._pending.popleft().result()
+        self._pending.append(self._pool.submit(job))
 
     def wait(self) -> None:
         """Wait until everything is on the disk.
@@ -85,10 +93,8 @@ class LayerWriter(_Thread):
         Raises:
             Exception: whatever the writing raised.
         """
-        if self._last is not None:
-            last = self._last
-            self._last = None
-            last.result()
+        while self._pending:
+            self._pending.popleft().result()
 
 
 def keeps_freed_blocks(arch: Arch) -> bool:

@@ -58,6 +58,37 @@ def test_one_file_at_a_time_is_written() -> None:
     assert order == ["first", "second"]
 
 
+def test_two_files_at_a_time_are_written_and_no_third_begins_before_the_first_is_there() -> None:
+    free = threading.Event()
+    order = list[str]()
+
+    def slow() -> None:
+        free.wait(10)
+        order.append("first")
+
+    with LayerWriter(at_once=2) as disk:
+        disk.write(slow)
+        disk.write(lambda: order.append("second"))
+        while not order:
+            threading.Event().wait(0.001)
+        threading.Timer(0.05, free.set).start()
+        disk.write(lambda: order.append("third"))
+        assert order[:2] == ["second", "first"]
+        disk.wait()
+    assert order == ["second", "first", "third"]
+
+
+def test_the_first_error_of_a_file_is_raised_where_the_caller_waits() -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    with LayerWriter(at_once=2) as disk:
+        disk.write(full)
+        disk.write(lambda: None)
+        with pytest.raises(OSError, match="No space left"):
+            disk.wait()
+
+
 def run(out: Path, source: WeightSource) -> Any:
     out.mkdir(exist_ok=True)
     spec = Quantize.model_validate({"scheme": "W8A16", "round": {"kind": "rtn"}})
