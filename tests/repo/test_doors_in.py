@@ -20,9 +20,10 @@ EXCEPTIONS: dict[str, tuple[set[str], str]] = {
     "compress/data/tokens.py": ({"safe_open"}, "after a look that it is a plain file"),
     "compress/distill/kept.py": ({"safe_open"}, "after its digest was compared"),
     "compress/distill/learn.py": ({"json.loads"}, "a part of a resume point whose digest was compared"),
-    "compress/kernels/attention_decode/hopper.py": ({"read_text"}, OWN),
-    "compress/kernels/compilers/nvrtc.py": ({"read_bytes"}, "headers of the installed compiler"),
-    "compress/kernels/linear/launch.py": ({"read_text"}, OWN),
+    "compress/kernels/compilers/nvrtc.py": (
+        {"read_bytes", "read_text"},
+        "code it has compiled, after its digest was compared; sources of this package",
+    ),
     "compress/machine.py": ({"read_text"}, "what the kernel of the machine says"),
     "compress/models/config_facts.py": ({"read_text", "json.loads"}, OWN),
     "compress/models/known.py": ({"read_text", "json.loads"}, OWN),

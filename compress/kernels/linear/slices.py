@@ -56,8 +56,8 @@ class Tile:
 
 
 def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
-    """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23): a warp for
-    each slice while items are few, and steps under way as far as registers allow two blocks."""
+    """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23): a warp
+    for each slice while items are few, and steps under way as far as registers allow two blocks."""
     size = matrices.out_features // (2 if gated else 1)
     steps = steps_of(matrices)
     if num_rows <= 16:
