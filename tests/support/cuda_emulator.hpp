@@ -10,7 +10,7 @@
 
 #define __device__
 #define __global__
-#define __shared__
+#define __shared__ static
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -51,6 +51,9 @@ static void wait_for(Waits what) {
 }
 static void __syncthreads() { wait_for(BLOCK_WAITS); }
 static void __syncwarp() { wait_for(WARP_WAITS); }
+
+static void __threadfence() {}
+static unsigned atomicAdd(unsigned* at, unsigned added) { return (*at += added) - added; }
 
 static float __uint_as_float(unsigned bits) {
     float v;

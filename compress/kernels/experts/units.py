@@ -89,15 +89,8 @@ def sort_pairs(ids_TK: Tensor, num_experts: int, size: int) -> Units:
 
 
 @jit()
-def load_unit(
-    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr, PAIRED: tl.constexpr
-) -> tl.tensor:
-    """Return (expert of this program's unit or -1, pairs [BN], which of them are valid). `PAIRED` units are
-    pairs, and `experts_ptr` their ids."""
+def load_unit(experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr) -> tl.tensor:
+    """Return (expert of this program's unit or -1, pairs [BN], which of them are valid)."""
     unit = tl.program_id(1)
-    slots = tl.arange(0, BN)
-    expert = tl.load(experts_ptr + unit)
-    if PAIRED:
-        return expert, unit + slots * 0, slots == 0
-    pairs = tl.load(pairs_ptr + unit * BN + slots)
-    return expert, tl.maximum(pairs, 0), pairs >= 0
+    pairs = tl.load(pairs_ptr + unit * BN + tl.arange(0, BN))
+    return tl.load(experts_ptr + unit), tl.maximum(pairs, 0), pairs >= 0

@@ -1,4 +1,5 @@
-// y = x W^T for few rows x (decode and verification, M = 1..512), for every format and size: sums over I are cut into at most eight slices.
+// y = x W^T for few rows x (decode and verification, M = 1..512), of one matrix or of each expert's, for every format and size: sums over I
+// are cut into at most eight slices.
 //
 //     slice s of the steps of I (128 columns; 64 of 16-bit numbers) is [s per, (s + 1) per), per = ceil(steps / 8)
 //     sum of a slice    steps ascend; columns of a step by matrix instructions in one order. Four bits: a group of 128 columns, or a smaller
@@ -8,13 +9,16 @@
 // So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
 // takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
 //
-// An item is 16 MT outputs (of gate and of up where gated) and 8 NT rows. Any order of columns serves that x and W share, so a thread loads 16
-// bytes next to one another, straight into the registers of matrix instructions; DEPTH steps are under way, the first of the weights before
-// griddepcontrol.wait. e4m3 codes are multiplied as float16, exactly: FP8 instructions would keep 14 bits of a sum.
+// An item is 16 MT outputs (of gate and of up where gated) of a unit: 8 NT rows, or those of one expert's tokens. Any order of columns serves
+// that x and W share, so a thread loads 16 bytes next to one another, straight into the registers of matrix instructions; DEPTH steps are under
+// way, the first of the weights before griddepcontrol.wait, unless the launch ahead decides which they are. e4m3 codes are multiplied as
+// float16, exactly: FP8 instructions would keep 14 bits of a sum.
 //
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
-// group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); OUT32 = y is float32; SPLIT; MT, NT, DEPTH; WARPS
+// group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
+// matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
+// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; MT, NT, DEPTH; WARPS
 // of a block at most, BLOCKS of a multiprocessor at least.
 
 constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
@@ -33,7 +37,13 @@ struct Args {
     const u16* bias;
     const u16* residual;
     void* y;
-    int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows;
+    const int* experts;
+    const int* pairs;  // NULL: unit u is pair u
+    const float* weights;
+    u16* combined;
+    u32* arrivals;
+    long long expert_bytes, expert_scales;
+    int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
 };
 
 // 16 bytes, or zeros where they are not there: without a branch, so that loads stay one after another.
@@ -64,6 +74,11 @@ __device__ __forceinline__ float load_float(const float* at) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
     return v;
 }
+__device__ __forceinline__ int load_index(const int* at) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 // Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point) - 128, in float16 - 1024, twice.
 __device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
@@ -91,17 +106,23 @@ struct Step {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear(const __grid_constant__ Args args) {
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_product(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) float shared_sums[];  // of each warp, and for blocks of e4m3 the scales of x [TOKENS][steps]
     float* x_scales = shared_sums + WARPS * SUMS;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
-    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2);
+    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = blockIdx.y;
     const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
+    __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
 #if HOPPER
-    asm volatile("griddepcontrol.launch_dependents;");
+    if (UNITS == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");  // if UNITS 1, the next launch may read what was written before this one
 #endif
-    const char* w = args.w + (long long)first * W_STEP + t * 16;
+    const int expert = UNITS ? load_index(args.experts + unit) : 0;
+    if (expert < 0) return;
+    const long long scales = expert * args.expert_scales;
+
+    const char* w = args.w + expert * args.expert_bytes + (long long)first * W_STEP + t * 16;
     u32 w_at[TILES][2], scale_at[TILES][2];  // in 16 bytes, in numbers
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
@@ -122,9 +143,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
         const char* from = w + step * W_STEP;
 #if FORMAT == 1
         const int group = SUBGROUPS > 1 ? (first + step) * SUBGROUPS : args.scale_steps == 1 ? first + step : (first + step) / args.scale_steps;
-        const u16 *scale = (const u16*)args.scale + group * 16, *offset = args.offset + group * 16;
+        const u16 *scale = (const u16*)args.scale + scales + group * 16, *offset = args.offset + scales + group * 16;
 #else
-        const float* scale = (const float*)args.scale + step;
+        const float* scale = (const float*)args.scale + scales + step;
 #endif
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
@@ -154,14 +175,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
     for (int d = 0; d < DEPTH; ++d)
         if (d < count) load_weights(ring[d], d);
 #if HOPPER
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (UNITS != 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
-    const int first_row = blockIdx.y * TOKENS, num_rows = min(args.num_rows - first_row, TOKENS);
-    const char* x = args.x + (long long)(first_row + g) * row_bytes + first * X_STEP + t * 16;
+    if (UNITS && args.pairs) {
+        if (threadIdx.x < TOKENS) pair_at[threadIdx.x] = load_index(args.pairs + unit * TOKENS + threadIdx.x);
+        __syncthreads();
+    }
+    auto pair_of = [&](int token) {
+        const int row = unit * TOKENS + token;
+        return !UNITS ? (row < args.num_rows ? row : -1) : args.pairs ? pair_at[token] : token == 0 ? unit : -1;
+    };
+    auto row_of = [&](int pair) { return UNITS == 1 ? pair / args.choices : pair; };
+    const char* x[NT];
+    bool there[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int pair = pair_of(8 * n + g);
+        there[n] = pair >= 0;
+        x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
+    }
     auto load_x = [&](int n, int step, int v) {
-        const bool inside = 8 * n + g < num_rows && (first + step) * X_STEP + v * 64 + t * 16 < row_bytes;
-        return load_row(x + (long long)(8 * n) * row_bytes + step * X_STEP + v * 64, inside);
+        return load_row(x[n] + step * X_STEP + v * 64, there[n] && (first + step) * X_STEP + v * 64 + t * 16 < row_bytes);
     };
     auto load_rows = [&](Step& to, int step) {
 #pragma unroll
@@ -241,7 +276,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
         if (d < count) load_rows(ring[d], d);
 #if FORMAT == 3
     // Every warp reads scales of few rows: from memory, they would all ask the same few places for four bytes at a time.
-    for (int at = threadIdx.x; at < num_rows * args.steps; at += blockDim.x) x_scales[at] = load_float(args.x_scale + (long long)first_row * args.steps + at);
+    for (int at = threadIdx.x; at < TOKENS * args.steps; at += blockDim.x) {
+        const int pair = pair_of(at / args.steps);
+        if (pair >= 0) x_scales[at] = load_float(args.x_scale + (long long)row_of(pair) * args.steps + at % args.steps);
+    }
     __syncthreads();
 #endif
 #pragma unroll 1
@@ -277,20 +315,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
     else __syncwarp();
 
     const int slices = SPLIT ? blockDim.x / WARP : 1, thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;
-    for (int at = thread; at < OUTPUTS * num_rows; at += threads) {
-        const int own = at % OUTPUTS, row = at / OUTPUTS, output = first_output + own;
+    for (int at = thread; at < OUTPUTS * TOKENS; at += threads) {
+        const int own = at % OUTPUTS, token = at / OUTPUTS, output = first_output + own, pair = pair_of(token);
+        if (pair < 0) break;  // nor has any token after it
         if (output >= size) continue;
         float value[MATRICES];
 #pragma unroll
         for (int m = 0; m < MATRICES; ++m) {
-            const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + row / 8) * 128 + (own % 8 * 4 + row % 8 / 2) * 4 + own % 16 / 8 * 2 + row % 2;
+            const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
             float v = *sum;
             for (int s = 1; s < slices; ++s) v += sum[s * SUMS];
             if (FORMAT == 2) {
-                const float x_scale = load_float(args.x_scale + first_row + row) * E4M3_FACTOR;
-                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[m * size + output]);
+                const float x_scale = load_float(args.x_scale + row_of(pair)) * E4M3_FACTOR;
+                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[scales + m * size + output]);
             }
-            if (args.bias) v += widen(args.bias[m * size + output]);
+            if (args.bias) v += widen(args.bias[(long long)expert * args.out + m * size + output]);
             value[m] = v;
         }
 #if ACT
@@ -298,11 +337,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
 #else
         const float y = value[0];
 #endif
-        const long long to = (long long)(first_row + row) * size + output;
+        const long long to = (long long)pair * size + output;
 #if OUT32
-        ((float*)args.y)[to] = args.residual ? widen(args.residual[to]) + y : y;
+        ((float*)args.y)[to] = args.residual && !UNITS ? widen(args.residual[to]) + y : y;
 #else
-        ((u16*)args.y)[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(y)) : narrow(y);
+        ((u16*)args.y)[to] = args.residual && !UNITS ? narrow(widen(args.residual[to]) + rounded(y)) : narrow(y);
 #endif
     }
+#if COMBINE
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(args.arrivals + blockIdx.x, 1) == gridDim.y - 1;
+        if (last) args.arrivals[blockIdx.x] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; last && at < OUTPUTS * args.num_rows; at += blockDim.x) {
+        const int output = first_output + at % OUTPUTS, token = at / OUTPUTS;
+        if (output >= size) continue;
+        float sum = 0.0f;
+        for (int c = 0; c < args.choices; ++c) {
+            const long long choice = (long long)token * args.choices + c;
+            sum = __fmaf_rn(load_float((const float*)args.y + choice * size + output), load_float(args.weights + choice), sum);
+        }
+        const long long to = (long long)token * size + output;
+        args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
+    }
+#endif
 }

@@ -1,0 +1,46 @@
+"""Products in slices (`operands/slices.cu`) on a CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.kernels.operands import slices
+from compress.kernels.operands.gpu import Gpu
+from tests.support.cuda_emulator import EmulatedFunction
+
+IN_CPP = {
+    "load_weight": """
+static uint4 load_weight(const char* at, bool there) {
+    uint4 v = {};
+    if (there) memcpy(&v, at, 16);
+    return v;
+}
+""",
+    "load_row": "static uint4 load_row(const char* at, bool there);\n",
+    "load_index": "static int load_index(const int* at) { return *at; }\n",
+    "load_float": "static float load_float(const float* at) { return *at; }\n",
+    "numbers": """
+static u32 numbers(u32 words, int i, u32 offset) {
+    u32 pair = 0;
+    for (int h = 0; h < 2; ++h) {
+        const float code = words >> (16 * h + 4 * i) & 15;
+        pair |= (u32)narrow(code + (F16 ? 1024.0f : 128.0f) + widen(offset >> 16 * h)) << 16 * h;
+    }
+    return pair;
+}
+""",
+}
+"""What slices.cu has in PTX."""
+IN_CPP["load_row"] = IN_CPP["load_weight"].replace("load_weight", "load_row")
+
+
+def use_emulated_slices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
+
+    def function(made: slices.Variant, device: torch.device) -> EmulatedFunction:
+        del device
+        return EmulatedFunction(made.source, IN_CPP, folder)
+
+    monkeypatch.setattr(slices, "_function", function)
+    monkeypatch.setattr(slices, "gpu_of", lambda device: Gpu(80, 108, 0))
