@@ -11,12 +11,13 @@ floor is the bytes of the experts hit over the bandwidth given.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from compress.kernels.experts import fused, launch, packed, reference
+from compress.kernels.experts import fused, packed, reference, slices
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
@@ -121,9 +122,9 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
 
         call = partial(_call, inputs, ready, activation)
-        few = call(fused.decode, slice(0, 300))
+        few = call(slices.decode, slice(0, 300))
         alone = all(
-            torch.equal(call(fused.decode, slice(start, stop)), few[start:stop])
+            torch.equal(call(slices.decode, slice(start, stop)), few[start:stop])
             for start, stop in (
                 (0, 1),
                 (7, 8),
@@ -212,38 +213,28 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
-def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
-    """Yield plans with other tiles for both products."""
-    columns = {"w4": [128] if prefill else [128, 256], "fp8_block": [128]}.get(ready.format, [64, 128])
+Tiles = tuple[Any, Any]
+"""Of gate and up, and of down."""
+
+
+def other_tiles(served: Tiles, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[Tiles]:
+    """Yield other tiles for both products of prompts, or for one of decode rows."""
     if prefill:
         sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (2, 3)]
         sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (2, 3)]
         sizes += [(128, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 3)]
-    else:
-        for bn in sorted({8, plan.gate_up.bn}):
-            resized = replace(plan, gate_up=replace(plan.gate_up, bn=bn), down=replace(plan.down, bn=bn))
-            yield replace(resized, combine=not plan.combine)
-            yield replace(resized, sort=not plan.sort)
-            yield replace(resized, sort=not plan.sort, combine=not plan.combine)
-        if not plan.sort:
-            yield replace(plan, prefetch=not plan.prefetch)
-        shapes = [
-            (16, 1, 4),
-            (16, 1, 6),
-            (32, 1, 4),
-            (32, 2, 3),
-            (32, 2, 4),
-            (32, 2, 6),
-            (64, 4, 2),
-            (64, 4, 3),
-        ]
-        shapes += [(64, 4, 4), (128, 4, 3), (64, 2, 3), (64, 2, 4), (128, 8, 3)]
-        bns = (8,) if not plan.sort else (8, 16)
-        sizes = [(bm, bn, warps, stages) for bm, warps, stages in shapes for bn in bns]
-    for bm, bn, warps, stages in sizes:
-        for bk in columns:
-            tile = launch.Tile(bm, bn, bk, warps, stages)
-            yield replace(plan, gate_up=tile, down=tile)
+        for bm, bn, warps, stages in sizes:
+            for bk in {"w4": [128], "fp8_block": [128]}.get(ready.format, [64, 128]):
+                yield (fused.Tile(bm, bn, bk, warps, stages),) * 2
+        return
+    for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
+        for output_tiles, depth, blocks in itertools.product(outputs, (1, 2), (1, 2, 3, 4)):
+            for split in (True, False):
+                tile = replace(
+                    served[place], output_tiles=output_tiles, depth=depth, blocks=blocks, split=split
+                )
+                if split or not served[place].split:
+                    yield (tile, served[1]) if place == 0 else (served[0], tile)
 
 
 def experts_hit(ids: list[Tensor]) -> float:
@@ -258,39 +249,37 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         most = max(args.rows)
         fewer: Tensor | None = None
         for rows in sorted(args.rows):
-            prefill = rows > fused.MAX_DECODE_ROWS
+            prefill = rows > slices.MAX_DECODE_ROWS
             copies = args.layers * (4 if rows == 1 else 1)
             ids = [drawn_ids(most, count, top_k, 100 + idx, device)[:rows] for idx in range(copies)]
             x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(
                 device, dtype
             )
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
-            if prefill:
-                plan = fused.prefill_plan(layers[0], rows, top_k)
-            else:
-                plan = fused.decode_plan(layers[0], rows)
-            plans = [("served", plan)]
+            fn = fused.prefill if prefill else slices.decode
+            served = fused.tiles_of(layers[0], rows, top_k) if prefill else slices.tiles_of(rows)
+            tried = [("served", served)]
             if args.sweep:
-                plans += [("sweep", each) for each in sweep_plans(plan, layers[0], prefill=prefill)]
+                tried += [("sweep", each) for each in other_tiles(served, layers[0], prefill=prefill)]
             hit = experts_hit(ids)
             num_bytes = hit * layers[0].bytes_per_expert
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
-            for name, each in plans:
+            for name, each in tried:
                 launches = [
                     partial(
-                        launch.run,
+                        fn,
                         x,
                         layers[idx % args.layers],
                         ids[idx],
                         weights,
-                        each,
+                        tiles=each,
                         activation="silu",
                         residual_TD=x,
                     )
                     for idx in range(copies)
                 ]
-                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tile": str(asdict(each))}
+                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tiles": str(each)}
                 try:
                     with poisoned_memory():
                         out = launches[0]()
@@ -308,9 +297,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                     expected = out if expected is None else expected
                     same = torch.equal(out, expected)
                     same = same and (fewer is None or torch.equal(out[: len(fewer)], fewer))
-                    fewer = out if each is plan else fewer
+                    fewer = out if each is served else fewer
                 yield row | {
-                    "tile": each,
+                    "tiles": str(each),
                     "us": timing.us,
                     "us_p10": timing.us_p10,
                     "us_p90": timing.us_p90,
@@ -332,7 +321,7 @@ def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[d
     ]
     for rows in args.rows:
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
-        fn = router_fused.route if rows <= fused.MAX_DECODE_ROWS else router_fused.route_many
+        fn = router_fused.route if rows <= slices.MAX_DECODE_ROWS else router_fused.route_many
         timing = time_launches(
             [partial(fn, x, each, facts) for each in routers], device, replays=args.replays
         )
@@ -344,14 +333,10 @@ def short(row: dict[str, Any]) -> str:
         return json.dumps(row)
     text = f"{row['scheme']:<12} {row['rows']:>5} rows {row['us']:>8.1f} us"
     if "floor_us" in row:
-        plan = row["tile"]
-        a, b = plan.gate_up, plan.down
         text += (
             f" ({row['us_p10']:.1f}-{row['us_p90']:.1f}) floor {row['floor_us']:.1f}"
-            f" x{row['times_floor']:.2f}"
-            f" {row['tflop_per_s']:.0f} TF {row['plan']}{'+sort' * plan.sort}{'+combine' * plan.combine}"
-            f"{'+prefetch' * plan.prefetch} {a.bm}x{a.bn}x{a.bk}w{a.num_warps}s{a.num_stages}"
-            f" {b.bm}x{b.bn}x{b.bk}w{b.num_warps}s{b.num_stages} bits {row['same_bits']}"
+            f" x{row['times_floor']:.2f} {row['tflop_per_s']:.0f} TF {row['plan']} {row['tiles']}"
+            f" bits {row['same_bits']}"
         )
     return text
 
@@ -390,9 +375,7 @@ def main() -> int:
         results.append(row)
     for row in measure(args, device):
         print(short(row), flush=True)
-        results.append(
-            row | {"tile": asdict(row["tile"]) if not isinstance(row["tile"], str) else row["tile"]}
-        )
+        results.append(row)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**facts, "results": results}, indent=1, default=str))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import fused, packed, reference
+from compress.kernels.experts import fused, packed, reference, slices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
@@ -179,7 +179,7 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs = make_inputs(hidden, count, top_k, dtype)
     expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
-    decode = partial(fused.decode, packed=ready, activation=activation)
+    decode = partial(slices.decode, packed=ready, activation=activation)
     few = decode(**inputs)
     many = fused.prefill(**inputs, packed=ready, activation=activation)
     # A row of e4m3 whose numbers are rounded to a neighbour differs by up to 1/16 of them; weights of four
@@ -206,7 +206,7 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     out = torch.empty_like(x)
 
     def mixture() -> Tensor:
-        return fused.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
+        return slices.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):

@@ -58,12 +58,12 @@ def compile_all(sm: int) -> list[Any]:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
-    for module in (decode, prefill, widen, fused, general, router, launch, units, quantize_rows):
+    for module in (decode, prefill, widen, fused, general, router, experts, launch, units, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
-    for products in (general, launch):
+    for products in (general, experts):
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
         )
@@ -140,7 +140,7 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
 
 
 def compile_mixture(name: str | None) -> None:
-    """Compile the router and the experts of one decode row, of 16 and of 64, and of a prompt."""
+    """Compile the router of one decode row, of 16 and of 64, and the experts of a prompt."""
     scheme = SCHEMES[name] if name is not None else None
 
     def weight(out_features: int, in_features: int) -> Any:
@@ -155,7 +155,6 @@ def compile_mixture(name: str | None) -> None:
     for num_rows in (1, 16, 64):
         x_TD = torch.ones(num_rows, 384, dtype=torch.bfloat16)
         ids, shares = router.route(x_TD, weights, facts)
-        experts.decode(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
 
 
