@@ -18,7 +18,8 @@
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
 // group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
 // matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
-// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; MT, NT, DEPTH; WARPS
+// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; TAIL = the
+// last step is not whole; MT, NT, DEPTH; WARPS
 // of a block at most, BLOCKS of a multiprocessor at least.
 
 constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
@@ -46,17 +47,22 @@ struct Args {
     int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
 };
 
-// 16 bytes, or zeros where they are not there: without a branch, so that loads stay one after another.
-#define LOAD16(NAME, CACHED)                                                                                                                \
-    __device__ __forceinline__ uint4 NAME(const char* at, bool there) {                                                                     \
-        uint4 v;                                                                                                                            \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"                    \
-                     "@p ld.global." CACHED ".v4.u32 {%0, %1, %2, %3}, [%4];}"                                                              \
-                     : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(at), "r"((u32)there) : "memory");                               \
-        return v;                                                                                                                           \
-    }
-LOAD16(load_weight, "nc.L1::no_allocate")
-LOAD16(load_row, "cg")  // past the first-level cache, which may hold what was there before
+// 16 bytes of a weight, or zeros past the end of its row: without a branch, so that loads stay one after another.
+__device__ __forceinline__ uint4 load_weight(const char* at, bool inside) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (TAIL)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)inside));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+// 16 bytes of a row, past the first-level cache, which may hold what was there before. Of no row, or past its end, v stays: what a token that is
+// not there has concerns no other, and weights past the end are zero.
+__device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)there) : "memory");
+}
 // Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
 #if __CUDA_ARCH__ >= 890
 #define E4M3_FACTOR 1.0f
@@ -170,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             }
     };
 
-    Step ring[DEPTH];
+    Step ring[DEPTH] = {};  // what is loaded of no row stays zero
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
         if (d < count) load_weights(ring[d], d);
@@ -195,14 +201,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         there[n] = pair >= 0;
         x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
     }
-    auto load_x = [&](int n, int step, int v) {
-        return load_row(x[n] + step * X_STEP + v * 64, there[n] && (first + step) * X_STEP + v * 64 + t * 16 < row_bytes);
+    auto load_x = [&](uint4& to, int n, int step, int v) {
+        load_row(to, x[n] + step * X_STEP + v * 64, there[n] && (!TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes));
     };
     auto load_rows = [&](Step& to, int step) {
 #pragma unroll
         for (int n = 0; n < (X_AHEAD ? NT : 0); ++n)
 #pragma unroll
-            for (int v = 0; v < X_VECTORS; ++v) to.x[n][v] = load_x(n, step, v);
+            for (int v = 0; v < X_VECTORS; ++v) load_x(to.x[n][v], n, step, v);
     };
 
     float total[TILES][NT][4] = {};
@@ -211,7 +217,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int v = 0; v < X_VECTORS; ++v) rows[n][v] = X_AHEAD ? from.x[X_AHEAD ? n : 0][v] : load_x(n, step, v);
+            for (int v = 0; v < X_VECTORS; ++v) {
+                rows[n][v] = X_AHEAD ? from.x[X_AHEAD ? n : 0][v] : make_uint4(0, 0, 0, 0);
+                if (!X_AHEAD) load_x(rows[n][v], n, step, v);
+            }
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             float group_sum[NT][4];

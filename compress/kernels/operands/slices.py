@@ -72,6 +72,7 @@ class Variant:
     dtype: torch.dtype
     subgroups: int
     offsets: bool
+    tail: bool
     activation: str | None
     rows: Rows
     combine: bool
@@ -85,6 +86,7 @@ class Variant:
             "F16": int(self.dtype == torch.float16),
             "SUBGROUPS": self.subgroups,
             "OFFSETS": int(self.offsets),
+            "TAIL": int(self.tail),
             "ACT": ACTIVATIONS.index(self.activation),
             "UNITS": ROWS.index(self.rows),
             "COMBINE": int(self.combine),
@@ -121,6 +123,7 @@ def variant_of(
         dtype=dtype,
         subgroups=max(1, 128 // matrices.group_size) if matrices.format == "w4" else 1,
         offsets=matrices.offset is not None,
+        tail=matrices.in_features % _columns(matrices) != 0,
         activation=activation,
         rows=rows,
         combine=combine,
@@ -131,7 +134,12 @@ def variant_of(
 
 def steps_of(matrices: Matrices) -> int:
     """Return the steps of a sum over I."""
-    return -(-matrices.in_features // (64 if matrices.format == "dense16" else 128))
+    return -(-matrices.in_features // _columns(matrices))
+
+
+def _columns(matrices: Matrices) -> int:
+    """Return the columns of a step."""
+    return 64 if matrices.format == "dense16" else 128
 
 
 class _Arguments(ctypes.Structure):
