@@ -27,7 +27,8 @@ from compress.calibrate.layer_run import piece_tokens_of
 from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.streaming import KEPT_BYTES, keeps_freed_blocks
 from compress.context import NUM_SHARDS, OneRank
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
 
 STACK_COPIES = 4
 """float32 matrices of the size of the stack that GPTQ and its search of scales hold at once, with the stack

@@ -16,8 +16,9 @@ from torch import Tensor
 from compress.calibrate.observe import forward
 from compress.calibrate.samples import Samples
 from compress.context import Context
-from compress.models.decoder import DecoderLayer, embedded, no_tap
+from compress.models.decoder import DecoderLayer, embedded
 from compress.models.experts import ALL_TOKENS
+from compress.models.tap import no_tap
 from compress.models.weights import WeightSource, build_layer, dense
 
 

@@ -28,9 +28,11 @@ from compress.calibrate.stats import InputStats, Stat
 from compress.calibrate.streaming import LayerPrefetcher, return_freed_blocks
 from compress.context import Context
 from compress.errors import UsageError
-from compress.models.arch import Arch, LinearGroup
+from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, Norm, capped, embedded, final_norm
+from compress.models.decoder import DecoderLayer, capped, embedded
+from compress.models.layer_shape import LinearGroup
+from compress.models.norms import Norm, final_norm
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 

@@ -39,8 +39,8 @@ from compress.calibrate.experts import expert_of
 from compress.calibrate.gradients import EmbedAndHead, GradientVisitor, visit_gradients
 from compress.calibrate.stats import InputStats
 from compress.context import Context
-from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
+from compress.models.layer_shape import LinearGroup
 from compress.models.weights import WeightSource
 from compress.recipe import Spec
 

@@ -33,8 +33,9 @@ from compress.calibrate.stats import AbsMax, InputStats, StatFactory
 from compress.errors import UsageError
 from compress.models.arch import Arch
 from compress.models.attention import AttentionFn
-from compress.models.decoder import DecoderLayer, Tap
+from compress.models.decoder import DecoderLayer
 from compress.models.rope import cos_sin
+from compress.models.tap import Tap
 from compress.models.weights import Weights, dense
 from compress.quant.kv import FP8_STATIC, FP8_TOKEN_HEAD, KV_SCALES, round_to_e4m3
 from compress.quant.numerics import static_input_scale

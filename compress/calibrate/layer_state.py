@@ -11,8 +11,9 @@ from torch import Tensor
 from compress.calibrate.guide import LayerGuide, OutputMoment
 from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.stats import InputStats, Stat
-from compress.models.arch import Arch, LinearGroup
+from compress.models.arch import Arch
 from compress.models.decoder import DecoderLayer, SmoothingPair
+from compress.models.layer_shape import LinearGroup
 from compress.models.weights import Weights, stored_as
 from compress.quant.scheme import QuantizedWeight, Scheme, Schemes
 

@@ -29,11 +29,12 @@ from compress.calibrate.layer_run import LayerRun
 from compress.calibrate.samples import Samples
 from compress.calibrate.stats import InputStats, MergeTree, Node, SourceStat, Stat, StatFactory
 from compress.context import OneRank, Ranks
-from compress.models.arch import LinearGroup
 from compress.models.attention import FullAttention
-from compress.models.decoder import DecoderLayer, no_tap
+from compress.models.decoder import DecoderLayer
 from compress.models.experts import ALL_TOKENS
+from compress.models.layer_shape import LinearGroup
 from compress.models.moe import TOKENS
+from compress.models.tap import no_tap
 
 Trees = dict[tuple[str, type[Stat]], MergeTree[Stat]]
 """(tap, type of the statistic) -> the sums of one rank."""

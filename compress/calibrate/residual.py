@@ -15,7 +15,9 @@ from torch import Tensor
 
 from compress.calibrate.observe import forward
 from compress.context import Context
-from compress.models.decoder import capped, embedded, final_norm, no_tap
+from compress.models.decoder import capped, embedded
+from compress.models.norms import final_norm
+from compress.models.tap import no_tap
 from compress.models.weights import WeightSource, build_layer, dense, fill_
 
 Visit = Callable[[int, Tensor, Tensor], None]

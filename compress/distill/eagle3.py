@@ -32,8 +32,9 @@ from compress.distill.losses import Divergence, divergence_rows
 from compress.distill.objective import EVALUATED_TOKENS
 from compress.models.arch import Arch
 from compress.models.attention import FullAttention
-from compress.models.decoder import Decoder, Tap, capped, no_tap
+from compress.models.decoder import Decoder, capped
 from compress.models.eagle3 import Eagle3Decoder
+from compress.models.tap import Tap, no_tap
 
 STEP_WEIGHT = 0.8
 

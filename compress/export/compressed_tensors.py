@@ -45,7 +45,8 @@ from compress.export.config_groups import (
 )
 from compress.export.rules import layout_rules, shapes, start_of
 from compress.export.vllm import on_a_cpu, on_a_gpu
-from compress.models.arch import LINEAR_GROUPS, Arch
+from compress.models.arch import Arch
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.codec import ForeignCodec, check_leaf, check_matrix
 from compress.quant.kv import FP8_STATIC
 from compress.quant.packing import pack, unpack

@@ -22,10 +22,11 @@ from torch import Tensor
 from compress.artifact.tensors import load_tensors, save_tensors
 from compress.errors import UnsupportedFormat
 from compress.export import FORMATS, check_rules, codecs
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch, Rope
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_SIZE, Arch
 from compress.models.checkpoint import CONFIG_NAME, read_config
 from compress.models.eagle3 import Eagle3Facts, Eagle3Head, checked_head, vocabulary_tensors
 from compress.models.family import family_of
+from compress.models.layer_shape import Rope
 from compress.models.weights import dense
 from compress.quant.scheme import ModelScheme, QuantizedWeight
 from compress.untrusted.fields import Fields

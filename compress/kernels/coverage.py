@@ -12,8 +12,9 @@ from typing import Any
 from compress.kernels.operands.paged import FP8_STATIC, TOKEN_HEAD_FORMATS
 from compress.kernels.problem import PHASES, KernelDevice, Op, Phase, Problem
 from compress.kernels.select import candidates
-from compress.models.arch import LINEAR_GROUPS, Arch
+from compress.models.arch import Arch
 from compress.models.experts import Experts
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.scheme import SCHEMES
 
 LINEARS = (*LINEAR_GROUPS, "head")

@@ -26,39 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.models.arch import Arch, LayerShape, LinearGroup
+from compress.models.arch import Arch
 from compress.models.attention import AttentionFn, FullAttention
-from compress.models.moe import GatedFfn, Moe
-from compress.models.norm_gradient import norm_cpu
+from compress.models.ffn import Ffn
+from compress.models.layer_shape import LayerShape, LinearGroup
+from compress.models.linear import linear_of
+from compress.models.moe import Moe
+from compress.models.norms import final_norm, norm_of, unit_norm
 from compress.models.rope import cos_sin, rotate
-
-Tap = Callable[[str, Tensor], None]
-"""A hook that is called with (tap name, input of a linear group); the names are attn_in, attn_out, ffn_in
-and ffn_mid, and in a mixture of experts also moe_in.E and moe_mid.E, with the tokens of expert E."""
-
-
-SWIGLU_ALPHA = 1.702
-SWIGLU_LIMIT = 7.0
-"""The slope of the sigmoid and the range of values in `swiglu_clamped`."""
-
-
-def no_tap(name: str, x: Tensor) -> None:
-    """Ignore the input: the tap of a forward that nobody observes."""
-
-
-def activation(name: str, x: Tensor) -> Tensor:
-    if name == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
-
-
-def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the input of `down`: act(gate) * up, or gpt-oss's clamped form of it."""
-    if name != "swiglu_clamped":
-        return activation(name, gate) * up
-    gate = gate.clamp(max=SWIGLU_LIMIT)
-    up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+from compress.models.tap import Tap, no_tap
 
 
 @dataclass(frozen=True)
@@ -79,54 +55,6 @@ class SmoothingPair:
     offset: float = 0.0
 
 
-class Linear(nn.Linear):
-    """A linear whose weight may have fewer bits than its input; each product widens it and discards the wide
-    copy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
-
-
-class Norm(nn.Module):
-    """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm without a
-    bias). `offset` is added to the weight, and the output is multiplied by `scale`."""
-
-    def __init__(
-        self, size: int, eps: float, *, offset: float = 0.0, centered: bool = False, scale: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
-        self.eps = eps
-        self.offset = offset
-        self.centered = centered
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        plain = not self.centered and not self.offset
-        if plain and x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            normed = norm_cpu(x, self.weight, self.eps)
-        else:
-            x_f32 = x.to(torch.float32)
-            if self.centered:
-                x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
-            normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
-            if plain:
-                normed = self.weight * normed.to(x.dtype)
-            else:  # in float32, as `transformers` computes these
-                normed = ((self.weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
-        return normed if self.scale == 1 else normed * self.scale
-
-
-def norm_of(arch: Arch, size: int, *, scale: float = 1.0) -> Norm:
-    """Return a norm of a model over `size` numbers."""
-    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=arch.norm == "layer", scale=scale)
-
-
-def final_norm(arch: Arch) -> Norm:
-    """Return the norm before the head; its output has the scale of the logits."""
-    return norm_of(arch, arch.hidden_size, scale=arch.logit_scale)
-
-
 def embedded(arch: Arch, embed_VD: Tensor, tokens: Tensor) -> Tensor:
     """Return the embeddings [..., D] of token ids. Their scale is rounded to their dtype first, as
     `transformers` does: that of Gemma's bfloat16 models with 3072 channels is 55.5, not 55.4."""
@@ -140,12 +68,6 @@ def capped(arch: Arch, logits: Tensor) -> Tensor:
     """Return the logits of a model from the products with its head."""
     cap = arch.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def unit_norm(x: Tensor, eps: float) -> Tensor:
-    """Return x divided by the root of the mean square over its last dimension: RMSNorm without a weight."""
-    x_f32 = x.to(torch.float32)
-    return (x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Embedding(nn.Embedding):
@@ -172,7 +94,7 @@ class Attention(nn.Module):
         self.shape = shape
         for group in shape.attention_groups:
             for linear in group.linears:
-                self.add_module(linear.removeprefix("attn."), _linear(arch, shape, linear))
+                self.add_module(linear.removeprefix("attn."), linear_of(arch, shape, linear))
         if arch.qk_norm:
             q_size, k_size = arch.qk_norm_sizes(shape)
             self.q_norm = norm_of(arch, q_size)
@@ -232,28 +154,6 @@ def query_growth(growth: tuple[float, int], positions: Tensor) -> Tensor:
     """Return the factor of the query at each position, float32."""
     factor, num_positions = growth
     return 1 + factor * torch.log(1 + torch.floor(positions / num_positions))
-
-
-class Ffn(GatedFfn):
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
-
-    def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
-        super().__init__()
-        for name in ("gate", "up", "down"):
-            self.add_module(name, _linear(arch, shape, f"{module}.{name}"))
-        self.activation = arch.activation
-
-    def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
-        tap("ffn_in", x_BSD)
-        mid_BSF = self.gated(x_BSD)
-        tap("ffn_mid", mid_BSF)
-        return self.down(mid_BSF)
-
-    def gated(self, x_BSD: Tensor) -> Tensor:
-        """Return the input of `down`."""
-        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))
 
 
 @dataclass(frozen=True)
@@ -484,8 +384,3 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x_BSD = layer(x_BSD, positions, attend)
         return self.norm(x_BSD)
-
-
-def _linear(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
-    rows, columns = shape.linear_shape(name, arch.hidden_size)
-    return Linear(columns, rows, bias=arch.has_bias(name))

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch, LayerShape
+from compress.models.arch import DTYPES, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Arch
 from compress.models.config_facts import (
     HONOURED_FIELDS,
     IDLE_FIELDS,
@@ -22,6 +22,7 @@ from compress.models.config_facts import (
     facts_of,
     is_same,
 )
+from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FULL,
     RotatedLayers,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import UnsupportedFormat
-from compress.models.arch import LayerShape
+from compress.models.layer_shape import LayerShape
 from compress.quant.scheme import QuantizedWeight
 
 Value = Tensor | QuantizedWeight

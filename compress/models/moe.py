@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
+from compress.models.tap import Tap
 
 TOKENS = "moe_tokens"
 """The tap with the indices [t, 1] of an expert's tokens, `moe_tokens.E`."""
@@ -114,7 +115,7 @@ class Moe(nn.Module):
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False)
         self.experts = nn.ModuleList(expert(f"moe.experts.{idx}") for idx in range(facts.num_experts))
 
-    def forward(self, x_BSD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
         tap(ALL_TOKENS, x_BSD)
         x_TD = x_BSD.flatten(0, -2)
         total_TD = self._routed(x_TD, tap)
@@ -130,7 +131,7 @@ class Moe(nn.Module):
             logits_TE = F.linear(x_TD.to(wide), self.router.weight.to(wide), bias)
         return route(self.facts, logits_TE, self.selection_bias if self.facts.selection_bias else None)
 
-    def _routed(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    def _routed(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the sum of the chosen experts' outputs, float32 [T, D]. Every expert calls its taps, also
         without a token."""
         wide = torch.promote_types(torch.float32, x_TD.dtype)
@@ -139,9 +140,7 @@ class Moe(nn.Module):
             total_TD.index_add_(0, tokens, out_tD.to(wide) * weights.unsqueeze(1))
         return total_TD
 
-    def outputs(
-        self, x_TD: Tensor, tap: Callable[[str, Tensor], None]
-    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    def outputs(self, x_TD: Tensor, tap: Tap) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yield for every expert its index, its tokens [t], their weights [t] and its outputs [t, D], not yet
         weighted."""
         for idx, tokens, weights in self.route(x_TD).by_expert():
@@ -153,7 +152,7 @@ class Moe(nn.Module):
             tap(f"moe_mid.{idx}", expert.gated(x_TD) if self.taps_see_all else mid_tF)
             yield idx, tokens, weights, expert.down(mid_tF)
 
-    def _shared(self, x_TD: Tensor, tap: Callable[[str, Tensor], None]) -> Tensor:
+    def _shared(self, x_TD: Tensor, tap: Tap) -> Tensor:
         """Return the shared expert's output, float32 [T, D]."""
         mid_TF = self.shared.gated(x_TD)
         tap(SHARED_MID, mid_TF)

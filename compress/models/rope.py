@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.models.arch import Rope
+from compress.models.layer_shape import Rope
 
 
 def inverse_frequencies(

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from compress.errors import UnsupportedArch
-from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS, Rope
+from compress.models.arch import FACTORS, FREQUENCY_FACTORS, MAX_POSITIONS, ROPE_KINDS, THETAS
+from compress.models.layer_shape import Rope
 from compress.untrusted.fields import Fields
 
 ROPE_FIELDS = frozenset(

@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder, DecoderLayer
 from compress.models.experts import FLOAT32_PARAMETERS
+from compress.models.layer_shape import LayerShape
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight
 

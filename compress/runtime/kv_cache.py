@@ -23,7 +23,8 @@ from compress.kernels.operands.paged import (
     PagedKV,
 )
 from compress.kernels.operands.rows import FP8
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
 
 BLOCK_SIZES = (16, 32, 64, 128)
 KV_FORMATS = (*DENSE_FORMATS.values(), *TOKEN_HEAD_FORMATS, FP8_STATIC)

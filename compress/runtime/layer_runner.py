@@ -28,8 +28,9 @@ from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.rows import ActivationQuant, RawRows, RowNorm
 from compress.kernels.problem import Op, Phase
 from compress.kernels.select import select
-from compress.models.arch import BLOCKS, NORMS, Arch, LayerShape, Rope
+from compress.models.arch import BLOCKS, NORMS, Arch
 from compress.models.decoder import query_growth
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.rope import cos_sin
 from compress.runtime.deployment import Deployment
 from compress.runtime.fused_linear import BoundKernel, FusedLinear, Rows

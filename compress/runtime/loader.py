@@ -25,8 +25,9 @@ from compress.kernels.operands.routing import ExpertWeights
 from compress.kernels.operands.rows import ActivationQuant, RowNorm
 from compress.kernels.problem import DENSE_SCHEMES, Phase
 from compress.kernels.select import candidates, refusals, select
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch
 from compress.models.experts import Experts
+from compress.models.layer_shape import LayerShape
 from compress.models.weights import Weights, WeightSource, dense
 from compress.quant.kv import KV_SCALES
 from compress.quant.scheme import QuantizedWeight

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from compress.kernels.coverage import Phase, linear_shape
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
-from compress.models.arch import LINEAR_GROUPS
-from compress.models.decoder import activation
+from compress.models.ffn import activation
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.random_source import random_weight
 from compress.quant.scheme import SCHEMES, QuantizedWeight, Scheme
 from compress.runtime.fused_linear import FusedLinear

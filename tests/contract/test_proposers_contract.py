@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from compress.errors import UsageError
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import Arch
 from compress.models.eagle3 import random_eagle3
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.runtime.engine import Engine
 from compress.runtime.engine_config import EngineConfig

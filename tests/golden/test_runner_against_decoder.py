@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.models.arch import Rope
 from compress.models.attention import FullAttention
 from compress.models.experts import Experts
+from compress.models.layer_shape import Rope
 from compress.models.weights import MemorySource, build_decoder
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
 from compress.quant.scheme import QuantizedWeight, Scheme

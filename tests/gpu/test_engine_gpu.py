@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES, Scheme

@@ -17,7 +17,7 @@ from compress.kernels.linear.shape import Shape
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
 from compress.kernels.quantize_rows.fused import quantize_rows
-from compress.models.decoder import activation as activate
+from compress.models.ffn import activation as activate
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from compress.kernels.linear.stream import stream
 from compress.kernels.linear.stream_plan import plans
 from compress.kernels.operands.gpu import gpu_of
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, RawRows, quantize
-from compress.models.decoder import activation as activate
+from compress.models.ffn import activation as activate
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -18,8 +18,9 @@ from compress.kernels.rms_norm.fused import rms_norm
 from compress.kernels.rope_store import fused, reference
 from compress.kernels.select import select
 from compress.kernels.soft_cap.fused import soft_cap_
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.models.weights import MemorySource
 from compress.quant.scheme import SCHEMES

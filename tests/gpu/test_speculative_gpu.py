@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.random_source import RandomSource
 from compress.quant.scheme import SCHEMES
 from compress.runtime.decode_run import DecodeRun

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
-from compress.models.arch import Arch, LayerShape, Rope
+from compress.models.arch import Arch
 from compress.models.decoder import Decoder
+from compress.models.layer_shape import LayerShape, Rope
 from compress.models.weights import MemorySource
 
 

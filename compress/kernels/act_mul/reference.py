@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.kernels.operands.rows import ActivationQuant, QuantizedRows, quantize
 from compress.kernels.select import Kernel, anything, register
-from compress.models.decoder import activation
+from compress.models.ffn import activation
 
 LANES = 64
 """Elements of two of the widest CPU vectors, bfloat16 in 512 bits: torch loops over two vectors at a time."""

@@ -21,7 +21,8 @@ from compress.calibrate.stats import Mean, SecondMoment, Stat
 from compress.digest import significant
 from compress.errors import UsageError
 from compress.methods.prune import Candidates, Compensated, Compensation, Scorer
-from compress.models.arch import Arch, LayerShape
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
 from compress.models.pruning import HeadUnit, Units, add_biases_, head_units, keep_channels_, keep_heads_
 from compress.quant.products import product
 

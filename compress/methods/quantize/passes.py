@@ -20,8 +20,8 @@ from compress.calibrate.memory_guard import rounds_as_one
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.errors import UsageError
 from compress.methods.quantize import Refiner, Rounder, RoundingTarget, Smoother
-from compress.models.arch import LinearGroup
 from compress.models.decoder import SmoothingPair
+from compress.models.layer_shape import LinearGroup
 from compress.models.surgery import fold_, producer_scale
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight, output_error, static_input_scale, whole_blocks

@@ -30,8 +30,8 @@ from torch import Tensor
 from compress.calibrate.gradients import GradientVisitor
 from compress.calibrate.stats import AbsMax, InputStats, SecondMoment, Stat
 from compress.kernels.operands.rows import ActivationQuant, quantize
-from compress.models.arch import LinearGroup
 from compress.models.decoder import DecoderLayer
+from compress.models.layer_shape import LinearGroup
 from compress.quant.numerics import choose_scale, round_to_nearest, static_input_scale, whole_blocks
 from compress.quant.scheme import Scheme
 

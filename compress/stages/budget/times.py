@@ -16,7 +16,8 @@ from compress.artifact.resume import ResumePoint
 from compress.context import Context
 from compress.digest import digest_json
 from compress.machine import environment_facts, measure_bandwidth
-from compress.models.arch import Arch, LinearGroup
+from compress.models.arch import Arch
+from compress.models.layer_shape import LinearGroup
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment
 from compress.stages.budget.tables import LatencyTable, Origin, latency_table

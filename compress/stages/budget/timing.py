@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compress.models.arch import Arch, LinearGroup
+from compress.models.arch import Arch
+from compress.models.layer_shape import LinearGroup
 from compress.models.random_source import random_weight
 from compress.quant.scheme import Scheme
 from compress.runtime.deployment import Deployment

@@ -15,8 +15,8 @@ from compress.calibrate.stats import InputStats, Stat
 from compress.distill.eagle3 import Target, unrolled
 from compress.errors import UnsupportedFormat, UsageError
 from compress.methods.quantize import Refiner, Rounder
-from compress.models.arch import LINEAR_GROUPS
 from compress.models.eagle3 import Eagle3Decoder, Eagle3Facts, Eagle3Head, parameter_shapes
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.models.weights import dense
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import ModelScheme, QuantizedWeight

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from compress.errors import UnsupportedFormat
 from compress.export.speculators import is_eagle3, open_eagle3, write_speculators
-from compress.models.arch import Rope
 from compress.models.attention import FullAttention
 from compress.models.eagle3 import Eagle3Head, random_eagle3, save_eagle3
+from compress.models.layer_shape import Rope
 from compress.quant.scheme import SCHEMES, QuantizedWeight
 from tests.support.tiny_decoder import LLAMA, tiny_arch
 

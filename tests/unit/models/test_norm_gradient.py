@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.models.decoder import Norm
+from compress.models.norms import Norm
 
 CASES = [
     ((2, 37, 96), torch.bfloat16, torch.bfloat16),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from compress.errors import UsageError
-from compress.models.arch import LINEAR_GROUPS, Arch
+from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.known import known_config
+from compress.models.layer_shape import LINEAR_GROUPS
 from compress.quant.scheme import SCHEMES
 from compress.runtime.deployment import Deployment
 from compress.stages.budget.tables import TABLES, known_devices, latency_table

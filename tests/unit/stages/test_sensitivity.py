@@ -16,8 +16,8 @@ from compress.calibrate.gradients import visit_gradients
 from compress.calibrate.stats import InputStats, Stat
 from compress.context import Context
 from compress.errors import UsageError
-from compress.models.arch import LinearGroup
 from compress.models.decoder import Decoder, DecoderLayer
+from compress.models.layer_shape import LinearGroup
 from compress.models.weights import WeightSource, build_decoder
 from compress.quant.numerics import choose_scale, round_to_nearest, whole_blocks
 from compress.quant.scheme import SCHEMES, Scheme

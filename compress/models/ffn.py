@@ -1,0 +1,54 @@
+"""The gated FFN of a decoder (arXiv 2002.05202); the gates are silu or gelu, or gpt-oss's clamped form."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
+from compress.models.linear import linear_of
+from compress.models.moe import GatedFfn
+from compress.models.tap import Tap
+
+SWIGLU_ALPHA = 1.702
+
+
+SWIGLU_LIMIT = 7.0
+"""The slope of the sigmoid and the range of values in `swiglu_clamped`."""
+
+
+def activation(name: str, x: Tensor) -> Tensor:
+    if name == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
+
+
+def gated(name: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the input of `down`: act(gate) * up, or gpt-oss's clamped form of it."""
+    if name != "swiglu_clamped":
+        return activation(name, gate) * up
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(min=-SWIGLU_LIMIT, max=SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))
+
+
+class Ffn(GatedFfn):
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    def __init__(self, arch: Arch, shape: LayerShape, module: str = "ffn") -> None:
+        super().__init__()
+        for name in ("gate", "up", "down"):
+            self.add_module(name, linear_of(arch, shape, f"{module}.{name}"))
+        self.activation = arch.activation
+
+    def forward(self, x_BSD: Tensor, tap: Tap) -> Tensor:
+        tap("ffn_in", x_BSD)
+        mid_BSF = self.gated(x_BSD)
+        tap("ffn_mid", mid_BSF)
+        return self.down(mid_BSF)
+
+    def gated(self, x_BSD: Tensor) -> Tensor:
+        """Return the input of `down`."""
+        return gated(self.activation, self.gate(x_BSD), self.up(x_BSD))

@@ -1,0 +1,176 @@
+"""The shape of a decoder layer: widths, rope, and the groups of linears that read one input. Data only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from compress.models.experts import ALL_TOKENS, SHARED_MID, Experts
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864) of one layer and the rescaling of its frequencies.
+
+    `rotary_dim` dimensions of a head rotate, 0 for all; the others have frequency zero. `linear` divides
+    every frequency by `factor` (arXiv 2306.15595); `llama3` and `yarn` (arXiv 2309.00071) rescale each
+    dimension by its wavelength against `original_max_position`; `longrope` (arXiv 2402.13753) divides each by
+    its own of `short_factors`, or of `long_factors` once a sequence is longer than `original_max_position`;
+    `proportional` (Gemma 4) keeps the exponents of the whole head.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    rotary_dim: int = 0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """Linears of a layer that read one input; a runtime stacks their rows, in this order, into one product.
+
+    `tap` names the point of the forward where that input is observed.
+    """
+
+    name: str
+    tap: str
+    linears: tuple[str, ...]
+
+
+LINEAR_GROUPS: Mapping[str, LinearGroup] = {
+    group.name: group
+    for group in (
+        LinearGroup("qkv", "attn_in", ("attn.q", "attn.k", "attn.v")),
+        LinearGroup("o", "attn_out", ("attn.o",)),
+        LinearGroup("gate_up", "ffn_in", ("ffn.gate", "ffn.up")),
+        LinearGroup("down", "ffn_mid", ("ffn.down",)),
+    )
+}
+"""The linear groups of a dense layer by name, in execution order."""
+
+
+_KEYS_ONLY = LinearGroup("qkv", "attn_in", ("attn.q", "attn.k"))
+"""The first group of a layer whose values are its keys."""
+
+
+def expert_groups(name: str) -> tuple[LinearGroup, LinearGroup]:
+    """Return the two linear groups of the expert `moe.shared` or `moe.experts.3`: gate and up, and down. The
+    taps of an expert see only its tokens, those of the shared one see all."""
+    short = name.removeprefix("moe.").replace("experts", "expert")
+    suffix = "" if short == "shared" else f".{short.rpartition('.')[2]}"
+    taps = ("moe_in", "moe_mid") if suffix else (ALL_TOKENS, SHARED_MID)
+    return (
+        LinearGroup(f"{short}.gate_up", f"{taps[0]}{suffix}", (f"{name}.gate", f"{name}.up")),
+        LinearGroup(f"{short}.down", f"{taps[1]}{suffix}", (f"{name}.down",)),
+    )
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The widths of one decoder layer. `window` is the number of positions that a query sees including
+    itself, None for all; `rope` is None where positions are not encoded (NoPE, arXiv 2305.19466). A layer
+    with `experts` has them instead of one FFN, and its `intermediate_size` is that of one expert. Where
+    `keys_are_values`, the outputs of `attn.k`, neither normed nor rotated, are the values, too, and the layer
+    has no `attn.v`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope: Rope | None
+    window: int | None = None
+    experts: Experts | None = None
+    keys_are_values: bool = False
+
+    @cached_property
+    def attention_groups(self) -> tuple[LinearGroup, LinearGroup]:
+        """The linear groups of attention: q, k and v, and o."""
+        return _KEYS_ONLY if self.keys_are_values else LINEAR_GROUPS["qkv"], LINEAR_GROUPS["o"]
+
+    @cached_property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        """The linear groups of this layer, in execution order. Each expert has two of its own."""
+        if self.experts is None:
+            return (*self.attention_groups, LINEAR_GROUPS["gate_up"], LINEAR_GROUPS["down"])
+        halves = [expert_groups(name) for name in self.experts.names]
+        return (*self.attention_groups, *(first for first, _ in halves), *(second for _, second in halves))
+
+    @cached_property
+    def units(self) -> tuple[LinearGroup, ...]:
+        """The sets of linears that have one scheme: the linear groups, those of all experts as one, which
+        consumers compute as one product."""
+        if self.experts is None:
+            return self.groups
+        routed: dict[str, list[str]] = {"gate_up": [], "down": []}
+        for group in self.groups:
+            if group.name.startswith("expert."):
+                routed[group.name.rpartition(".")[2]] += group.linears
+        plain = tuple(group for group in self.groups if not group.name.startswith("expert."))
+        return (
+            *plain,
+            LinearGroup("experts.gate_up", "moe_in", tuple(routed["gate_up"])),
+            LinearGroup("experts.down", "moe_mid", tuple(routed["down"])),
+        )
+
+    def unit_of(self, group: LinearGroup) -> LinearGroup:
+        """Return the unit that a linear group belongs to."""
+        tap = group.tap.partition(".")[0]
+        return next(unit for unit in self.units if unit.tap == tap)
+
+    @cached_property
+    def _taps(self) -> dict[str, str]:
+        return {linear: group.tap for group in self.groups for linear in group.linears}
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """Canonical linear name -> the tap that observes its input, in execution order."""
+        return dict(self._taps)
+
+    @property
+    def ffn(self) -> str:
+        """The name of the module between the FFN norms: `ffn`, or `moe` where the layer has experts."""
+        return "ffn" if self.experts is None else "moe"
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The numbers of query heads and KV heads, the head dimension and the FFN channels."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.intermediate_size
+
+    def token_frac(self, linear: str) -> float:
+        """Return the share of all tokens that go through a linear, if the router treats experts alike."""
+        if self.experts is None or not linear.startswith("moe.experts."):
+            return 1.0
+        return self.experts.top_k / self.experts.num_experts
+
+    def linear_shape(self, linear: str, hidden_size: int) -> tuple[int, int]:
+        """Return [O, I] of a canonical linear of this layer."""
+        if self.experts is not None and linear.startswith("moe."):
+            shared = linear.startswith("moe.shared.")
+            width = self.experts.shared_size if shared else self.experts.expert_size
+            return (hidden_size, width) if linear.endswith(".down") else (width, hidden_size)
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        ffn_size = self.intermediate_size
+        shapes = {
+            "attn.q": (q_size, hidden_size),
+            "attn.k": (kv_size, hidden_size),
+            "attn.v": (kv_size, hidden_size),
+            "attn.o": (hidden_size, q_size),
+            "ffn.gate": (ffn_size, hidden_size),
+            "ffn.up": (ffn_size, hidden_size),
+            "ffn.down": (hidden_size, ffn_size),
+        }
+        return shapes[linear]
+
+    def group_shape(self, group: LinearGroup, hidden_size: int) -> tuple[int, int]:
+        """Return [O, I] of the product that computes all linears of a group, their rows stacked."""
+        shapes = [self.linear_shape(linear, hidden_size) for linear in group.linears]
+        return sum(rows for rows, _ in shapes), shapes[0][1]

@@ -1,0 +1,20 @@
+"""The linears of a decoder."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.layer_shape import LayerShape
+
+
+class Linear(nn.Linear):
+    """A linear whose weight may have fewer bits than its input; each product widens it and discards the wide
+    copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def linear_of(arch: Arch, shape: LayerShape, name: str) -> nn.Linear:
+    rows, columns = shape.linear_shape(name, arch.hidden_size)
+    return Linear(columns, rows, bias=arch.has_bias(name))

@@ -1,0 +1,53 @@
+"""The norms of a decoder: RMSNorm (arXiv 1910.07467) and LayerNorm without a bias."""
+
+import torch
+from torch import Tensor, nn
+
+from compress.models.arch import Arch
+from compress.models.norm_gradient import norm_cpu
+
+
+class Norm(nn.Module):
+    """RMSNorm over the last dimension, with the mean subtracted before if `centered` (LayerNorm without a
+    bias). `offset` is added to the weight, and the output is multiplied by `scale`."""
+
+    def __init__(
+        self, size: int, eps: float, *, offset: float = 0.0, centered: bool = False, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps = eps
+        self.offset = offset
+        self.centered = centered
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = not self.centered and not self.offset
+        if plain and x.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            normed = norm_cpu(x, self.weight, self.eps)
+        else:
+            x_f32 = x.to(torch.float32)
+            if self.centered:
+                x_f32 = x_f32 - x_f32.mean(-1, keepdim=True)
+            normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + self.eps)
+            if plain:
+                normed = self.weight * normed.to(x.dtype)
+            else:  # in float32, as `transformers` computes these
+                normed = ((self.weight.to(torch.float32) + self.offset) * normed).to(x.dtype)
+        return normed if self.scale == 1 else normed * self.scale
+
+
+def norm_of(arch: Arch, size: int, *, scale: float = 1.0) -> Norm:
+    """Return a norm of a model over `size` numbers."""
+    return Norm(size, arch.norm_eps, offset=arch.norm_offset, centered=arch.norm == "layer", scale=scale)
+
+
+def final_norm(arch: Arch) -> Norm:
+    """Return the norm before the head; its output has the scale of the logits."""
+    return norm_of(arch, arch.hidden_size, scale=arch.logit_scale)
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Return x divided by the root of the mean square over its last dimension: RMSNorm without a weight."""
+    x_f32 = x.to(torch.float32)
+    return (x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
