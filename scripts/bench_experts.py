@@ -31,6 +31,7 @@ from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
+from compress.kernels.router import warps
 from compress.models.experts import Experts
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
@@ -174,12 +175,12 @@ def router_checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
         ids, w = router_reference.route(x, weights, facts)
         with poisoned_memory():
-            few_ids, few_w = router_fused.route(x, weights, facts)
+            few_ids, few_w = warps.route(x, weights, facts)
             many_ids, _ = router_fused.route_many(x, weights, facts)
             alone = all(
                 torch.equal(each[0], few_ids[start:stop]) and torch.equal(each[1], few_w[start:stop])
                 for start, stop in ((0, 1), (7, 24), (149, 150), (3, 131))
-                for each in [router_fused.route(x[start:stop], weights, facts)]
+                for each in [warps.route(x[start:stop], weights, facts)]
             )
         same = (ids == few_ids).all(1)
         yield {
@@ -321,7 +322,7 @@ def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[d
     ]
     for rows in args.rows:
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
-        fn = router_fused.route if rows <= slices.MAX_DECODE_ROWS else router_fused.route_many
+        fn = warps.route if rows <= slices.MAX_DECODE_ROWS else router_fused.route_many
         timing = time_launches(
             [partial(fn, x, each, facts) for each in routers], device, replays=args.replays
         )

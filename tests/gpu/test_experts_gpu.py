@@ -14,6 +14,7 @@ from compress.kernels.experts import fused, packed, reference, slices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
+from compress.kernels.router import warps
 from compress.models.experts import Experts
 from compress.models.random_source import RandomSource
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -206,7 +207,7 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     out = torch.empty_like(x)
 
     def mixture() -> Tensor:
-        return slices.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
+        return slices.decode(x, ready, *warps.route(x, router, facts), activation="silu")
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):
@@ -231,7 +232,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         device=CUDA,
     )
     expected_ids, expected_weights = router_reference.route(x, router, facts)
-    few_ids, few_weights = router_fused.route(x, router, facts)
+    few_ids, few_weights = warps.route(x, router, facts)
     many_ids, many_weights = router_fused.route_many(x, router, facts)
     for ids, weights in ((few_ids, few_weights), (many_ids, many_weights)):
         same = (ids == expected_ids).all(1)
@@ -239,7 +240,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         assert float(same.float().mean()) > 0.98
         torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
     for start, stop in COMPANIES:
-        ids, weights = router_fused.route(x[start:stop], router, facts)
+        ids, weights = warps.route(x[start:stop], router, facts)
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
     assert int(router.arrivals.abs().sum()) == 0

@@ -140,7 +140,7 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
 
 
 def compile_mixture(name: str | None) -> None:
-    """Compile the router of one decode row, of 16 and of 64, and the experts of a prompt."""
+    """Compile the router and the experts of a prompt."""
     scheme = SCHEMES[name] if name is not None else None
 
     def weight(out_features: int, in_features: int) -> Any:
@@ -152,9 +152,8 @@ def compile_mixture(name: str | None) -> None:
     ready = packed.repack([one] * 8, dtype=torch.bfloat16, device=cpu)
     weights = router_weights(torch.ones(8, 384), None, None, dtype=torch.bfloat16, device=cpu)
     facts = Experts(8, 2, 256, renormalize=True)
-    for num_rows in (1, 16, 64):
-        x_TD = torch.ones(num_rows, 384, dtype=torch.bfloat16)
-        ids, shares = router.route(x_TD, weights, facts)
+    x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
+    ids, shares = router.route_many(x_TD, weights, facts)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
 
 

@@ -60,7 +60,7 @@ static float __uint_as_float(unsigned bits) {
     memcpy(&v, &bits, 4);
     return v;
 }
-static unsigned float_as_uint(float v) {
+static unsigned __float_as_uint(float v) {
     unsigned bits;
     memcpy(&bits, &v, 4);
     return bits;
@@ -75,7 +75,17 @@ static float fast_exp(float v) { return expf(v); }
 static float rsqrtf(float v) { return 1 / sqrtf(v); }
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
-template <typename T> static T __shfl_xor_sync(unsigned, T, int) { abort(); }
+// A number of another lane of the warp.
+template <typename T> static T __shfl_sync(unsigned, T v, int lane) {
+    static T shown[32][32];
+    T(&warp)[32] = shown[threadIdx.x / 32];
+    warp[threadIdx.x % 32] = v;
+    __syncwarp();
+    const T other = warp[lane];
+    __syncwarp();
+    return other;
+}
+template <typename T> static T __shfl_xor_sync(unsigned mask, T v, int lanes) { return __shfl_sync(mask, v, threadIdx.x % 32 ^ lanes); }
 
 static float widen(uint16_t bits) {
 #if F16
@@ -93,7 +103,7 @@ static uint16_t narrow(float v) {
     memcpy(&bits, &rounded, 2);
     return bits;
 #else
-    const unsigned bits = float_as_uint(v);
+    const unsigned bits = __float_as_uint(v);
     if (v != v) return 0x7FFF;
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 #endif

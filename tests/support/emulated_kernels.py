@@ -1,4 +1,4 @@
-"""Products in slices (`operands/slices.cu`) on a CPU."""
+"""Products in slices (`operands/slices.cu`) and the router of decode rows (`router/warps.cu`) on a CPU."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import torch
 
 from compress.kernels.operands import slices
 from compress.kernels.operands.gpu import Gpu
+from compress.kernels.router import warps
 from tests.support.cuda_emulator import EmulatedFunction
 
 IN_CPP = {
@@ -36,6 +37,30 @@ static u32 numbers(u32 words, int i, u32 offset) {
 """,
 }
 """What slices.cu has in PTX."""
+
+
+ROUTER_IN_CPP = {
+    "load_row": """
+static uint4 load_row(const u16* at) {
+    uint4 v;
+    memcpy(&v, at, 16);
+    return v;
+}
+""",
+    "load_float": IN_CPP["load_float"],
+}
+"""What warps.cu has in PTX."""
+
+
+def use_emulated_router(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
+
+    def function(made: warps.Variant, device: torch.device) -> EmulatedFunction:
+        del device
+        return EmulatedFunction(made.source, ROUTER_IN_CPP, folder)
+
+    monkeypatch.setattr(warps, "_function", function)
+    monkeypatch.setattr(warps, "gpu_of", lambda device: Gpu(80, 108, 0))
 
 
 def use_emulated_slices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
