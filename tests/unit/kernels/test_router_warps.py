@@ -1,5 +1,5 @@
-"""The CUDA router of decode rows compiles for every routing, and refuses what one warp cannot choose from. How
-it chooses is tested with the other routers (`test_experts.py`)."""
+"""The CUDA router of decode rows compiles for every routing, and refuses what one warp cannot choose from.
+How it chooses is tested with the other routers (`test_experts.py`)."""
 
 from pathlib import Path
 from typing import Any
