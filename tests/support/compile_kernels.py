@@ -16,6 +16,7 @@ from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.linear import general
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
@@ -58,11 +59,13 @@ def compile_all(sm: int) -> list[Any]:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
-    for module in (decode, prefill, widen, fused, general, router, experts, launch, units, quantize_rows):
+    for module in (decode, prefill, widen, fused, general, router, experts, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
+    units._function = lambda num_experts, device: lambda *args, **kwargs: None  # type: ignore[assignment]
+    units.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
     for products in (general, experts):
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"

@@ -75,6 +75,9 @@ static float fast_exp(float v) { return expf(v); }
 static float rsqrtf(float v) { return 1 / sqrtf(v); }
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
+static int atomicAdd(int* at, int added) { return (*at += added) - added; }
+static int __popc(unsigned v) { return __builtin_popcount(v); }
+
 // A number of another lane of the warp.
 template <typename T> static T __shfl_sync(unsigned, T v, int lane) {
     static T shown[32][32];
@@ -110,6 +113,12 @@ static uint16_t narrow(float v) {
 }
 static void prefetch(const void*) {}
 static float larger(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
+
+static unsigned __ballot_sync(unsigned, bool v) {
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (unsigned)__shfl_sync(0, v, lane) << lane;
+    return all;
+}
 
 template <bool FLOAT16> static float factor(unsigned pair, int half) {
     const uint16_t bits = pair >> (16 * half);

@@ -1,10 +1,12 @@
-"""Products in slices (`operands/slices.cu`) and the router of decode rows (`router/warps.cu`) on a CPU."""
+"""The CUDA kernels of a mixture of experts on a CPU: products in slices (`operands/slices.cu`), the router of
+decode rows (`router/warps.cu`), pairs sorted by expert (`experts/units.cu`)."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from compress.kernels.experts import units
 from compress.kernels.operands import slices
 from compress.kernels.operands.gpu import Gpu
 from compress.kernels.router import warps
@@ -52,6 +54,9 @@ static uint4 load_row(const u16* at) {
 """What warps.cu has in PTX."""
 
 
+UNITS_IN_CPP = {"load_index": IN_CPP["load_index"]}
+
+
 def use_emulated_router(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
 
@@ -72,3 +77,14 @@ def use_emulated_slices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     monkeypatch.setattr(slices, "_function", function)
     monkeypatch.setattr(slices, "gpu_of", lambda device: Gpu(80, 108, 0))
+
+
+def use_emulated_sort(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the kernel run on this CPU; what is compiled for it stays in `folder`."""
+
+    def function(num_experts: int, device: torch.device) -> EmulatedFunction:
+        del device
+        return EmulatedFunction(units.source_of(num_experts), UNITS_IN_CPP, folder)
+
+    monkeypatch.setattr(units, "_function", function)
+    monkeypatch.setattr(units, "gpu_of", lambda device: Gpu(80, 108, 0))

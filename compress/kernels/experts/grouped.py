@@ -10,9 +10,16 @@ in its order, in a launch of their own.
 """
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
-from compress.kernels.experts.units import load_unit
 from compress.kernels.operands.activation import activated
 from compress.kernels.operands.matrix_product import product
+
+
+@jit()
+def _load_unit(experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr) -> tl.tensor:
+    """Return (expert of this program's unit or -1, pairs [BN], which of them are valid)."""
+    unit = tl.program_id(1)
+    pairs = tl.load(pairs_ptr + unit * BN + tl.arange(0, BN))
+    return tl.load(experts_ptr + unit), tl.maximum(pairs, 0), pairs >= 0
 
 
 @jit()
@@ -55,7 +62,7 @@ def gate_up(
 ) -> None:
     launch_dependents(PDL)
     wait(PDL)
-    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN)
+    expert, pairs, valid = _load_unit(experts_ptr, pairs_ptr, BN)
     if expert >= 0:
         start = tl.program_id(0) * BM
         outputs = start + tl.arange(0, BM)
@@ -103,7 +110,7 @@ def down(
     start = tl.program_id(0) * BM
     outputs = start + tl.arange(0, BM)
     wait(PDL)
-    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN)
+    expert, pairs, valid = _load_unit(experts_ptr, pairs_ptr, BN)
     if expert >= 0:
         rows = tl.minimum(outputs, D - 1)
         y, _ = product(
