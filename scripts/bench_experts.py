@@ -258,7 +258,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
             )
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
             fn = fused.prefill if prefill else slices.decode
-            served = fused.tiles_of(layers[0], rows, top_k) if prefill else slices.tiles_of(rows)
+            served = fused.tiles_of(layers[0], rows, top_k) if prefill else slices.tiles_of(layers[0], rows)
             tried = [("served", served)]
             if args.sweep:
                 tried += [("sweep", each) for each in other_tiles(served, layers[0], prefill=prefill)]

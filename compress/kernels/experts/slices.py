@@ -25,10 +25,11 @@ MAX_PAIRED_ROWS = 4
 MAX_DECODE_ROWS = 512
 
 
-def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
+def tiles_of(packed: PackedExperts, num_rows: int) -> tuple[Tile, Tile]:
     """Return the tiles of gate and up, and of down. They change no bit."""
     if num_rows <= MAX_PAIRED_ROWS:
-        return Tile(1, 1, 1, 3, True), Tile(2, 1, 1, 3, True)
+        blocks = 2 if packed.format == "fp8_block" else 3  # as many as registers allow
+        return Tile(1, 1, 1, blocks, True), Tile(2, 1, 1, blocks, True)
     row_tiles = 1 if num_rows <= 64 else 2 if num_rows <= 256 else 4
     return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
 
@@ -53,7 +54,7 @@ def decode(
         return out_TD
     assert ids_TK.is_contiguous()
     assert weights_TK.is_contiguous()
-    first, second = tiles or tiles_of(num_rows)
+    first, second = tiles or tiles_of(packed, num_rows)
     assert first.row_tiles == second.row_tiles, "both products have the same units"
     paired = num_rows <= MAX_PAIRED_ROWS
     h_PF = torch.empty(num_rows * top_k, packed.down.in_features, dtype=packed.dtype, device=device)
