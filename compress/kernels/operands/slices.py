@@ -18,8 +18,8 @@ ITEMS = 4
 ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped")
 Rows = Literal["in order", "chosen", "by pair"]
 ROWS: tuple[Rows, ...] = ("in order", "chosen", "by pair")
-"""Which rows of x a unit reads: the next ones; those of the tokens of its pairs; those of its pairs, where
-the launch ahead does not write the units. The macro UNITS."""
+"""The rows of x that a unit reads: the next ones, those of the tokens of its pairs, or those of its pairs,
+where the launch ahead does not write the units. The macro UNITS."""
 STATIC_BYTES = 1024
 """Shared memory that a block keeps for the system, with a margin."""
 SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/slices.cu")
