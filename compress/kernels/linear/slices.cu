@@ -47,6 +47,7 @@ struct Args {
     }
 LOAD16(load_weight, "nc.L1::no_allocate")
 LOAD16(load_row, "cg")  // past the first-level cache, which may hold what was there before
+
 // Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
 #if __CUDA_ARCH__ >= 890
 #define E4M3_FACTOR 1.0f
@@ -294,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_linear
             value[m] = v;
         }
 #if ACT
-        const float y = gated(value[0], value[MATRICES - 1]);
+        const float y = __fmul_rn(activated(value[0]), value[1]);
 #else
         const float y = value[0];
 #endif
