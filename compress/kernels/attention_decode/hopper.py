@@ -86,7 +86,7 @@ class Variant:
             "LONG_LENS": int(self.long_lens),
             "BLOCKS": 3 if self.head_dim * self.row_eights <= 128 else 1,
         }
-        text = source_text("attention_decode/lanes.cu")
+        text = source_text("operands/numbers.cuh", "attention_decode/lanes.cu")
         return Source(text, "attend_lanes", tuple(macros.items()))
 
 

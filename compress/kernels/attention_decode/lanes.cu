@@ -15,11 +15,9 @@
 // K and V of a slice arrive in one buffer each, refilled as soon as it was read; with all warps of a multiprocessor that is more than
 // memory needs in flight. What is older than this step's positions is fetched before griddepcontrol.wait: `hopper.py` says why it may.
 //
-// Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3 with a scale for each position and head, 2 e4m3 with one scale; C channels; KEYS;
+// After numbers.cuh. Macros: LANES; F16 (else bfloat16); FORMAT 0 as they are, 1 e4m3 with a scale for each position and head, 2 e4m3 with one scale; C channels; KEYS;
 // S positions of a block; NT eights of query rows; P; LONG_TABLE, LONG_LENS: int64, else int32; BLOCKS of a multiprocessor at least.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
 #if LONG_TABLE
 typedef long long TableEntry;
 #else
@@ -83,15 +81,6 @@ __device__ __forceinline__ float at_least_finite(float m) { return m == -INFINIT
 #else
 #define TYPE "bf16"
 #endif
-__device__ __forceinline__ float widen(u16 bits) {
-#if F16
-    float v;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-    return v;
-#else
-    return __uint_as_float((u32)bits << 16);
-#endif
-}
 __device__ __forceinline__ u32 narrow_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

@@ -79,6 +79,7 @@ def _format(problem: Problem) -> MatrixFormat | None:
 
 
 def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, decode: bool) -> str | None:
+    """Return why no linear of every size serves a problem with weights of a format; None where one does."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
     if _format(problem) != given:

@@ -32,8 +32,10 @@ def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     size = matrices.out_features // (2 if gated else 1)
     steps = steps_of(matrices)
     if num_rows <= 16:
-        depth = 2 if not gated and (num_rows > 8 or steps > 3 * SLICES) else 1
-        return Tile(1, 1 if num_rows <= 8 else 2, depth, 1, True)
+        row_tiles = 1 if num_rows <= 8 else 2
+        if gated or (row_tiles == 1 and steps <= 3 * SLICES):
+            return Tile(1, row_tiles, 1, 1, True)
+        return Tile(1, row_tiles, 3 if matrices.format == "dense16" and row_tiles == 1 else 2, 1, True)
     items = -(-size // 32) * -(-num_rows // 32)
     if items >= MANY_ITEMS:
         return Tile(4 if matrices.format == "dense16" and not gated else 2, 4, 1, 2, False)

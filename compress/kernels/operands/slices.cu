@@ -63,6 +63,7 @@ __device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)there) : "memory");
 }
+
 // Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
 #if __CUDA_ARCH__ >= 890
 #define E4M3_FACTOR 1.0f

@@ -16,11 +16,15 @@ TURNS = (
     ("experts", "general_linear"),
     ("rope_store", "row_kernels", "verify_step"),
 )
-each_turn = pytest.mark.parametrize("turn", TURNS, ids=lambda turn: "+".join(turn))
+each_turn = pytest.mark.parametrize("turn", TURNS, ids="+".join)
 
 
 def files(turn: tuple[str, ...]) -> list[Path]:
     return [Path(__file__).with_name(f"test_{name}.py") for name in turn]
+
+
+def has_slow_cases(turn: tuple[str, ...]) -> bool:
+    return any("slow(" in path.read_text() for path in files(turn))
 
 
 @each_turn
@@ -29,7 +33,7 @@ def test_kernels_pass_in_the_interpreter(turn: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@each_turn
+@pytest.mark.parametrize("turn", list(filter(has_slow_cases, TURNS)), ids="+".join)
 def test_more_shapes_pass_in_the_interpreter(turn: tuple[str, ...]) -> None:
     assert_passes_interpreted(*files(turn), slow=True)
 

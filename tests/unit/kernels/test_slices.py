@@ -141,8 +141,3 @@ def test_sums_fit_the_shared_memory_of_every_device(
 def test_many_outputs_and_rows_give_every_warp_an_item_of_its_own() -> None:
     matrices = as_blocks(torch.empty(4096, 128, dtype=torch.bfloat16)).matrices
     assert [tile_of(matrices, rows, gated=False).split for rows in (1, 64, 512)] == [True, True, False]
-
-
-def test_tiles_count_warps() -> None:
-    assert Tile(1, 1, 1, 1, True).warps == SLICES
-    assert Tile(1, 1, 1, 1, False).warps < SLICES
