@@ -229,13 +229,12 @@ def other_tiles(served: Tiles, ready: packed.PackedExperts, *, prefill: bool) ->
                 yield (fused.Tile(bm, bn, bk, warps, stages),) * 2
         return
     for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
-        for output_tiles, depth, blocks in itertools.product(outputs, (1, 2), (1, 2, 3, 4)):
-            for split in (True, False):
-                tile = replace(
-                    served[place], output_tiles=output_tiles, depth=depth, blocks=blocks, split=split
-                )
-                if split or not served[place].split:
-                    yield (tile, served[1]) if place == 0 else (served[0], tile)
+        for split, depths, blocks in ((True, (1, 2), (2, 3)), (False, (2, 3, 4), (3, 4))):
+            if served[place].split and not split:
+                continue
+            for output_tiles, depth, block in itertools.product(outputs, depths, blocks):
+                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, block, split, staged=True)
+                yield (tile, served[1]) if place == 0 else (served[0], tile)
 
 
 def experts_hit(ids: list[Tensor]) -> float:

@@ -1,6 +1,7 @@
 // CUDA C++ on a CPU, one block at a time: every thread of a block is a coroutine, which runs until it waits for its warp or its block.
 // What kernels write in PTX is written again here in C++, exactly but for products, which are rounded once per matrix instruction.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -119,6 +120,13 @@ static unsigned __ballot_sync(unsigned, bool v) {
     for (int lane = 0; lane < 32; ++lane) all |= (unsigned)__shfl_sync(0, v, lane) << lane;
     return all;
 }
+
+static unsigned __reduce_max_sync(unsigned, unsigned v) {
+    unsigned most = 0;
+    for (int lane = 0; lane < 32; ++lane) most = std::max(most, __shfl_sync(0, v, lane));
+    return most;
+}
+static unsigned __reduce_min_sync(unsigned mask, unsigned v) { return ~__reduce_max_sync(mask, ~v); }
 
 template <bool FLOAT16> static float factor(unsigned pair, int half) {
     const uint16_t bits = pair >> (16 * half);

@@ -25,6 +25,15 @@ static void load_row(uint4& v, const char* at, bool there) {
     if (there) memcpy(&v, at, 16);
 }
 """,
+    "copy_weight": """
+static void copy_weight(uint4* to, const char* from, bool inside) {
+    *to = {};
+    if (inside) memcpy(to, from, 16);
+}
+""",
+    "copy_row": "static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to, from, inside); }\n",
+    "end_copies": "static void end_copies() {}\n",
+    "await_copies": "template <int> static void await_copies() {}\n",
     "load_index": "static int load_index(const int* at) { return *at; }\n",
     "load_float": "static float load_float(const float* at) { return *at; }\n",
     "numbers": """

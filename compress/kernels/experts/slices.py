@@ -31,7 +31,7 @@ def tiles_of(packed: PackedExperts, num_rows: int) -> tuple[Tile, Tile]:
         blocks = 2 if packed.format == "fp8_block" else 3  # as many as registers allow
         return Tile(1, 1, 1, blocks, True), Tile(2, 1, 1, blocks, True)
     row_tiles = 1 if num_rows <= 64 else 2 if num_rows <= 256 else 4
-    return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
+    return Tile(1, row_tiles, 3, 3, False, True), Tile(2, row_tiles, 3, 3, False, True)
 
 
 def decode(

@@ -10,24 +10,26 @@
 // takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
 //
 // An item is 16 MT outputs (of gate and of up where gated) of a unit: 8 NT rows, or those of one expert's tokens. Any order of columns serves
-// that x and W share, so a thread loads 16 bytes next to one another, straight into the registers of matrix instructions; DEPTH steps are under
-// way, the first of the weights before griddepcontrol.wait, unless the launch ahead decides which they are. e4m3 codes are multiplied as
-// float16, exactly: FP8 instructions would keep 14 bits of a sum.
+// that x and W share, so a thread loads 16 bytes next to one another, as the registers of matrix instructions want them; DEPTH steps are under
+// way, the first of the weights before griddepcontrol.wait, unless the launch ahead decides which they are. They wait in registers, or, STAGED, in
+// places of shared memory that a thread has to itself, so that nobody waits for another. e4m3 codes are multiplied as float16, exactly: FP8
+// instructions would keep 14 bits of a sum.
 //
 // Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
 // 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
 // group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
 // matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
-// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; TAIL = the
-// last step is not whole; MT, NT, DEPTH; WARPS
-// of a block at most, BLOCKS of a multiprocessor at least.
+// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; STAGED;
+// TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
 
 constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
 constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
 constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
 constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
-constexpr bool X_AHEAD = NT * X_VECTORS <= 8;  // else there are no registers for it
+constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
+constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
 constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
+constexpr int OWN = STAGED && DEPTH * PLACES * 128 > SUMS ? DEPTH * PLACES * 128 : SUMS;  // numbers of shared memory of a warp
 
 struct Args {
     const char* x;
@@ -64,6 +66,15 @@ __device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)there) : "memory");
 }
 
+// The same, to shared memory.
+__device__ __forceinline__ void copy_weight(uint4* to, const char* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_row(uint4* to, const char* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int STEPS> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STEPS) : "memory"); }
 // Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
 #if __CUDA_ARCH__ >= 890
 #define E4M3_FACTOR 1.0f
@@ -102,7 +113,9 @@ __device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
 
 // What a thread holds of a step: outputs g and g + 8 of each tile of 16, row g of each tile of 8, and quarter t of their columns.
 struct Step {
+#if !STAGED
     uint4 w[TILES][2][W_VECTORS], x[X_AHEAD ? NT : 1][X_VECTORS];
+#endif
 #if FORMAT == 1
     u16 scale[TILES][2][SUBGROUPS];
 #if OFFSETS
@@ -115,8 +128,10 @@ struct Step {
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_product(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) float shared_sums[];  // of each warp, and for blocks of e4m3 the scales of x [TOKENS][steps]
-    float* x_scales = shared_sums + WARPS * SUMS;
+    float* x_scales = shared_sums + WARPS * OWN;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
+    float* sums = shared_sums + warp * OWN;
+    uint4* places = (uint4*)sums + lane;
     const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = blockIdx.y;
     const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
@@ -146,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 scale_at[m * MT + i][h] = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps + first;
 #endif
             }
-    auto load_weights = [&](Step& to, int step) {  // of this warp's
+    auto load_weights = [&](Step& to, int step, int place) {  // of this warp's
         const char* from = w + step * W_STEP;
 #if FORMAT == 1
         const int group = SUBGROUPS > 1 ? (first + step) * SUBGROUPS : args.scale_steps == 1 ? first + step : (first + step) / args.scale_steps;
@@ -161,7 +176,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
                 for (int v = 0; v < W_VECTORS; ++v) {
                     const bool inside = FORMAT == 1 || (first + step) * 128 + v * 64 + t * 16 < row_bytes;
-                    to.w[i][h][v] = load_weight(from + (long long)w_at[i][h] * 16 + v * 64, inside);
+                    const char* at = from + (long long)w_at[i][h] * 16 + v * 64;
+#if STAGED
+                    copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside);
+#else
+                    to.w[i][h][v] = load_weight(at, inside);
+#endif
                 }
 #if FORMAT == 1
 #pragma unroll
@@ -180,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     Step ring[DEPTH] = {};  // what is loaded of no row stays zero
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
-        if (d < count) load_weights(ring[d], d);
+        if (d < count) load_weights(ring[d], d, d);
 #if HOPPER
     if (UNITS != 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -202,28 +222,43 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         there[n] = pair >= 0;
         x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
     }
-    auto load_x = [&](uint4& to, int n, int step, int v) {
-        load_row(to, x[n] + step * X_STEP + v * 64, there[n] && (!TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes));
-    };
-    auto load_rows = [&](Step& to, int step) {
+    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes; };
+    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + step * X_STEP + v * 64, there[n] && inside(step, v)); };
+    auto load_rows = [&](Step& to, int step, int place) {
 #pragma unroll
         for (int n = 0; n < (X_AHEAD ? NT : 0); ++n)
 #pragma unroll
-            for (int v = 0; v < X_VECTORS; ++v) load_x(to.x[n][v], n, step, v);
+            for (int v = 0; v < X_VECTORS; ++v)
+#if STAGED
+                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + step * X_STEP + v * 64, inside(step, v));
+#else
+                load_x(to.x[n][v], n, step, v);
+#endif
     };
 
     float total[TILES][NT][4] = {};
-    auto multiply = [&](const Step& from, int step) {
+    auto multiply = [&](const Step& from, int step, int place) {
         uint4 rows[NT][X_VECTORS];
 #pragma unroll
         for (int n = 0; n < NT; ++n)
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v) {
+#if STAGED
+                rows[n][v] = places[(place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP];
+#else
                 rows[n][v] = X_AHEAD ? from.x[X_AHEAD ? n : 0][v] : make_uint4(0, 0, 0, 0);
                 if (!X_AHEAD) load_x(rows[n][v], n, step, v);
+#endif
             }
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
+            auto weights = [&](int h, int v) {
+#if STAGED
+                return places[(place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP];
+#else
+                return from.w[i][h][v];
+#endif
+            };
             float group_sum[NT][4];
             auto fold = [&](int s) {  // adds the sums of scale group s
 #pragma unroll
@@ -246,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                     u32 a[4];
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const uint4 words = from.w[i][h][FORMAT == 1 ? 0 : v];
+                        const uint4 words = weights(h, FORMAT == 1 ? 0 : v);
 #if FORMAT == 1
                         u32 offset = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
 #if OFFSETS
@@ -283,7 +318,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     int left = args.per;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
-        if (d < count) load_rows(ring[d], d);
+    {
+        if (d < count) load_rows(ring[d], d, d);
+        if (STAGED) end_copies();
+    }
 #if FORMAT == 3
     // Every warp reads scales of few rows: from memory, they would all ask the same few places for four bytes at a time.
     for (int at = threadIdx.x; at < TOKENS * args.steps; at += blockDim.x) {
@@ -297,11 +335,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             const int step = done + d;
-            if (step < count) multiply(ring[d], step);
+            if (STAGED) await_copies<DEPTH - 1>();
+            if (step < count) multiply(ring[d], step, d);
             if (step + DEPTH < count) {
-                load_weights(ring[d], step + DEPTH);
-                load_rows(ring[d], step + DEPTH);
+                load_weights(ring[d], step + DEPTH, d);
+                load_rows(ring[d], step + DEPTH, d);
             }
+            if (STAGED) end_copies();
             if (!SPLIT && --left == 0) {
                 left = args.per;
 #pragma unroll
@@ -313,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
     }
 
-    float* sums = shared_sums + warp * SUMS;
+    __syncwarp();  // before sums take the place of what lanes read
 #pragma unroll
     for (int j = 0; j < TILES * NT; ++j) {
         float sum[4];
@@ -334,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         for (int m = 0; m < MATRICES; ++m) {
             const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
             float v = *sum;
-            for (int s = 1; s < slices; ++s) v += sum[s * SUMS];
+            for (int s = 1; s < slices; ++s) v += sum[s * OWN];
             if (FORMAT == 2) {
                 const float x_scale = load_float(args.x_scale + row_of(pair)) * E4M3_FACTOR;
                 v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[scales + m * size + output]);

@@ -28,14 +28,15 @@ SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/slices.cu"
 @dataclass(frozen=True)
 class Tile:
     """The tiles of 16 outputs and of 8 rows of an item, the steps that a warp has under way, and the blocks
-    of a multiprocessor at least; `split` gives each slice a warp, else one has all. None of them changes a
-    bit."""
+    of a multiprocessor at least; `split` gives each slice a warp, else one has all; steps under way wait in
+    shared memory where `staged`, else in registers. None of them changes a bit."""
 
     output_tiles: int
     row_tiles: int
     depth: int
     blocks: int
     split: bool
+    staged: bool = False
 
     @property
     def warps(self) -> int:
@@ -92,6 +93,7 @@ class Variant:
             "COMBINE": int(self.combine),
             "OUT32": int(self.float32_output),
             "SPLIT": int(self.tile.split),
+            "STAGED": int(self.tile.staged),
             "MT": self.tile.output_tiles,
             "NT": self.tile.row_tiles,
             "DEPTH": self.tile.depth,
@@ -101,10 +103,13 @@ class Variant:
         return Source(source_text(*SOURCES), "sliced_product", tuple(macros.items()))
 
     def shared_bytes(self, steps: int) -> int:
-        """Return the bytes of the sums of all warps, and of the scales of x."""
-        tiles = self.tile.output_tiles * (1 if self.activation is None else 2)
-        scales = 32 * self.tile.row_tiles * steps if self.format == "fp8_block" else 0
-        return self.tile.warps * tiles * self.tile.row_tiles * 512 + scales
+        """Return the bytes of the sums of all warps, or of their steps under way, and of the scales of x."""
+        tile = self.tile
+        tiles = tile.output_tiles * (1 if self.activation is None else 2)
+        scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
+        w, x = (1, 4) if self.format == "w4" else (2, 2)
+        staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
+        return tile.warps * max(staged, tiles * tile.row_tiles * 512) + scales
 
 
 def variant_of(

@@ -1,17 +1,18 @@
-// The router of decode rows in one launch: logits by a warp for each expert, the choice by a warp for each row.
+// The router of decode rows in one launch: logits by matrix instructions, the choice by a warp for each row.
 //
-//     logits = x W^T + bias     lane l sums the chunks of 8 columns l, l + 32, .., each in its order; lanes are added by halves
+//     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
 //     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits where those decide alone
 //     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
 //     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor
 //
-// A block takes 8 experts and 8 rows, and the one that arrives last for its rows chooses: so a row's bits depend on the row alone. Keys are the
-// compared number as an unsigned integer of the same order, then the complement of the id. `models/moe.py` has the definition.
+// A block takes 16 experts and 8 rows, and the one that arrives last for its rows chooses: so a row's bits depend on the row alone. A key is the
+// compared number as an unsigned integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
 //
-// Macros: F16; CHUNKS of a lane; KEPT = the weights of an expert stay in registers; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid,
-// 2 = softmax of the chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
+// After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
 
-constexpr int WARP = 32, WARPS = 8;
+constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
+constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
 constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED;
 
 struct Args {
@@ -37,35 +38,33 @@ __device__ __forceinline__ uint4 load_row(const u16* at) {
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
-__device__ __forceinline__ float dot(float sum, uint4 a, uint4 b) {
-    const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        sum = __fmaf_rn(low(left[i]), low(right[i]), sum);
-        sum = __fmaf_rn(high(left[i]), high(right[i]), sum);
-    }
-    return sum;
-}
 __device__ __forceinline__ u32 ordered(float v) {
     const u32 bits = __float_as_uint(v + 0.0f);  // of two zeros, too, the lowest id is first
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 __device__ __forceinline__ float number(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
-__device__ __forceinline__ u64 key_of(float v, int id) { return (u64)ordered(v) << 32 | (u32)~id; }
-__device__ __forceinline__ u64 largest_of_lanes(u64 key) {
+// Takes the largest key of all lanes, of equal ones that of the lowest id = j 32 + lane.
+template <int N> __device__ __forceinline__ int take_largest(u32 (&keys)[N], int lane, u32& largest) {
+    u32 own = keys[0];
 #pragma unroll
-    for (int lanes = 16; lanes > 0; lanes >>= 1) {
-        const u64 other = __shfl_xor_sync(0xFFFFFFFFu, key, lanes);
-        key = other > key ? other : key;
-    }
-    return key;
+    for (int j = 1; j < N; ++j) own = keys[j] > own ? keys[j] : own;
+    largest = __reduce_max_sync(0xFFFFFFFFu, own);
+    u32 id = 0xFFFFFFFFu;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j)
+        if (keys[j] == largest) id = j * WARP + lane;
+    id = __reduce_min_sync(0xFFFFFFFFu, id);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+        if (j * WARP + lane == id) keys[j] = 0;
+    return id;
 }
 
 #if GROUPED
 // The groups that may be chosen from, a bit each; lane g looks at group g.
 __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& args, int lane) {
     const int members = args.num_experts / args.num_groups;
-    u64 key = 0;
+    u32 keys[1] = {0};
     if (lane < args.num_groups) {
         float first = __uint_as_float(0xFF800000), second = first;
         for (int i = 0; i < members; ++i) {
@@ -73,14 +72,10 @@ __device__ __forceinline__ u32 kept_groups(const float* compared, const Args& ar
             second = v > first ? first : fmaxf(second, v);
             first = fmaxf(first, v);
         }
-        key = key_of(members > 1 ? first + second : first, lane);
+        keys[0] = ordered(members > 1 ? first + second : first);
     }
-    u32 kept = 0;
-    for (int i = 0; i < args.top_groups; ++i) {
-        const u64 best = largest_of_lanes(key);
-        kept |= 1u << (~(u32)best & 31);
-        if (key == best) key = 0;
-    }
+    u32 kept = 0, largest;
+    for (int i = 0; i < args.top_groups; ++i) kept |= 1u << take_largest(keys, lane, largest);
     return kept;
 }
 #endif
@@ -100,14 +95,14 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, floa
         for (int j = 0; j < PER_LANE; ++j) total += scores[j] = __expf(logits[j] - most);
         total = sum_of_lanes(total);
     }
-    u64 keys[PER_LANE];
+    u32 keys[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
         scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
         float compared = BY_LOGIT ? logits[j] : scores[j];
         if (SELECTION && id < args.num_experts) compared += args.selection_bias[id];
-        keys[j] = id < args.num_experts ? key_of(compared, id) : 0;
+        keys[j] = id < args.num_experts ? ordered(compared) : 0;
         if (GROUPED && id < args.num_experts) compared_of[id] = compared;
     }
 #if GROUPED
@@ -116,18 +111,15 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, floa
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int id = j * WARP + lane;
-        if (id < args.num_experts && !(kept >> id / (args.num_experts / args.num_groups) & 1)) keys[j] &= 0xFFFFFFFFu;  // below all that are in
+        if (id < args.num_experts && !(kept >> id / (args.num_experts / args.num_groups) & 1)) keys[j] = 1;
     }
 #endif
     int chosen = 0;
     float weight = SCORE == 2 ? __uint_as_float(0xFF800000) : 0.0f;
     for (int k = 0; k < args.choices; ++k) {
-        u64 best = 0;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) best = keys[j] > best ? keys[j] : best;
-        best = largest_of_lanes(best);
-        const int id = (int)~(u32)best;
-        float score = number((u32)(best >> 32));
+        u32 largest;
+        const int id = take_largest(keys, lane, largest);
+        float score = number(largest);
         if (SELECTION) {
 #pragma unroll
             for (int j = 0; j < PER_LANE; ++j)
@@ -135,9 +127,6 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, floa
             score = __shfl_sync(0xFFFFFFFFu, score, id % WARP);
         }
         if (lane == k) chosen = id, weight = score;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j)
-            if (keys[j] == best) keys[j] = 0;
     }
     const bool holds = lane < args.choices;
     if (BY_LOGIT) weight = holds ? __expf(weight - most) / total : 0.0f;
@@ -153,30 +142,50 @@ __device__ __forceinline__ void choose(const Args& args, int row, int lane, floa
 
 extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __grid_constant__ Args args) {
     __shared__ float compared[GROUPED ? WARPS * PER_LANE * WARP : 1];
+    __shared__ float sums[WARPS][EXPERTS * ROWS];
     __shared__ bool last;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, expert = blockIdx.x * WARPS + warp;
-    const int first_row = blockIdx.y * WARPS, num_rows = min(args.num_rows - first_row, WARPS);
-    const u16* w = args.w + (long long)min(expert, args.num_experts - 1) * args.size + lane * 8;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
+    const int first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * ROWS, num_rows = min(args.num_rows - first_row, ROWS);
+    const int column = warp * VECTORS * 32 + t * 8;  // of this thread, in the first vector
+    const u16 *w[2], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
 #if HOPPER
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    uint4 kept[KEPT ? CHUNKS : 1];
+    float sum[4] = {};
 #pragma unroll
-    for (int c = 0; c < (KEPT ? CHUNKS : 0); ++c)
-        if ((c * WARP + lane) * 8 < args.size) kept[c] = *(const uint4*)(w + c * WARP * 8);
+    for (int first = 0; first < VECTORS; first += AT_ONCE) {
+        uint4 factors[2][AT_ONCE] = {}, rows[AT_ONCE] = {};
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (column + (first + v) * 32 < args.size && first + v < VECTORS) factors[h][v] = *(const uint4*)(w[h] + (first + v) * 32);
 #if HOPPER
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (first == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-#pragma unroll 2
-    for (int r = 0; r < num_rows; ++r) {
-        const u16* x = args.x + (long long)(first_row + r) * args.size + lane * 8;
-        float sum = 0.0f;
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            if ((c * WARP + lane) * 8 < args.size) sum = dot(sum, KEPT ? kept[KEPT ? c : 0] : *(const uint4*)(w + c * WARP * 8), load_row(x + c * WARP * 8));
-        sum = sum_of_lanes(sum);
-        if (lane == 0 && expert < args.num_experts)
-            args.logits[(long long)(first_row + r) * args.num_experts + expert] = args.bias ? sum + args.bias[expert] : sum;
+        for (int v = 0; v < AT_ONCE; ++v)
+            if (column + (first + v) * 32 < args.size && first + v < VECTORS) rows[v] = load_row(x + (first + v) * 32);
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v) {
+            const u32 low_half[4] = {factors[0][v].x, factors[1][v].x, factors[0][v].y, factors[1][v].y};
+            const u32 high_half[4] = {factors[0][v].z, factors[1][v].z, factors[0][v].w, factors[1][v].w};
+            mma<F16>(sum, low_half, rows[v].x, rows[v].y, true);
+            mma<F16>(sum, high_half, rows[v].z, rows[v].w, true);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
+    __syncthreads();
+    if (threadIdx.x < EXPERTS * ROWS) {
+        const int expert = first_expert + threadIdx.x % EXPERTS, row = threadIdx.x / EXPERTS;
+        float logit = sums[0][threadIdx.x];
+#pragma unroll
+        for (int s = 1; s < WARPS; ++s) logit += sums[s][threadIdx.x];
+        if (expert < args.num_experts && row < num_rows)
+            args.logits[(long long)(first_row + row) * args.num_experts + expert] = args.bias ? logit + args.bias[expert] : logit;
     }
     __threadfence();
     __syncthreads();

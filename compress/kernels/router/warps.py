@@ -16,16 +16,16 @@ from compress.models.experts import SCORES, Experts
 from compress.models.moe import SUM_FLOOR
 
 WARPS = 8
-"""Rows, and experts, of a block."""
+"""Of a block: slices of a row's columns, and rows."""
+EXPERTS = 16
+"""Of a block."""
 MAX_DECODE_ROWS = WARPS * COUNTED_ROWS
 MAX_CHOICES = 32
 MAX_GROUPS = 32
 MAX_EXPERTS = 1024
 MAX_SIZE = 16384
-"""Columns of a row, 64 chunks of a lane."""
-MAX_KEPT = 16
-"""Chunks of a lane that stay in registers."""
-SOURCES = ("operands/numbers.cuh", "router/warps.cu")
+"""Columns of a row."""
+SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "router/warps.cu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Variant:
     """The constants that the kernel is compiled with."""
 
     dtype: torch.dtype
-    chunks: int
+    vectors: int
     per_lane: int
     score: str
     renormalize: bool
@@ -44,8 +44,8 @@ class Variant:
     def source(self) -> Source:
         macros = {
             "F16": int(self.dtype == torch.float16),
-            "CHUNKS": self.chunks,
-            "KEPT": int(self.chunks <= MAX_KEPT),
+            "ACT": 0,
+            "VECTORS": self.vectors,
             "PER_LANE": self.per_lane,
             "SCORE": SCORES.index(self.score),
             "RENORMALIZE": int(self.renormalize),
@@ -75,7 +75,7 @@ def variant_of(dtype: torch.dtype, size: int, facts: Experts) -> Variant:
     """Return what the kernel is compiled for to serve a router of rows of `size` columns."""
     return Variant(
         dtype=dtype,
-        chunks=-(-size // 256),
+        vectors=-(-size // (32 * WARPS)),
         per_lane=-(-facts.num_experts // 32),
         score=facts.score,
         renormalize=facts.renormalize,
@@ -119,7 +119,7 @@ def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, 
         SUM_FLOOR if facts.score == "sigmoid" else 0.0,
     )
     launch = Launch(
-        grid=(-(-facts.num_experts // WARPS), -(-num_rows // WARPS)),
+        grid=(-(-facts.num_experts // EXPERTS), -(-num_rows // WARPS)),
         threads=32 * WARPS,
         shared_bytes=0,
         overlap=gpu_of(device).sm >= 90,

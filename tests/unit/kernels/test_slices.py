@@ -64,6 +64,8 @@ TILES = (
     Tile(4, 1, 3, 1, False),
     Tile(1, 4, 1, 2, True),
     Tile(1, 8, 1, 1, True),
+    Tile(1, 1, 2, 1, True, True),
+    Tile(2, 2, 3, 1, False, True),
 )
 
 
