@@ -144,31 +144,34 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     if (expert < 0) return;
     const long long scales = expert * args.expert_scales;
 
+    // Where the next step of this warp begins, and in it the tiles, or, of other formats than four bits, their halves.
+    constexpr int HALVES = FORMAT == 1 ? 1 : 2;
     const char* w = args.w + expert * args.expert_bytes + (long long)first * W_STEP + t * 16;
-    u32 w_at[TILES][2], scale_at[TILES][2];  // in 16 bytes, in numbers
+#if FORMAT == 1
+    const int first_group = SUBGROUPS > 1 ? first * SUBGROUPS : first / args.scale_steps;
+    const u16 *scale = (const u16*)args.scale + scales + first_group * 16, *offset = args.offset + scales + first_group * 16;
+    int group_left = args.scale_steps - first % args.scale_steps;  // steps
+#else
+    const float* scale = (const float*)args.scale + scales + first;
+#endif
+    u32 w_at[TILES][HALVES], scale_at[TILES][HALVES];  // in 16 bytes, in numbers
 #pragma unroll
     for (int m = 0; m < MATRICES; ++m)
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int own = min(first_output + 16 * i + 8 * h + g, size - 1), output = m * size + own;
+            for (int h = 0; h < HALVES; ++h) {
+                u32 &at = w_at[m * MT + i][h], &own_scale = scale_at[m * MT + i][h];
 #if FORMAT == 1
-                w_at[m * MT + i][h] = output / 16 * (args.steps * 64u) + output % 16 * 4;
-                scale_at[m * MT + i][h] = output / 16 * (args.num_scales * 16) + output % 16;
+                const int block = min(tile * MT + i, size / 16 - 1) + m * (size / 16);
+                at = block * (args.steps * 64u) + g * 4, own_scale = block * (args.num_scales * 16) + g;
 #else
-                w_at[m * MT + i][h] = output * (row_bytes / 16u);
-                scale_at[m * MT + i][h] = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps + first;
+                const int own = min(first_output + 16 * i + 8 * h + g, size - 1);
+                at = (m * size + own) * (row_bytes / 16u);
+                own_scale = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps;
 #endif
             }
-    auto load_weights = [&](Step& to, int step, int place) {  // of this warp's
-        const char* from = w + step * W_STEP;
-#if FORMAT == 1
-        const int group = SUBGROUPS > 1 ? (first + step) * SUBGROUPS : args.scale_steps == 1 ? first + step : (first + step) / args.scale_steps;
-        const u16 *scale = (const u16*)args.scale + scales + group * 16, *offset = args.offset + scales + group * 16;
-#else
-        const float* scale = (const float*)args.scale + scales + step;
-#endif
+    auto load_weights = [&](Step& to, int step, int place) {  // of one step after the other
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
@@ -176,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #pragma unroll
                 for (int v = 0; v < W_VECTORS; ++v) {
                     const bool inside = FORMAT == 1 || (first + step) * 128 + v * 64 + t * 16 < row_bytes;
-                    const char* at = from + (long long)w_at[i][h] * 16 + v * 64;
+                    const char* at = w + (u64)w_at[i][h % HALVES] * 16 + (h / HALVES * 512 + v * 64);
 #if STAGED
                     copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside);
 #else
@@ -186,15 +189,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
 #if FORMAT == 1
 #pragma unroll
                 for (int s = 0; s < SUBGROUPS; ++s) {
-                    to.scale[i][h][s] = scale[scale_at[i][h] + s * 16];
+                    to.scale[i][h][s] = (scale + scale_at[i][0])[h * 8 + s * 16];
 #if OFFSETS
-                    to.offset[i][h][s] = offset[scale_at[i][h] + s * 16];
+                    to.offset[i][h][s] = (offset + scale_at[i][0])[h * 8 + s * 16];
 #endif
                 }
 #elif FORMAT == 3
                 to.scale[i][h] = scale[scale_at[i][h]];
 #endif
             }
+        w += W_STEP;
+#if FORMAT == 1
+        if (SUBGROUPS > 1 || --group_left == 0) group_left = args.scale_steps, scale += 16 * SUBGROUPS, offset += 16 * SUBGROUPS;
+#else
+        scale += 1;
+#endif
     };
 
     Step ring[DEPTH] = {};  // what is loaded of no row stays zero
@@ -223,24 +232,26 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
     }
     auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes; };
-    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + step * X_STEP + v * 64, there[n] && inside(step, v)); };
-    auto load_rows = [&](Step& to, int step, int place) {
+    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + v * 64, there[n] && inside(step, v)); };
+    auto load_rows = [&](Step& to, int step, int place) {  // of one step after the other
 #pragma unroll
-        for (int n = 0; n < (X_AHEAD ? NT : 0); ++n)
+        for (int n = 0; n < (X_AHEAD ? NT : 0); ++n) {
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v)
 #if STAGED
-                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + step * X_STEP + v * 64, inside(step, v));
+                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + v * 64, inside(step, v));
 #else
                 load_x(to.x[n][v], n, step, v);
 #endif
+            x[n] += X_STEP;
+        }
     };
 
     float total[TILES][NT][4] = {};
     auto multiply = [&](const Step& from, int step, int place) {
         uint4 rows[NT][X_VECTORS];
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int n = 0; n < NT; ++n) {
 #pragma unroll
             for (int v = 0; v < X_VECTORS; ++v) {
 #if STAGED
@@ -250,6 +261,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
                 if (!X_AHEAD) load_x(rows[n][v], n, step, v);
 #endif
             }
+            if (!X_AHEAD) x[n] += X_STEP;
+        }
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
             auto weights = [&](int h, int v) {
