@@ -23,25 +23,27 @@ from compress.kernels.select import Kernel, register
 
 MANY_ITEMS = 800
 """Items of 32 outputs and 32 rows from which a warp has all slices of its own."""
+RESIDENT_BLOCKS = 264
+"""Blocks of eight warps that an H200 holds at a time."""
 MAX_DECODE_ROWS = 512
 
 
 def tile_of(matrices: Matrices, num_rows: int, *, gated: bool) -> Tile:
     """Return the tile of decode rows. Sizes were chosen by measurement (`docs/LOG.md`, 2026-11-23): a warp
-    for each slice while items are few, and steps under way as far as registers allow two blocks."""
+    for each slice while items are few, and steps under way in shared memory while rows are few."""
     size = matrices.out_features // (2 if gated else 1)
     steps = steps_of(matrices)
+    wide = -(-size // 32) > RESIDENT_BLOCKS // 2
+    if num_rows <= 8:
+        return Tile(1, 1, 2 if gated else min(-(-steps // SLICES), 3), 1, True, staged=True)
     if num_rows <= 16:
-        row_tiles = 1 if num_rows <= 8 else 2
-        if gated or (row_tiles == 1 and steps <= 3 * SLICES):
-            return Tile(1, row_tiles, 1, 1, True)
-        return Tile(1, row_tiles, 3 if matrices.format == "dense16" and row_tiles == 1 else 2, 1, True)
+        return Tile(1, 2, 1, 1, True) if gated else Tile(2, 2 if wide else 1, 2, 2, True, staged=True)
     items = -(-size // 32) * -(-num_rows // 32)
     if items >= MANY_ITEMS:
         return Tile(4 if matrices.format == "dense16" and not gated else 2, 4, 1, 2, False)
     if gated:
         return Tile(1, 8 if num_rows > 32 else 4, 1, 1, True)
-    return Tile(2, 4, 1, 1, True) if steps > 7 * SLICES else Tile(1, 4, 1, 2, True)
+    return Tile(2 if wide or matrices.format == "w4" else 1, 4, 1, 2, True, staged=True)
 
 
 def linear(

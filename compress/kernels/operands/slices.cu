@@ -29,7 +29,8 @@ constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 12
 constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
 constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
 constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
-constexpr int OWN = STAGED && DEPTH * PLACES * 128 > SUMS ? DEPTH * PLACES * 128 : SUMS;  // numbers of shared memory of a warp
+constexpr int STAGES = STAGED ? DEPTH * PLACES * 128 : 0;
+constexpr int OWN = !SPLIT ? STAGES + SUMS : STAGES > SUMS ? STAGES : SUMS;  // numbers of shared memory of a warp
 
 struct Args {
     const char* x;
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
     float* x_scales = shared_sums + WARPS * OWN;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
     float* sums = shared_sums + warp * OWN;
-    uint4* places = (uint4*)sums + lane;
+    uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
     const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = blockIdx.y;
     const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
     const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
@@ -324,10 +325,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
         }
     };
 
-    constexpr int KEPT = SPLIT ? 1 : TILES * NT * 4;
-    float before[KEPT];  // the sum of the slices so far
+    float4* before = (float4*)sums + lane;  // the sum of the slices so far
+    if (!SPLIT)
 #pragma unroll
-    for (int j = 0; j < KEPT; ++j) before[j] = -0.0f;  // which changes nothing, whatever the sign
+        for (int j = 0; j < TILES * NT; ++j) before[j * WARP] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // which change nothing, whatever the sign
+    auto close_slice = [&] {
+#pragma unroll
+        for (int j = 0; j < TILES * NT; ++j) {
+            float(&own)[4] = total[j / NT][j % NT];
+            const float4 sum = before[j * WARP];
+            before[j * WARP] = make_float4(sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]);
+            own[0] = own[1] = own[2] = own[3] = 0.0f;
+        }
+    };
     int left = args.per;
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
@@ -357,23 +367,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_produc
             if (STAGED) end_copies();
             if (!SPLIT && --left == 0) {
                 left = args.per;
-#pragma unroll
-                for (int j = 0; j < KEPT; ++j) {
-                    float& sum = total[j / 4 / NT][j / 4 % NT][j % 4];
-                    before[j] += sum, sum = 0.0f;
-                }
+                close_slice();
             }
         }
     }
 
     __syncwarp();  // before sums take the place of what lanes read
+    if (SPLIT) {
 #pragma unroll
-    for (int j = 0; j < TILES * NT; ++j) {
-        float sum[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) sum[r] = SPLIT ? total[j / NT][j % NT][r] : before[SPLIT ? 0 : 4 * j + r] + total[j / NT][j % NT][r];
-        *(float4*)(sums + j * 128 + lane * 4) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    }
+        for (int j = 0; j < TILES * NT; ++j) {
+            const float(&own)[4] = total[j / NT][j % NT];
+            before[j * WARP] = make_float4(own[0], own[1], own[2], own[3]);
+        }
+    } else close_slice();
     if (SPLIT) __syncthreads();
     else __syncwarp();
 

@@ -109,7 +109,8 @@ class Variant:
         scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
         w, x = (1, 4) if self.format == "w4" else (2, 2)
         staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
-        return tile.warps * max(staged, tiles * tile.row_tiles * 512) + scales
+        sums = tiles * tile.row_tiles * 512
+        return tile.warps * (max(staged, sums) if tile.split else staged + sums) + scales
 
 
 def variant_of(
