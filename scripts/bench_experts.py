@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from compress.kernels.experts import fused, packed, reference, slices
+from compress.kernels.experts import fused, launch, packed, reference, slices
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
@@ -123,9 +123,10 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
 
         call = partial(_call, inputs, ready, activation)
-        few = call(slices.decode, slice(0, 300))
+        decode = decode_of(ready)
+        few = call(decode, slice(0, 300))
         alone = all(
-            torch.equal(call(slices.decode, slice(start, stop)), few[start:stop])
+            torch.equal(call(decode, slice(start, stop)), few[start:stop])
             for start, stop in (
                 (0, 1),
                 (7, 8),
@@ -214,31 +215,83 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
-Tiles = tuple[Any, Any]
-"""Of gate and up, and of down."""
+def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
+    """Return the kernel that serves decode rows."""
+    return slices.decode if ready.format == "w4" else fused.decode
 
 
-def other_tiles(served: Tiles, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[Tiles]:
-    """Yield other tiles for both products of prompts, or for one of decode rows."""
+def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
+    """Yield plans with other tiles for both products."""
+    columns = [128] if ready.format in ("w4", "fp8_block") else [64, 128]
     if prefill:
-        sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (2, 3)]
+        sizes = [(64, bn, count, stages) for bn in (64, 128) for count in (4, 8) for stages in (2, 3)]
         sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (2, 3)]
         sizes += [(128, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 3)]
-        for bm, bn, warps, stages in sizes:
-            for bk in {"w4": [128], "fp8_block": [128]}.get(ready.format, [64, 128]):
-                yield (fused.Tile(bm, bn, bk, warps, stages),) * 2
-        return
+    else:
+        for bn in sorted({8, plan.gate_up.bn}):
+            resized = replace(plan, gate_up=replace(plan.gate_up, bn=bn), down=replace(plan.down, bn=bn))
+            yield replace(resized, combine=not plan.combine)
+            yield replace(resized, sort=not plan.sort)
+            yield replace(resized, sort=not plan.sort, combine=not plan.combine)
+        if not plan.sort:
+            yield replace(plan, prefetch=not plan.prefetch)
+        shapes = [
+            (16, 1, 4),
+            (16, 1, 6),
+            (32, 1, 4),
+            (32, 2, 3),
+            (32, 2, 4),
+            (32, 2, 6),
+            (64, 4, 2),
+            (64, 4, 3),
+        ]
+        shapes += [(64, 4, 4), (128, 4, 3), (64, 2, 3), (64, 2, 4), (128, 8, 3)]
+        bns = (8,) if not plan.sort else (8, 16)
+        sizes = [(bm, bn, count, stages) for bm, count, stages in shapes for bn in bns]
+    for (bm, bn, *pipeline), bk in itertools.product(sizes, columns):
+        tile = launch.Tile(bm, bn, bk, *pipeline)
+        yield replace(plan, gate_up=tile, down=tile)
+
+
+def sweep_tiles(served: tuple[slices.Tile, slices.Tile]) -> Iterator[tuple[slices.Tile, slices.Tile]]:
+    """Yield other tiles for one of the products of decode rows in slices."""
     for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
-        for split, depths, blocks in ((True, (1, 2), (2, 3)), (False, (2, 3, 4), (3, 4))):
+        for split, staged in itertools.product((True, False), repeat=2):
             if served[place].split and not split:
                 continue
-            for output_tiles, depth, block in itertools.product(outputs, depths, blocks):
-                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, block, split, staged=True)
+            for output_tiles, depth, blocks in itertools.product(outputs, (1, 2, 3), (3, 5)):
+                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, blocks, split, staged)
                 yield (tile, served[1]) if place == 0 else (served[0], tile)
+
+
+Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
+"""What it is called, the function, and the plan or the tiles that it is given."""
+
+
+def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool) -> Iterator[Plan]:
+    """Yield how rows are served, and other ways where a sweep is wanted."""
+    prefill = rows > fused.MAX_DECODE_ROWS
+    if ready.format == "w4" and not prefill:
+        served = slices.tiles_of(rows)
+        yield "served", slices.decode, {"tiles": served}
+        for tiles in sweep_tiles(served) if sweep else ():
+            yield "sweep", slices.decode, {"tiles": tiles}
+        return
+    plan = fused.prefill_plan(ready, rows, top_k) if prefill else fused.decode_plan(ready, rows)
+    yield "served", launch.run, {"plan": plan}
+    for other in sweep_plans(plan, ready, prefill=prefill) if sweep else ():
+        yield "sweep", launch.run, {"plan": other}
 
 
 def experts_hit(ids: list[Tensor]) -> float:
     return statistics.fmean(len(each.unique()) for each in ids)
+
+
+def described(given: dict[str, Any]) -> str:
+    """Return a plan or tiles without the names of their kind."""
+    (what,) = given.values()
+    parts = [asdict(each) for each in (what if isinstance(what, tuple) else (what,))]
+    return str(parts).replace("'", "").replace("output_", "").strip("[]")
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -249,23 +302,17 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         most = max(args.rows)
         fewer: Tensor | None = None
         for rows in sorted(args.rows):
-            prefill = rows > slices.MAX_DECODE_ROWS
             copies = args.layers * (4 if rows == 1 else 1)
             ids = [drawn_ids(most, count, top_k, 100 + idx, device)[:rows] for idx in range(copies)]
             x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(
                 device, dtype
             )
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
-            fn = fused.prefill if prefill else slices.decode
-            served = fused.tiles_of(layers[0], rows, top_k) if prefill else slices.tiles_of(layers[0], rows)
-            tried = [("served", served)]
-            if args.sweep:
-                tried += [("sweep", each) for each in other_tiles(served, layers[0], prefill=prefill)]
             hit = experts_hit(ids)
             num_bytes = hit * layers[0].bytes_per_expert
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
-            for name, each in tried:
+            for name, fn, given in plans_of(layers[0], rows, top_k, sweep=args.sweep):
                 launches = [
                     partial(
                         fn,
@@ -273,13 +320,13 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                         layers[idx % args.layers],
                         ids[idx],
                         weights,
-                        tiles=each,
+                        **given,
                         activation="silu",
                         residual_TD=x,
                     )
                     for idx in range(copies)
                 ]
-                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tiles": str(each)}
+                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tiles": described(given)}
                 try:
                     with poisoned_memory():
                         out = launches[0]()
@@ -293,13 +340,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                     yield row | {"error": str(error)[:200]}
                     continue
                 same = None
-                if not prefill:
+                if rows <= fused.MAX_DECODE_ROWS:
                     expected = out if expected is None else expected
                     same = torch.equal(out, expected)
                     same = same and (fewer is None or torch.equal(out[: len(fewer)], fewer))
-                    fewer = out if each is served else fewer
+                    fewer = out if name == "served" else fewer
                 yield row | {
-                    "tiles": str(each),
                     "us": timing.us,
                     "us_p10": timing.us_p10,
                     "us_p90": timing.us_p90,

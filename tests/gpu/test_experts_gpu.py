@@ -180,7 +180,7 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs = make_inputs(hidden, count, top_k, dtype)
     expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
-    decode = partial(slices.decode, packed=ready, activation=activation)
+    decode = partial(decode_of(ready), packed=ready, activation=activation)
     few = decode(**inputs)
     many = fused.prefill(**inputs, packed=ready, activation=activation)
     # A row of e4m3 whose numbers are rounded to a neighbour differs by up to 1/16 of them; weights of four
@@ -195,6 +195,10 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     assert int(ready.arrivals.abs().sum()) == 0
 
 
+def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
+    return slices.decode if ready.format == "w4" else fused.decode
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
 @pytest.mark.parametrize("scheme", [None, "W4A16_G32", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> None:
@@ -207,7 +211,7 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     out = torch.empty_like(x)
 
     def mixture() -> Tensor:
-        return slices.decode(x, ready, *warps.route(x, router, facts), activation="silu")
+        return decode_of(ready)(x, ready, *warps.route(x, router, facts), activation="silu")
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):

@@ -31,7 +31,9 @@ static void copy_weight(uint4* to, const char* from, bool inside) {
     if (inside) memcpy(to, from, 16);
 }
 """,
-    "copy_row": "static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to, from, inside); }\n",
+    "copy_row": """
+static void copy_row(uint4* to, const char* from, bool inside) { copy_weight(to, from, inside); }
+""",
     "end_copies": "static void end_copies() {}\n",
     "await_copies": "template <int> static void await_copies() {}\n",
     "load_index": "static int load_index(const int* at) { return *at; }\n",

@@ -1,43 +1,49 @@
-"""Triton experts of the rows of prompts: pairs sorted by expert, rows rounded, gate and up, down, sum.
+"""Triton experts of prompts, and of decode rows but for weights of four bits, which `slices.py` serves: the
+tiles of their products, and what they refuse.
 
-Sizes of tiles were chosen by measurement (`scripts/bench_experts.py`).
+Tiles change no bit of a decode row, so they follow the number of rows. Sizes were chosen by measurement
+(`scripts/bench_experts.py`).
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from compress.kernels.compilers.triton import interpreted, pdl_options, triton_refusal
-from compress.kernels.experts.grouped import down, gate_up
-from compress.kernels.experts.launch import add_choices, operand
-from compress.kernels.experts.packed import PackedExperts, refusal, repack
+from compress.kernels.compilers.triton import triton_refusal
+from compress.kernels.experts.launch import Plan, Tile, run
+from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
 from compress.kernels.experts.reference import ACTIVATIONS
-from compress.kernels.experts.units import sort_pairs
-from compress.kernels.operands.matrices import FORMATS, Matrices
-from compress.kernels.operands.matrix_product import e4m3_factors
+from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.rows import QuantizedRows
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 
+MAX_PAIRED_ROWS = 4
+"""Rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the last
+program of an output tile combines (one program reads K numbers of every row)."""
+MAX_DECODE_ROWS = 512
 MIN_NATIVE_COLUMNS = 32
 """Columns of a step on tensor cores that multiply e4m3."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The outputs, tokens and columns of a program's product, its warps, and the stages of its pipeline."""
+def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
+    """Return how decode rows run."""
+    few = num_rows <= MAX_PAIRED_ROWS
+    bn = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
+    bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
+    return Plan(
+        Tile(bm, bn, packed.gate_up.step_columns(128), warps, stages),
+        Tile(bm, bn, packed.down.step_columns(128), warps, stages),
+        sort=not few,
+        combine=few,
+        y_dtype=torch.float32,
+        prefetch=packed.format != "dense16" and num_rows == 1,
+    )
 
-    bm: int
-    bn: int
-    bk: int
-    num_warps: int
-    num_stages: int
 
-
-def tiles_of(packed: PackedExperts, num_rows: int, top_k: int) -> tuple[Tile, Tile]:
-    """Return the tiles of gate and up, and of down."""
+def prefill_plan(packed: PackedExperts, num_rows: int, top_k: int) -> Plan:
+    """Return how the rows of a prompt run."""
     many = num_rows * top_k > 48 * packed.num_experts
     gate_up = down = (64, 64 if many else 32, 4, 3)
     if packed.format == "dense16":
@@ -53,7 +59,31 @@ def tiles_of(packed: PackedExperts, num_rows: int, top_k: int) -> tuple[Tile, Ti
         bm, bn, warps, stages = sizes
         return Tile(bm, bn, matrices.step_columns(most), warps, stages)
 
-    return tile(gate_up, packed.gate_up), tile(down, packed.down)
+    first = tile(gate_up, packed.gate_up)
+    second = tile(down, packed.down)
+    narrowest = min(first.bk, second.bk)
+    return Plan(
+        first,
+        second,
+        sort=True,
+        combine=False,
+        y_dtype=packed.dtype,
+        native_fp8=narrowest >= MIN_NATIVE_COLUMNS,
+    )
+
+
+def decode(
+    x_TD: Tensor | QuantizedRows,
+    packed: PackedExperts,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: str,
+    residual_TD: Tensor | None = None,
+) -> Tensor:
+    """Return [T, D]; a row's bits depend on the row alone."""
+    plan = decode_plan(packed, len(ids_TK))
+    return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
 
 
 def prefill(
@@ -64,100 +94,34 @@ def prefill(
     *,
     activation: str,
     residual_TD: Tensor | None = None,
-    tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """Return [T, D]. `tiles` are for measuring others than those chosen."""
-    num_rows, top_k = ids_TK.shape
-    device = ids_TK.device
-    hidden = packed.down.out_features
-    ffn = packed.down.in_features
-    num_pairs = num_rows * top_k
-    out_TD = torch.empty(num_rows, hidden, dtype=packed.dtype, device=device)
-    if num_rows == 0:
-        return out_TD
-    first, second = tiles or tiles_of(packed, num_rows, top_k)
-    assert first.bn == second.bn, "both products have the same units"
-    h_PF = torch.empty(num_pairs, ffn, dtype=packed.dtype, device=device)
-    y_PD = torch.empty(num_pairs, hidden, dtype=packed.dtype, device=device)
-    residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    x_values, x_scale = operand(x_TD, packed)
-    units = sort_pairs(ids_TK, packed.num_experts, first.bn)
-    native = min(first.bk, second.bk) >= MIN_NATIVE_COLUMNS
-    common = {
-        "D": hidden,
-        "F": ffn,
-        "FORMAT": FORMATS.index(packed.format),
-        "E4M3": e4m3_factors(device, native=native),
-        "INTERPRETED": interpreted(),
-        **pdl_options(device),
-    }
-
-    def grid(size: int, tile: Tile) -> tuple[int, int]:
-        return -(-size // tile.bm), units.experts.numel()
-
-    gate_up[grid(ffn, first)](
-        x_values,
-        x_scale,
-        units.experts,
-        units.pairs,
-        *_operands(packed.gate_up),
-        h_PF,
-        **_constants(packed.gate_up, first),
-        K=top_k,
-        ACTIVATION=activation,
-        **common,
-    )
-    h_values, h_scale = operand(h_PF, packed)
-    down[grid(hidden, second)](
-        h_values,
-        h_scale,
-        units.experts,
-        units.pairs,
-        *_operands(packed.down),
-        y_PD,
-        **_constants(packed.down, second),
-        **common,
-    )
-    add_choices(y_PD, weights_TK, residual_TD, out_TD)
-    return out_TD
+    """Return [T, D] of many rows."""
+    plan = prefill_plan(packed, *ids_TK.shape)
+    return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
 
 
-def _operands(matrices: Matrices) -> tuple[Tensor | None, ...]:
-    return matrices.data, matrices.scale, matrices.offset, matrices.bias_EO
-
-
-def _constants(matrices: Matrices, tile: Tile) -> dict[str, int | bool]:
-    scale = matrices.scale
-    return {
-        "BLOCKS": scale.shape[1] if scale is not None else 0,
-        "BM": tile.bm,
-        "BN": tile.bn,
-        "BK": tile.bk,
-        "GROUP": matrices.group_size,
-        "ASYMMETRIC": matrices.offset is not None,
-        "BIAS": matrices.bias_EO is not None,
-        "STAGES": tile.num_stages,
-        "num_warps": tile.num_warps,
-    }
-
-
-def _supports(problem: Problem, *, activation: str) -> str | None:
+def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | None:
     if problem.activation != activation:
         return f"its experts are gated by {activation}"
-    if problem.row_invariant:
-        return "a row's bits depend on the number of rows"
+    if few_rows != problem.row_invariant:
+        return "for decode rows" if few_rows else "a row's bits depend on the number of rows"
+    if few_rows and problem.m_max > MAX_DECODE_ROWS:
+        return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
+    if few_rows and format_of_problem(problem) == "w4":
+        return "weights of four bits have a kernel of their own"
     return triton_refusal(problem) or refusal(problem)
 
 
 for _activation in ACTIVATIONS:
-    register(
-        Kernel(
-            "experts",
-            f"triton.prefill.{_activation}",
-            min_sm=80,
-            priority=10,
-            supports=partial(_supports, activation=_activation),
-            fn=partial(prefill, activation=_activation),
-            repack_experts=repack,
+    for _name, _fn, _few in (("decode", decode, True), ("prefill", prefill, False)):
+        register(
+            Kernel(
+                "experts",
+                f"triton.{_name}.{_activation}",
+                min_sm=80,
+                priority=10,
+                supports=partial(_supports, activation=_activation, few_rows=_few),
+                fn=partial(_fn, activation=_activation),
+                repack_experts=repack,
+            )
         )
-    )

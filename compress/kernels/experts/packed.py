@@ -61,16 +61,18 @@ def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torc
     )
 
 
+def format_of_problem(problem: Problem) -> MatrixFormat | None:
+    """Return the format of a problem's weights, None where there is none."""
+    if problem.scheme in SCHEMES:
+        return format_of(SCHEMES[problem.scheme])
+    return "dense16" if problem.scheme == DENSE_SCHEMES[problem.dtype] else None
+
+
 def refusal(problem: Problem) -> str | None:
     """Refuse what no kernel of packed experts serves."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16 bits, not in {problem.dtype}"
-    given = None
-    if problem.scheme in SCHEMES:
-        given = format_of(SCHEMES[problem.scheme])
-    elif problem.scheme == DENSE_SCHEMES[problem.dtype]:
-        given = "dense16"
-    if given is None:
+    if format_of_problem(problem) is None:
         return "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"
     for name, size in (("D", problem.n), ("F", problem.k)):
         if size % MIN_COLUMNS:

@@ -12,7 +12,7 @@ or in integer arithmetic where it has none ("bits").
 
 import torch
 
-from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl
+from compress.kernels.compilers.triton import FP8_SM, interpreted, jit, tl, triton
 from compress.kernels.operands.e4m3 import e4m3_float16
 from compress.kernels.problem import compute_capability
 
@@ -80,6 +80,23 @@ def _factors(
         return tile.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         return e4m3_float16(tile)
+
+
+@jit()
+def prefetch(
+    w_ptr: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    MOST: tl.constexpr,
+    IN: tl.constexpr,
+) -> None:
+    """Bring `count` outputs of e4m3 from output `first` on, at most `MOST`, to L2."""
+    bytes = tl.arange(0, triton.next_power_of_2((MOST * IN + 127) // 128)) * 128
+    at = w_ptr + first.to(tl.int64) * IN + tl.where(bytes < count * IN, bytes, 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit()
