@@ -22,6 +22,7 @@ static uint4 load_weight(const char* at, bool there) {
 """,
     "load_row": """
 static void load_row(uint4& v, const char* at, bool there) {
+    if (TAIL) v = {};
     if (there) memcpy(&v, at, 16);
 }
 """,

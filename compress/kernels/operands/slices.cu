@@ -60,9 +60,10 @@ __device__ __forceinline__ uint4 load_weight(const char* at, bool inside) {
         asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
     return v;
 }
-// 16 bytes of a row, past the first-level cache, which may hold what was there before. Of no row, or past its end, v stays: what a token that is
-// not there has concerns no other, and weights past the end are zero.
+// 16 bytes of a row, past the first-level cache, which may hold what was there before, or zeros past its end. Of no row v may stay: what a token
+// that is not there has concerns no other.
 __device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
+    if (TAIL) v = make_uint4(0, 0, 0, 0);
     asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
                  : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)there) : "memory");
 }
@@ -76,6 +77,7 @@ __device__ __forceinline__ void copy_row(uint4* to, const char* from, bool insid
 }
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int STEPS> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STEPS) : "memory"); }
+
 // Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
 #if __CUDA_ARCH__ >= 890
 #define E4M3_FACTOR 1.0f

@@ -60,6 +60,7 @@ def variant(
 
 TILES = (
     Tile(1, 1, 1, 1, True),
+    Tile(1, 1, 1, 1, False),
     Tile(2, 2, 2, 1, False),
     Tile(4, 1, 3, 1, False),
     Tile(1, 4, 1, 2, True),
