@@ -11,6 +11,7 @@ floor is the bytes of the experts hit over the bandwidth given.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,11 +26,12 @@ import torch
 import triton
 from torch import Tensor
 
-from compress.kernels.experts import fused, launch, packed, reference
+from compress.kernels.experts import fused, launch, packed, reference, slices
 from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
+from compress.kernels.router import warps
 from compress.models.experts import Experts
 from compress.quant.numerics import grouped as in_groups
 from compress.quant.numerics import min_max_scale, round_to_nearest
@@ -121,9 +123,10 @@ def checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
 
         call = partial(_call, inputs, ready, activation)
-        few = call(fused.decode, slice(0, 300))
+        decode = decode_of(ready)
+        few = call(decode, slice(0, 300))
         alone = all(
-            torch.equal(call(fused.decode, slice(start, stop)), few[start:stop])
+            torch.equal(call(decode, slice(start, stop)), few[start:stop])
             for start, stop in (
                 (0, 1),
                 (7, 8),
@@ -173,12 +176,12 @@ def router_checks(device: torch.device) -> Iterator[dict[str, Any]]:
         )
         ids, w = router_reference.route(x, weights, facts)
         with poisoned_memory():
-            few_ids, few_w = router_fused.route(x, weights, facts)
+            few_ids, few_w = warps.route(x, weights, facts)
             many_ids, _ = router_fused.route_many(x, weights, facts)
             alone = all(
                 torch.equal(each[0], few_ids[start:stop]) and torch.equal(each[1], few_w[start:stop])
                 for start, stop in ((0, 1), (7, 24), (149, 150), (3, 131))
-                for each in [router_fused.route(x[start:stop], weights, facts)]
+                for each in [warps.route(x[start:stop], weights, facts)]
             )
         same = (ids == few_ids).all(1)
         yield {
@@ -212,11 +215,16 @@ def empty_layer(
     return replace(small, gate_up=matrices(small.gate_up), down=matrices(small.down), num_experts=count)
 
 
+def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
+    """Return the kernel that serves decode rows."""
+    return slices.decode if ready.format == "w4" else fused.decode
+
+
 def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool) -> Iterator[launch.Plan]:
     """Yield plans with other tiles for both products."""
-    columns = {"w4": [128] if prefill else [128, 256], "fp8_block": [128]}.get(ready.format, [64, 128])
+    columns = [128] if ready.format in ("w4", "fp8_block") else [64, 128]
     if prefill:
-        sizes = [(64, bn, warps, stages) for bn in (64, 128) for warps in (4, 8) for stages in (2, 3)]
+        sizes = [(64, bn, count, stages) for bn in (64, 128) for count in (4, 8) for stages in (2, 3)]
         sizes += [(128, bn, 8, stages) for bn in (64, 128) for stages in (2, 3)]
         sizes += [(128, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 3)]
     else:
@@ -239,15 +247,51 @@ def sweep_plans(plan: launch.Plan, ready: packed.PackedExperts, *, prefill: bool
         ]
         shapes += [(64, 4, 4), (128, 4, 3), (64, 2, 3), (64, 2, 4), (128, 8, 3)]
         bns = (8,) if not plan.sort else (8, 16)
-        sizes = [(bm, bn, warps, stages) for bm, warps, stages in shapes for bn in bns]
-    for bm, bn, warps, stages in sizes:
-        for bk in columns:
-            tile = launch.Tile(bm, bn, bk, warps, stages)
-            yield replace(plan, gate_up=tile, down=tile)
+        sizes = [(bm, bn, count, stages) for bm, count, stages in shapes for bn in bns]
+    for (bm, bn, *pipeline), bk in itertools.product(sizes, columns):
+        tile = launch.Tile(bm, bn, bk, *pipeline)
+        yield replace(plan, gate_up=tile, down=tile)
+
+
+def sweep_tiles(served: tuple[slices.Tile, slices.Tile]) -> Iterator[tuple[slices.Tile, slices.Tile]]:
+    """Yield other tiles for one of the products of decode rows in slices."""
+    for place, outputs in ((0, (1, 2)), (1, (1, 2, 4))):
+        for split, staged in itertools.product((True, False), repeat=2):
+            if served[place].split and not split:
+                continue
+            for output_tiles, depth, blocks in itertools.product(outputs, (1, 2, 3), (3, 5)):
+                tile = slices.Tile(output_tiles, served[place].row_tiles, depth, blocks, split, staged)
+                yield (tile, served[1]) if place == 0 else (served[0], tile)
+
+
+Plan = tuple[str, Callable[..., Tensor], dict[str, Any]]
+"""What it is called, the function, and the plan or the tiles that it is given."""
+
+
+def plans_of(ready: packed.PackedExperts, rows: int, top_k: int, *, sweep: bool) -> Iterator[Plan]:
+    """Yield how rows are served, and other ways where a sweep is wanted."""
+    prefill = rows > fused.MAX_DECODE_ROWS
+    if ready.format == "w4" and not prefill:
+        served = slices.tiles_of(rows)
+        yield "served", slices.decode, {"tiles": served}
+        for tiles in sweep_tiles(served) if sweep else ():
+            yield "sweep", slices.decode, {"tiles": tiles}
+        return
+    plan = fused.prefill_plan(ready, rows, top_k) if prefill else fused.decode_plan(ready, rows)
+    yield "served", launch.run, {"plan": plan}
+    for other in sweep_plans(plan, ready, prefill=prefill) if sweep else ():
+        yield "sweep", launch.run, {"plan": other}
 
 
 def experts_hit(ids: list[Tensor]) -> float:
     return statistics.fmean(len(each.unique()) for each in ids)
+
+
+def described(given: dict[str, Any]) -> str:
+    """Return a plan or tiles without the names of their kind."""
+    (what,) = given.values()
+    parts = [asdict(each) for each in (what if isinstance(what, tuple) else (what,))]
+    return str(parts).replace("'", "").replace("output_", "").strip("[]")
 
 
 def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
@@ -258,39 +302,31 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
         most = max(args.rows)
         fewer: Tensor | None = None
         for rows in sorted(args.rows):
-            prefill = rows > fused.MAX_DECODE_ROWS
             copies = args.layers * (4 if rows == 1 else 1)
             ids = [drawn_ids(most, count, top_k, 100 + idx, device)[:rows] for idx in range(copies)]
             x = torch.randn(max(args.rows), hidden, generator=torch.Generator().manual_seed(9))[:rows].to(
                 device, dtype
             )
             weights = torch.full((rows, top_k), 1 / top_k, device=device)
-            if prefill:
-                plan = fused.prefill_plan(layers[0], rows, top_k)
-            else:
-                plan = fused.decode_plan(layers[0], rows)
-            plans = [("served", plan)]
-            if args.sweep:
-                plans += [("sweep", each) for each in sweep_plans(plan, layers[0], prefill=prefill)]
             hit = experts_hit(ids)
             num_bytes = hit * layers[0].bytes_per_expert
             floor_us = num_bytes / BANDWIDTH * 1e6
             expected: Tensor | None = None
-            for name, each in plans:
+            for name, fn, given in plans_of(layers[0], rows, top_k, sweep=args.sweep):
                 launches = [
                     partial(
-                        launch.run,
+                        fn,
                         x,
                         layers[idx % args.layers],
                         ids[idx],
                         weights,
-                        each,
+                        **given,
                         activation="silu",
                         residual_TD=x,
                     )
                     for idx in range(copies)
                 ]
-                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tile": str(asdict(each))}
+                row = {"scheme": scheme, "rows": rows, "plan": name, "hit": hit, "tiles": described(given)}
                 try:
                     with poisoned_memory():
                         out = launches[0]()
@@ -304,13 +340,12 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                     yield row | {"error": str(error)[:200]}
                     continue
                 same = None
-                if not prefill:
+                if rows <= fused.MAX_DECODE_ROWS:
                     expected = out if expected is None else expected
                     same = torch.equal(out, expected)
                     same = same and (fewer is None or torch.equal(out[: len(fewer)], fewer))
-                    fewer = out if each is plan else fewer
+                    fewer = out if name == "served" else fewer
                 yield row | {
-                    "tile": each,
                     "us": timing.us,
                     "us_p10": timing.us_p10,
                     "us_p90": timing.us_p90,
@@ -332,7 +367,7 @@ def measure_router(args: argparse.Namespace, device: torch.device) -> Iterator[d
     ]
     for rows in args.rows:
         x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
-        fn = router_fused.route if rows <= fused.MAX_DECODE_ROWS else router_fused.route_many
+        fn = warps.route if rows <= slices.MAX_DECODE_ROWS else router_fused.route_many
         timing = time_launches(
             [partial(fn, x, each, facts) for each in routers], device, replays=args.replays
         )
@@ -344,14 +379,10 @@ def short(row: dict[str, Any]) -> str:
         return json.dumps(row)
     text = f"{row['scheme']:<12} {row['rows']:>5} rows {row['us']:>8.1f} us"
     if "floor_us" in row:
-        plan = row["tile"]
-        a, b = plan.gate_up, plan.down
         text += (
             f" ({row['us_p10']:.1f}-{row['us_p90']:.1f}) floor {row['floor_us']:.1f}"
-            f" x{row['times_floor']:.2f}"
-            f" {row['tflop_per_s']:.0f} TF {row['plan']}{'+sort' * plan.sort}{'+combine' * plan.combine}"
-            f"{'+prefetch' * plan.prefetch} {a.bm}x{a.bn}x{a.bk}w{a.num_warps}s{a.num_stages}"
-            f" {b.bm}x{b.bn}x{b.bk}w{b.num_warps}s{b.num_stages} bits {row['same_bits']}"
+            f" x{row['times_floor']:.2f} {row['tflop_per_s']:.0f} TF {row['plan']} {row['tiles']}"
+            f" bits {row['same_bits']}"
         )
     return text
 
@@ -390,9 +421,7 @@ def main() -> int:
         results.append(row)
     for row in measure(args, device):
         print(short(row), flush=True)
-        results.append(
-            row | {"tile": asdict(row["tile"]) if not isinstance(row["tile"], str) else row["tile"]}
-        )
+        results.append(row)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**facts, "results": results}, indent=1, default=str))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compress.kernels.experts import fused, packed, reference
+from compress.kernels.experts import fused, packed, reference, slices
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.router import fused as router_fused
 from compress.kernels.router import reference as router_reference
+from compress.kernels.router import warps
 from compress.models.experts import Experts
 from compress.models.random_source import RandomSource
 from compress.quant.numerics import grouped, min_max_scale, round_to_nearest
@@ -179,7 +180,7 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     definition = reference.repack(experts, dtype=dtype, device=CUDA)
     inputs = make_inputs(hidden, count, top_k, dtype)
     expected = reference.experts(**inputs, packed=definition, activation=activation, rows=4).double()
-    decode = partial(fused.decode, packed=ready, activation=activation)
+    decode = partial(decode_of(ready), packed=ready, activation=activation)
     few = decode(**inputs)
     many = fused.prefill(**inputs, packed=ready, activation=activation)
     # A row of e4m3 whose numbers are rounded to a neighbour differs by up to 1/16 of them; weights of four
@@ -194,6 +195,10 @@ def test_experts_give_the_sum_of_the_reference_and_a_row_has_its_bits_in_any_com
     assert int(ready.arrivals.abs().sum()) == 0
 
 
+def decode_of(ready: packed.PackedExperts) -> Callable[..., Tensor]:
+    return slices.decode if ready.format == "w4" else fused.decode
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 64])
 @pytest.mark.parametrize("scheme", [None, "W4A16_G32", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> None:
@@ -206,7 +211,7 @@ def test_captured_experts_follow_their_inputs(scheme: str | None, rows: int) -> 
     out = torch.empty_like(x)
 
     def mixture() -> Tensor:
-        return fused.decode(x, ready, *router_fused.route(x, router, facts), activation="silu")
+        return decode_of(ready)(x, ready, *warps.route(x, router, facts), activation="silu")
 
     replay = captured(lambda: out.copy_(mixture()))
     for seed in (6, 7):
@@ -231,7 +236,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         device=CUDA,
     )
     expected_ids, expected_weights = router_reference.route(x, router, facts)
-    few_ids, few_weights = router_fused.route(x, router, facts)
+    few_ids, few_weights = warps.route(x, router, facts)
     many_ids, many_weights = router_fused.route_many(x, router, facts)
     for ids, weights in ((few_ids, few_weights), (many_ids, many_weights)):
         same = (ids == expected_ids).all(1)
@@ -239,7 +244,7 @@ def test_routers_choose_as_the_reference_and_a_row_has_its_bits_in_any_company(
         assert float(same.float().mean()) > 0.98
         torch.testing.assert_close(weights[same], expected_weights[same], rtol=1e-4, atol=1e-5)
     for start, stop in COMPANIES:
-        ids, weights = router_fused.route(x[start:stop], router, facts)
+        ids, weights = warps.route(x[start:stop], router, facts)
         assert torch.equal(ids, few_ids[start:stop])
         assert torch.equal(weights, few_weights[start:stop])
     assert int(router.arrivals.abs().sum()) == 0

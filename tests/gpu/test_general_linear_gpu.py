@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.linear import general, slices
-from compress.kernels.linear.slices import Tile
 from compress.kernels.operands.rows import QuantizedRows
+from compress.kernels.operands.slices import Tile
 from compress.quant.scheme import QuantizedWeight
 from tests.unit.kernels.test_experts import randn, same_bits, weight
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some

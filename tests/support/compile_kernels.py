@@ -16,6 +16,7 @@ from compress.kernels.attention_prefill import widen
 from compress.kernels.experts import fused as experts
 from compress.kernels.experts import launch, packed, units
 from compress.kernels.linear import general
+from compress.kernels.operands.gpu import Gpu
 from compress.kernels.operands.paged import PagedKV
 from compress.kernels.operands.routing import ExpertWeights, router_weights
 from compress.kernels.operands.rows import FP8, ActivationQuant, quantize
@@ -58,11 +59,13 @@ def compile_all(sm: int) -> list[Any]:
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentDevice(sm))
-    for module in (decode, prefill, widen, fused, general, router, launch, units, quantize_rows):
+    for module in (decode, prefill, widen, fused, general, router, launch, quantize_rows):
         module.pdl_options = lambda device: {  # type: ignore[attr-defined]
             "PDL": sm >= 90,
             "launch_pdl": sm >= 90,
         }
+    units._function = lambda num_experts, device: lambda *args, **kwargs: None  # type: ignore[assignment]
+    units.gpu_of = lambda device: Gpu(sm, 108, 0)  # type: ignore[assignment]
     for products in (general, launch):
         products.e4m3_factors = lambda device, native: (  # type: ignore[assignment]
             "bits" if sm < 89 else "native" if native else "converted"
@@ -140,7 +143,7 @@ def compile_linear(sm: int, name: str | None, k: int) -> None:
 
 
 def compile_mixture(name: str | None) -> None:
-    """Compile the router and the experts of one decode row, of 16 and of 64, and of a prompt."""
+    """Compile the router of a prompt, and the experts of a prompt and of one decode row, of 16 and of 64."""
     scheme = SCHEMES[name] if name is not None else None
 
     def weight(out_features: int, in_features: int) -> Any:
@@ -152,11 +155,12 @@ def compile_mixture(name: str | None) -> None:
     ready = packed.repack([one] * 8, dtype=torch.bfloat16, device=cpu)
     weights = router_weights(torch.ones(8, 384), None, None, dtype=torch.bfloat16, device=cpu)
     facts = Experts(8, 2, 256, renormalize=True)
-    for num_rows in (1, 16, 64):
-        x_TD = torch.ones(num_rows, 384, dtype=torch.bfloat16)
-        ids, shares = router.route(x_TD, weights, facts)
-        experts.decode(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
+    x_TD = torch.ones(64, 384, dtype=torch.bfloat16)
+    ids, shares = router.route_many(x_TD, weights, facts)
     experts.prefill(x_TD, ready, ids, shares, activation="silu", residual_TD=x_TD)
+    for num_rows in (1, 16, 64) if ready.format != "w4" else ():
+        few = [each[:num_rows].contiguous() for each in (x_TD, ids, shares)]
+        experts.decode(few[0], ready, *few[1:], activation="silu", residual_TD=few[0])
 
 
 if __name__ == "__main__":

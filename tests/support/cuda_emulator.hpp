@@ -1,6 +1,7 @@
 // CUDA C++ on a CPU, one block at a time: every thread of a block is a coroutine, which runs until it waits for its warp or its block.
 // What kernels write in PTX is written again here in C++, exactly but for products, which are rounded once per matrix instruction.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -10,7 +11,7 @@
 
 #define __device__
 #define __global__
-#define __shared__
+#define __shared__ static
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -52,12 +53,15 @@ static void wait_for(Waits what) {
 static void __syncthreads() { wait_for(BLOCK_WAITS); }
 static void __syncwarp() { wait_for(WARP_WAITS); }
 
+static void __threadfence() {}
+static unsigned atomicAdd(unsigned* at, unsigned added) { return (*at += added) - added; }
+
 static float __uint_as_float(unsigned bits) {
     float v;
     memcpy(&v, &bits, 4);
     return v;
 }
-static unsigned float_as_uint(float v) {
+static unsigned __float_as_uint(float v) {
     unsigned bits;
     memcpy(&bits, &v, 4);
     return bits;
@@ -72,7 +76,20 @@ static float fast_exp(float v) { return expf(v); }
 static float rsqrtf(float v) { return 1 / sqrtf(v); }
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a > b ? a : b; }
-template <typename T> static T __shfl_xor_sync(unsigned, T, int) { abort(); }
+static int atomicAdd(int* at, int added) { return (*at += added) - added; }
+static int __popc(unsigned v) { return __builtin_popcount(v); }
+
+// A number of another lane of the warp.
+template <typename T> static T __shfl_sync(unsigned, T v, int lane) {
+    static T shown[32][32];
+    T(&warp)[32] = shown[threadIdx.x / 32];
+    warp[threadIdx.x % 32] = v;
+    __syncwarp();
+    const T other = warp[lane];
+    __syncwarp();
+    return other;
+}
+template <typename T> static T __shfl_xor_sync(unsigned mask, T v, int lanes) { return __shfl_sync(mask, v, threadIdx.x % 32 ^ lanes); }
 
 static float widen(uint16_t bits) {
 #if F16
@@ -90,13 +107,26 @@ static uint16_t narrow(float v) {
     memcpy(&bits, &rounded, 2);
     return bits;
 #else
-    const unsigned bits = float_as_uint(v);
+    const unsigned bits = __float_as_uint(v);
     if (v != v) return 0x7FFF;
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 #endif
 }
 static void prefetch(const void*) {}
 static float larger(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
+
+static unsigned __ballot_sync(unsigned, bool v) {
+    unsigned all = 0;
+    for (int lane = 0; lane < 32; ++lane) all |= (unsigned)__shfl_sync(0, v, lane) << lane;
+    return all;
+}
+
+static unsigned __reduce_max_sync(unsigned, unsigned v) {
+    unsigned most = 0;
+    for (int lane = 0; lane < 32; ++lane) most = std::max(most, __shfl_sync(0, v, lane));
+    return most;
+}
+static unsigned __reduce_min_sync(unsigned mask, unsigned v) { return ~__reduce_max_sync(mask, ~v); }
 
 template <bool FLOAT16> static float factor(unsigned pair, int half) {
     const uint16_t bits = pair >> (16 * half);

@@ -42,7 +42,7 @@ class EmulatedFunction:
     """A kernel that runs on the host. `replaced` is C++ in place of functions of the source, by name."""
 
     def __init__(self, source: Source, replaced: dict[str, str], folder: Path) -> None:
-        text = source.text
+        text = source.text.replace("extern __shared__", "extern")
         for name in (*SHARED, *replaced):
             text = without(text, name)
         first = text.index("struct Args")

@@ -1,4 +1,5 @@
-"""Triton experts of decode rows and of prompts: the tiles of their products, and what they refuse.
+"""Triton experts of prompts, and of decode rows but for weights of four bits, which `slices.py` serves: the
+tiles of their products, and what they refuse.
 
 Tiles change no bit of a decode row, so they follow the number of rows. Sizes were chosen by measurement
 (`scripts/bench_experts.py`).
@@ -11,19 +12,17 @@ from torch import Tensor
 
 from compress.kernels.compilers.triton import triton_refusal
 from compress.kernels.experts.launch import Plan, Tile, run
-from compress.kernels.experts.packed import PackedExperts, repack
+from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
 from compress.kernels.experts.reference import ACTIVATIONS
-from compress.kernels.operands.matrices import TILE, Matrices, format_of
+from compress.kernels.operands.matrices import Matrices
 from compress.kernels.operands.rows import QuantizedRows
-from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
-from compress.quant.scheme import SCHEMES
 
 MAX_PAIRED_ROWS = 4
 """Rows up to which every pair is a unit (few experts are hit twice, and L2 serves the second), and the last
 program of an output tile combines (one program reads K numbers of every row)."""
 MAX_DECODE_ROWS = 512
-MIN_COLUMNS = 16
 MIN_NATIVE_COLUMNS = 32
 """Columns of a step on tensor cores that multiply e4m3."""
 
@@ -32,19 +31,14 @@ def decode_plan(packed: PackedExperts, num_rows: int) -> Plan:
     """Return how decode rows run."""
     few = num_rows <= MAX_PAIRED_ROWS
     bn = 8 if num_rows <= 64 else 16 if num_rows <= 256 else 32
-    if packed.format == "w4":
-        bm, warps, stages = (32, 2, 3) if num_rows <= 2 else (64, 4, 3) if few else (128, 4, 3)
-        most = 256 if few else 128
-    else:
-        bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
-        most = 128
+    bm, warps, stages = (64, 4, 3) if few and num_rows > 2 else (32, 2, 4)
     return Plan(
-        Tile(bm, bn, packed.gate_up.step_columns(most), warps, stages),
-        Tile(bm, bn, packed.down.step_columns(most), warps, stages),
+        Tile(bm, bn, packed.gate_up.step_columns(128), warps, stages),
+        Tile(bm, bn, packed.down.step_columns(128), warps, stages),
         sort=not few,
         combine=few,
         y_dtype=torch.float32,
-        prefetch=packed.format == "w4" or (packed.format != "dense16" and num_rows == 1),
+        prefetch=packed.format != "dense16" and num_rows == 1,
     )
 
 
@@ -106,28 +100,6 @@ def prefill(
     return run(x_TD, packed, ids_TK, weights_TK, plan, activation=activation, residual_TD=residual_TD)
 
 
-def refusal(problem: Problem) -> str | None:
-    """Refuse what no grouped kernel serves."""
-    if reason := triton_refusal(problem):
-        return reason
-    if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"computes in 16 bits, not in {problem.dtype}"
-    given = None
-    if problem.scheme in SCHEMES:
-        given = format_of(SCHEMES[problem.scheme])
-    elif problem.scheme == DENSE_SCHEMES[problem.dtype]:
-        given = "dense16"
-    if given is None:
-        return "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"
-    for name, size in (("D", problem.n), ("F", problem.k)):
-        if size % MIN_COLUMNS:
-            return f"{name} = {size} is no multiple of {MIN_COLUMNS}"
-        group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
-        if group_size is not None and size % group_size:
-            return f"{name} = {size} is no multiple of the group size {group_size}"
-    return None
-
-
 def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | None:
     if problem.activation != activation:
         return f"its experts are gated by {activation}"
@@ -135,10 +107,11 @@ def _supports(problem: Problem, *, activation: str, few_rows: bool) -> str | Non
         return "for decode rows" if few_rows else "a row's bits depend on the number of rows"
     if few_rows and problem.m_max > MAX_DECODE_ROWS:
         return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
-    return refusal(problem)
+    if few_rows and format_of_problem(problem) == "w4":
+        return "weights of four bits have a kernel of their own"
+    return triton_refusal(problem) or refusal(problem)
 
 
-assert TILE <= MIN_COLUMNS
 for _activation in ACTIVATIONS:
     for _name, _fn, _few in (("decode", decode, True), ("prefill", prefill, False)):
         register(

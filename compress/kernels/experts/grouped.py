@@ -12,7 +12,6 @@ in any company.
 """
 
 from compress.kernels.compilers.triton import jit, launch_dependents, tl, wait
-from compress.kernels.experts.units import load_unit
 from compress.kernels.operands.activation import activated
 from compress.kernels.operands.matrix_product import prefetch, product
 
@@ -25,6 +24,21 @@ def _gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tenso
         return gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)
     else:
         return activated(gate, ACTIVATION) * up
+
+
+@jit()
+def _load_unit(
+    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, BN: tl.constexpr, PAIRED: tl.constexpr
+) -> tl.tensor:
+    """Return (expert of this program's unit or -1, pairs [BN], which of them are valid). `PAIRED` units are
+    pairs, and `experts_ptr` their ids."""
+    unit = tl.program_id(1)
+    slots = tl.arange(0, BN)
+    expert = tl.load(experts_ptr + unit)
+    if PAIRED:
+        return expert, unit + slots * 0, slots == 0
+    pairs = tl.load(pairs_ptr + unit * BN + slots)
+    return expert, tl.maximum(pairs, 0), pairs >= 0
 
 
 @jit()
@@ -62,7 +76,7 @@ def gate_up(
     wait(PDL)
     if PREFETCH:  # `_down` may then read what was written before this kernel
         launch_dependents(PDL)
-    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
+    expert, pairs, valid = _load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:
         start = tl.program_id(0) * BM
         outputs = start + tl.arange(0, BM)
@@ -124,9 +138,9 @@ def down(
         # The ids were there before gate_up ran; weights are on their way to L2 while it ends.
         ahead = tl.load(experts_ptr + tl.program_id(1), cache_modifier=".cg")
         ahead = tl.minimum(tl.maximum(ahead, 0), E - 1).to(tl.int64)
-        prefetch(w_ptr, ahead * D + start, tl.minimum(BM, D - start), BM, F, FORMAT)
+        prefetch(w_ptr, ahead * D + start, tl.minimum(BM, D - start), BM, F)
     wait(PDL)
-    expert, pairs, valid = load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
+    expert, pairs, valid = _load_unit(experts_ptr, pairs_ptr, BN, PAIRED)
     if expert >= 0:
         rows = tl.minimum(outputs, D - 1)
         y, _ = product(

@@ -125,18 +125,7 @@ def run(
         **common,
     )
     if not plan.combine:
-        combine[num_rows, -(-hidden // SPAN)](
-            y_PD,
-            weights_TK,
-            residual_TD,
-            out_TD,
-            D=hidden,
-            K=top_k,
-            SPAN=SPAN,
-            RESIDUAL=residual_TD is not None,
-            num_warps=4,
-            **pdl_options(device),
-        )
+        add_choices(y_PD, weights_TK, residual_TD, out_TD)
     return out_TD
 
 
@@ -151,6 +140,24 @@ def _operand(x: Tensor | QuantizedRows, packed: PackedExperts) -> tuple[Tensor, 
         x = quantized
     assert x.values_TK.dtype == FP8, "experts read e4m3 rows"
     return x.values_TK.view(torch.uint8), x.scale_T
+
+
+def add_choices(y_PD: Tensor, weights_TK: Tensor, residual_TD: Tensor | None, out_TD: Tensor) -> None:
+    """Write out = residual + round(sum over K of weights y), y of pairs t K + k."""
+    num_rows, top_k = weights_TK.shape
+    hidden = out_TD.shape[1]
+    combine[num_rows, -(-hidden // SPAN)](
+        y_PD,
+        weights_TK,
+        residual_TD,
+        out_TD,
+        D=hidden,
+        K=top_k,
+        SPAN=SPAN,
+        RESIDUAL=residual_TD is not None,
+        num_warps=4,
+        **pdl_options(out_TD.device),
+    )
 
 
 def _operands(matrices: Matrices) -> tuple[Tensor | None, ...]:

@@ -10,8 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, pack_matrices
+from compress.kernels.operands.matrices import TILE, Matrices, MatrixFormat, format_of, pack_matrices
 from compress.kernels.operands.routing import ExpertWeights
+from compress.kernels.problem import DENSE_SCHEMES, Problem
+from compress.quant.scheme import SCHEMES
+
+MIN_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,28 @@ def repack(experts: Sequence[ExpertWeights], *, dtype: torch.dtype, device: torc
         dtype,
         torch.zeros(-(-hidden_size // TILE), dtype=torch.int32, device=device),
     )
+
+
+def format_of_problem(problem: Problem) -> MatrixFormat | None:
+    """Return the format of a problem's weights, None where there is none."""
+    if problem.scheme in SCHEMES:
+        return format_of(SCHEMES[problem.scheme])
+    return "dense16" if problem.scheme == DENSE_SCHEMES[problem.dtype] else None
+
+
+def refusal(problem: Problem) -> str | None:
+    """Refuse what no kernel of packed experts serves."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in 16 bits, not in {problem.dtype}"
+    if format_of_problem(problem) is None:
+        return "for weights of 16 bits, of 4 bits, and of e4m3 with dynamic input scales"
+    for name, size in (("D", problem.n), ("F", problem.k)):
+        if size % MIN_COLUMNS:
+            return f"{name} = {size} is no multiple of {MIN_COLUMNS}"
+        group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
+        if group_size is not None and size % group_size:
+            return f"{name} = {size} is no multiple of the group size {group_size}"
+    return None
+
+
+assert TILE <= MIN_COLUMNS

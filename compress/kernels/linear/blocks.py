@@ -93,6 +93,7 @@ def refusal(problem: Problem, *, given: MatrixFormat, activation: str | None, de
     group_size = SCHEMES[problem.scheme].group_size if problem.scheme in SCHEMES else None
     if group_size is not None and problem.k % group_size:
         return f"K = {problem.k} is no multiple of the group size {group_size}"
-    if given == "w4" and problem.n % TILE:
-        return f"N = {problem.n} is no multiple of {TILE}"
+    tile = 2 * TILE if activation and decode else TILE  # gates and ups of a tile of their own
+    if given == "w4" and problem.n % tile:
+        return f"N = {problem.n} is no multiple of {tile}"
     return None

@@ -89,13 +89,10 @@ def prefetch(
     count: tl.tensor,
     MOST: tl.constexpr,
     IN: tl.constexpr,
-    FORMAT: tl.constexpr,
 ) -> None:
-    """Bring `count` outputs from output `first` on, at most `MOST`, to L2."""
-    ITEMS: tl.constexpr = (IN + 127) // 128 * 32 if FORMAT == 1 else IN
-    LINE: tl.constexpr = 128 if FORMAT >= 2 else 64  # items of 128 bytes
-    items = tl.arange(0, triton.next_power_of_2((MOST * ITEMS + LINE - 1) // LINE)) * LINE
-    at = w_ptr + first.to(tl.int64) * ITEMS + tl.where(items < count * ITEMS, items, 0)
+    """Bring `count` outputs of e4m3 from output `first` on, at most `MOST`, to L2."""
+    bytes = tl.arange(0, triton.next_power_of_2((MOST * IN + 127) // 128)) * 128
+    at = w_ptr + first.to(tl.int64) * IN + tl.where(bytes < count * IN, bytes, 0)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1,

@@ -40,7 +40,7 @@ __device__ __forceinline__ float high(u32 pair) { return widen((u16)(pair >> 16)
 
 constexpr int SEGMENT = 32;  // chunks
 
-__device__ __forceinline__ float sum_of_lanes(float v) {
+template <typename T> __device__ __forceinline__ T sum_of_lanes(T v) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes >>= 1) v += __shfl_xor_sync(0xFFFFFFFFu, v, lanes);
     return v;

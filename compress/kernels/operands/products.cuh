@@ -1,6 +1,6 @@
 // Matrix instructions on 16-bit numbers and e4m3 codes as their factors, and the activations of gated FFNs. After numbers.cuh.
 //
-// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh.
+// Macros: ACT 0 = none, 1 = silu, 2 = gelu, 3 = gelu by tanh, 4 = silu(1.702 gate) clamped (gpt-oss).
 
 // d = a b, or d += a b, for 16 outputs and 8 tokens; factors are float16, else bfloat16.
 template <bool FLOAT16> __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, bool accumulate) {
@@ -26,8 +26,17 @@ __device__ __forceinline__ float activated(float v) {
     return __fdividef(v, 1.0f + __expf(-v));  // within 2^-21: the exact division branches, thread by thread
 #elif ACT == 2
     return 0.5f * v * (1.0f + erff(v * 0.70710678118654752440f));
-#else
+#elif ACT == 3
     return 0.5f * v * (1.0f + tanhf(0.79788456080286535588f * (v + 0.044715f * v * v * v)));
+#else
+    return __fdividef(v, 1.0f + __expf(-1.702f * v));
+#endif
+}
+__device__ __forceinline__ float gated(float gate, float up) {
+#if ACT == 4
+    return __fmul_rn(activated(fminf(gate, 7.0f)), __fadd_rn(fminf(fmaxf(up, -7.0f), 7.0f), 1.0f));
+#else
+    return __fmul_rn(activated(gate), up);
 #endif
 }
 #endif

@@ -15,7 +15,7 @@ from compress.quant.scheme import QuantizedWeight
 @dataclass(frozen=True)
 class RouterWeights:
     """The dense weight [E, D] of a router and its biases [E], float32; `arrivals` are the zeroed counters
-    [`MAX_COUNTED_ROWS`] that a kernel in several blocks counts them by, and leaves zeroed."""
+    [`COUNTED_ROWS`] by which a kernel counts the blocks of some rows, and which it leaves zeroed."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
@@ -23,7 +23,7 @@ class RouterWeights:
     arrivals: Tensor
 
 
-MAX_COUNTED_ROWS = 16
+COUNTED_ROWS = 64
 
 
 def router_weights(
@@ -43,7 +43,7 @@ def router_weights(
         weight_ED.to(device=device, dtype=dtype).contiguous(),
         bias(bias_E),
         bias(selection_bias_E),
-        torch.zeros(MAX_COUNTED_ROWS, dtype=torch.int32, device=device),
+        torch.zeros(COUNTED_ROWS, dtype=torch.int32, device=device),
     )
 
 

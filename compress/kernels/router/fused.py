@@ -1,10 +1,4 @@
-"""Router of few or many rows: logits, scores, the choice and its weights, in one launch for few rows.
-
-A program computes the logits of `EXPERTS_PER_PROGRAM` experts, row after row, by sums over whole rows of the
-router weight in float32, in an order that follows from D alone. Of up to `MAX_FUSED_ROWS` rows each has
-programs of its own, and the one that arrives last reads all logits of the row and chooses: one launch. For
-more rows a second launch chooses, with as many threads, so that the sums over experts have one order too. So
-a row's bits depend on the row alone. A prompt's logits are one product of the library.
+"""Router of the rows of prompts: logits are one product of the library, and a launch chooses for each row.
 
 The choice takes the largest key K times; a key is the compared number as an integer of the same order, then
 the id, so that of equal numbers the lowest id is first.
@@ -25,19 +19,12 @@ from compress.kernels.compilers.triton import (
     triton_refusal,
     wait,
 )
-from compress.kernels.operands.routing import MAX_COUNTED_ROWS, RouterWeights
+from compress.kernels.operands.routing import RouterWeights
 from compress.kernels.problem import Problem
 from compress.kernels.select import Kernel, register
 from compress.models.experts import Experts
 from compress.models.moe import SUM_FLOOR
 
-EXPERTS_PER_PROGRAM = 8
-MAX_FUSED_ROWS = MAX_COUNTED_ROWS
-ROWS_PER_PROGRAM = 4
-"""Rows that one program takes where there are more than `MAX_FUSED_ROWS`: the weight is read less often."""
-NUM_WARPS = 8
-MAX_SIZE = 8192
-"""Columns of a row that 8 warps keep in registers."""
 SCORE_CODES = {"softmax": 0, "sigmoid": 1, "softmax_topk": 2}
 
 
@@ -132,87 +119,6 @@ def _number(keys: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _route(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    selection_bias_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    E: tl.constexpr,
-    E2: tl.constexpr,
-    K: tl.constexpr,
-    K2: tl.constexpr,
-    SCORE: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SELECTION_BIAS: tl.constexpr,
-    LEAST: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    launch_dependents(PDL)
-    row = tl.program_id(1)
-    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = tl.arange(0, BLOCK)
-    there = (experts < E)[:, None] & (columns < SIZE)[None, :]
-    w = tl.load(weight_ptr + experts[:, None].to(tl.int64) * SIZE + columns[None, :], mask=there, other=0.0)
-    wait(PDL)
-    x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=columns < SIZE, other=0.0)
-    logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-    if BIAS:
-        logits += tl.load(bias_ptr + experts, mask=experts < E, other=0.0)
-    tl.store(logits_ptr + row * E2 + experts, logits, mask=experts < E)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr + row, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(arrivals_ptr + row, 0)
-        tl.debug_barrier()
-        every = tl.arange(0, E2)
-        logits_of_row = tl.load(
-            logits_ptr + row * E2 + every, mask=every < E, other=float("-inf"), cache_modifier=".cg"
-        )
-        _choose(
-            logits_of_row, row, selection_bias_ptr, ids_ptr, weights_ptr, E, E2, K, K2, SCORE, RENORMALIZE,
-            SCALE, GROUPS, TOP_GROUPS, SELECTION_BIAS, LEAST,
-        )  # fmt: skip
-
-
-@jit(varying=("num_rows",))
-def _logits(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    num_rows: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    E: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    launch_dependents(PDL)
-    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
-    columns = tl.arange(0, BLOCK)
-    there = (experts < E)[:, None] & (columns < SIZE)[None, :]
-    w = tl.load(weight_ptr + experts[:, None].to(tl.int64) * SIZE + columns[None, :], mask=there, other=0.0)
-    wait(PDL)
-    for i in range(ROWS):
-        row = tl.program_id(1) * ROWS + i
-        mask = (columns < SIZE) & (row < num_rows)
-        x = tl.load(x_ptr + row.to(tl.int64) * SIZE + columns, mask=mask, other=0.0)
-        logits = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-        tl.store(logits_ptr + row * E + experts, logits, mask=(experts < E) & (row < num_rows))
-
-
-@jit()
 def _choose_rows(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -246,14 +152,6 @@ def _choose_rows(
     )  # fmt: skip
 
 
-def _outputs(x_TD: Tensor, facts: Experts) -> tuple[Tensor, Tensor]:
-    shape = len(x_TD), facts.top_k
-    return (
-        torch.empty(shape, dtype=torch.int32, device=x_TD.device),
-        torch.empty(shape, dtype=torch.float32, device=x_TD.device),
-    )
-
-
 def _constants(router: RouterWeights, facts: Experts) -> dict[str, Any]:
     return {
         "BIAS": router.bias_E is not None,
@@ -275,100 +173,40 @@ def _power_of_two(count: int) -> int:
     return 1 << max(count - 1, 1).bit_length()
 
 
-def _check(x_TD: Tensor, router: RouterWeights, facts: Experts) -> None:
+def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
     assert router.weight_ED.shape == (facts.num_experts, x_TD.shape[1])
     assert (router.selection_bias_E is not None) == facts.selection_bias
     assert facts.num_groups == 1 or _power_of_two(facts.num_experts) == facts.num_experts
-
-
-def route(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K], of few rows."""
-    _check(x_TD, router, facts)
-    num_rows, size = x_TD.shape
-    device = x_TD.device
-    x_TD = x_TD.contiguous()
-    programs = -(-facts.num_experts // EXPERTS_PER_PROGRAM)
-    sizes = {"SIZE": size, "BLOCK": _power_of_two(size), "EXPERTS": EXPERTS_PER_PROGRAM}
-    options = {"num_warps": NUM_WARPS, **pdl_options(device)}
-    if num_rows > MAX_FUSED_ROWS or num_rows == 0:
-        logits_TE = torch.empty(num_rows, facts.num_experts, dtype=torch.float32, device=device)
-        _logits[programs, -(-num_rows // ROWS_PER_PROGRAM)](
-            x_TD,
-            router.weight_ED,
-            logits_TE,
-            num_rows,
-            ROWS=ROWS_PER_PROGRAM,
-            E=facts.num_experts,
-            **sizes,
-            **options,
-        )
-        return _chosen(logits_TE, router, facts, num_warps=NUM_WARPS)
-    ids_TK, weights_TK = _outputs(x_TD, facts)
-    constants = _constants(router, facts)
-    _route[programs, num_rows](
-        x_TD,
-        router.weight_ED,
-        router.bias_E,
-        router.selection_bias_E,
-        torch.empty(num_rows, constants["E2"], dtype=torch.float32, device=device),
-        router.arrivals,
-        ids_TK,
-        weights_TK,
-        **sizes,
-        **constants,
-        **options,
-    )
-    return ids_TK, weights_TK
-
-
-def route_many(x_TD: Tensor, router: RouterWeights, facts: Experts) -> tuple[Tensor, Tensor]:
-    """Return ids and weights, [T, K]; a row's bits may depend on the number of rows."""
-    _check(x_TD, router, facts)
     if x_TD.dtype == torch.float32 or x_TD.device.type == "cpu":
         logits_TE = x_TD.float() @ router.weight_ED.float().t()
     else:
         logits_TE = torch.mm(x_TD, router.weight_ED.t(), out_dtype=torch.float32)
-    return _chosen(logits_TE, router, facts, num_warps=1)
-
-
-def _chosen(
-    logits_TE: Tensor, router: RouterWeights, facts: Experts, *, num_warps: int
-) -> tuple[Tensor, Tensor]:
-    """Choose for each row of logits, to which the bias is yet to be added."""
-    ids_TK, weights_TK = _outputs(logits_TE, facts)
-    if len(logits_TE) > 0:
-        _choose_rows[(len(logits_TE),)](
+    shape = len(x_TD), facts.top_k
+    ids_TK = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
+    weights_TK = torch.empty(shape, dtype=torch.float32, device=x_TD.device)
+    if len(x_TD) > 0:
+        _choose_rows[(len(x_TD),)](
             logits_TE,
             router.bias_E,
             router.selection_bias_E,
             ids_TK,
             weights_TK,
             **_constants(router, facts),
-            num_warps=num_warps,
-            **pdl_options(logits_TE.device),
+            num_warps=1,
+            **pdl_options(x_TD.device),
         )
     return ids_TK, weights_TK
 
 
-def _refusal(problem: Problem) -> str | None:
+def _many(problem: Problem) -> str | None:
+    if problem.row_invariant:
+        return "a row's bits depend on the number of rows"
     if refusal := triton_refusal(problem):
         return refusal
-    if problem.row_invariant and problem.k > MAX_SIZE:
-        return f"holds a row in registers, at most {MAX_SIZE} columns"
     if problem.expert_groups > 1 and _power_of_two(problem.experts) != problem.experts:
         return f"limits groups of experts whose number is a power of two, not {problem.experts}"
     return None
 
 
-def _few(problem: Problem) -> str | None:
-    if not problem.row_invariant:
-        return "for decode rows; a prompt's logits are one product"
-    return _refusal(problem)
-
-
-def _many(problem: Problem) -> str | None:
-    return "a row's bits depend on the number of rows" if problem.row_invariant else _refusal(problem)
-
-
-register(Kernel("router", "triton.row", min_sm=80, priority=10, supports=_few, fn=route))
 register(Kernel("router", "triton.product", min_sm=80, priority=10, supports=_many, fn=route_many))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from compress.kernels.compilers import nvrtc
-from compress.kernels.linear import slices
 from compress.kernels.linear.blocks import as_blocks
-from compress.kernels.linear.slices import SLICES, Tile, Variant, steps_of, tile_of, variant_of
-from compress.kernels.operands.gpu import Gpu
-from tests.support.cuda_emulator import EmulatedFunction, needs_compiler
+from compress.kernels.linear.slices import tile_of
+from compress.kernels.operands.slices import SLICES, Tile, Variant, steps_of, variant_of
+from tests.support.cuda_emulator import needs_compiler
+from tests.support.emulated_kernels import use_emulated_slices
 from tests.support.slow import slow
 from tests.unit.kernels.test_experts import randn, same_bits, weight
 from tests.unit.kernels.test_general_linear import in_float64, kernel_of, rows_of, some
@@ -54,51 +54,26 @@ def variant(
     packed = kernel.repack(weights, dtype=dtype, device=torch.device("cpu"), gated=activation is not None)
     blocks = as_blocks(packed)
     tile = tile_of(blocks.matrices, num_rows, gated=activation is not None)
-    return variant_of(blocks, tile, activation, torch.float32), steps_of(blocks.matrices)
+    made = variant_of(blocks.matrices, tile, dtype=dtype, activation=activation, out_dtype=torch.float32)
+    return made, steps_of(blocks.matrices)
 
 
-IN_CPP = {
-    "load_weight": """
-static uint4 load_weight(const char* at, bool there) {
-    uint4 v = {};
-    if (there) memcpy(&v, at, 16);
-    return v;
-}
-""",
-    "load_row": "static uint4 load_row(const char* at, bool there);\n",
-    "load_float": "static float load_float(const float* at) { return *at; }\n",
-    "numbers": """
-static u32 numbers(u32 words, int i, u32 offset) {
-    u32 pair = 0;
-    for (int h = 0; h < 2; ++h) {
-        const float code = words >> (16 * h + 4 * i) & 15;
-        pair |= (u32)narrow(code + (F16 ? 1024.0f : 128.0f) + widen(offset >> 16 * h)) << 16 * h;
-    }
-    return pair;
-}
-""",
-}
-"""What slices.cu has in PTX."""
-IN_CPP["load_row"] = IN_CPP["load_weight"].replace("load_weight", "load_row")
 TILES = (
     Tile(1, 1, 1, 1, True),
+    Tile(1, 1, 1, 1, False),
     Tile(2, 2, 2, 1, False),
     Tile(4, 1, 3, 1, False),
     Tile(1, 4, 1, 2, True),
     Tile(1, 8, 1, 1, True),
+    Tile(1, 1, 2, 1, True, True),
+    Tile(2, 2, 3, 1, False, True),
 )
 
 
 @pytest.fixture
-def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the kernel run on this CPU, where fresh memory is NaN."""
-
-    def function(made: Variant, device: torch.device) -> EmulatedFunction:
-        del device
-        return EmulatedFunction(made.source, IN_CPP, tmp_path)
-
-    monkeypatch.setattr(slices, "_function", function)
-    monkeypatch.setattr(slices, "gpu_of", lambda device: Gpu(80, 108, SHARED_BYTES))
+    use_emulated_slices(monkeypatch, tmp_path_factory.getbasetemp())
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,0 +1,119 @@
+"""Experts of decode rows with weights of four bits by products in slices (`operands/slices.cu`): gate and up
+with their activation, down, and the sum over the choices of a token.
+
+Up to a few rows every pair is a unit of its own (few experts are hit twice, and L2 serves the second), and
+the last block of some outputs adds (one block reads K numbers of every row); more pairs are sorted by expert.
+y is kept in float32 and added in the order of K, so a row has the same bits in any company.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from compress.kernels.compilers.triton import triton_refusal
+from compress.kernels.experts.launch import add_choices
+from compress.kernels.experts.packed import PackedExperts, format_of_problem, refusal, repack
+from compress.kernels.experts.reference import ACTIVATIONS
+from compress.kernels.experts.units import sort_pairs
+from compress.kernels.operands.slices import Chosen, Sum, Tile, multiply
+from compress.kernels.problem import Problem
+from compress.kernels.select import Kernel, register
+
+MAX_PAIRED_ROWS = 4
+MAX_DECODE_ROWS = 512
+
+
+def tiles_of(num_rows: int) -> tuple[Tile, Tile]:
+    """Return the tiles of gate and up, and of down. They change no bit; sizes were chosen by measurement
+    (`scripts/bench_experts.py`, and the steps of whole models)."""
+    if num_rows <= MAX_PAIRED_ROWS:
+        return Tile(1, 1, 1, 3, True), Tile(2, 1, 1, 3, True)
+    if num_rows <= 32:
+        return Tile(1, 1, 1, 5, False), Tile(2, 1, 1, 5, False)
+    if num_rows <= 64:
+        return Tile(2, 1, 2, 3, False, staged=True), Tile(2, 1, 1, 5, False)
+    row_tiles = 2 if num_rows <= 256 else 4
+    return Tile(1, row_tiles, 1, 3, False), Tile(2, row_tiles, 1, 3, False)
+
+
+def decode(
+    x_TD: Tensor,
+    packed: PackedExperts,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: str,
+    residual_TD: Tensor | None = None,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> Tensor:
+    """Return [T, D]; a row's bits depend on the row alone. `tiles` are for measuring others than those
+    chosen."""
+    num_rows, top_k = ids_TK.shape
+    device = ids_TK.device
+    hidden = packed.down.out_features
+    out_TD = torch.empty(num_rows, hidden, dtype=packed.dtype, device=device)
+    if num_rows == 0:
+        return out_TD
+    assert ids_TK.is_contiguous()
+    assert weights_TK.is_contiguous()
+    first, second = tiles or tiles_of(num_rows)
+    assert first.row_tiles == second.row_tiles, "both products have the same units"
+    paired = num_rows <= MAX_PAIRED_ROWS
+    h_PF = torch.empty(num_rows * top_k, packed.down.in_features, dtype=packed.dtype, device=device)
+    y_PD = torch.empty(num_rows * top_k, hidden, dtype=torch.float32, device=device)
+    residual_TD = None if residual_TD is None else residual_TD.contiguous()
+    chosen = Chosen(ids_TK, None, top_k)
+    if not paired:
+        units = sort_pairs(ids_TK, packed.num_experts, 8 * first.row_tiles)
+        chosen = Chosen(units.experts, units.pairs, top_k)
+    multiply_units = partial(multiply, dtype=packed.dtype, num_rows=num_rows, chosen=chosen)
+    multiply_units(
+        x_TD.contiguous(),
+        None,
+        packed.gate_up,
+        h_PF,
+        first,
+        activation=activation,
+        bias=packed.gate_up.bias_EO,
+        rows="chosen",
+    )
+    multiply_units(
+        h_PF,
+        None,
+        packed.down,
+        y_PD,
+        second,
+        bias=packed.down.bias_EO,
+        rows="by pair",
+        total=Sum(weights_TK, residual_TD, out_TD, packed.arrivals) if paired else None,
+    )
+    if not paired:
+        add_choices(y_PD, weights_TK, residual_TD, out_TD)
+    return out_TD
+
+
+def _supports(problem: Problem, *, activation: str) -> str | None:
+    if problem.activation != activation:
+        return f"its experts are gated by {activation}"
+    if not problem.row_invariant:
+        return "for decode rows"
+    if problem.m_max > MAX_DECODE_ROWS:
+        return f"for M up to {MAX_DECODE_ROWS}, where weight bytes are the bound"
+    if format_of_problem(problem) != "w4":
+        return "for weights of four bits"
+    return triton_refusal(problem) or refusal(problem)
+
+
+for _activation in ACTIVATIONS:
+    register(
+        Kernel(
+            "experts",
+            f"cuda.slices.{_activation}",
+            min_sm=80,
+            priority=10,
+            supports=partial(_supports, activation=_activation),
+            fn=partial(decode, activation=_activation),
+            repack_experts=repack,
+        )
+    )

@@ -1,0 +1,440 @@
+// y = x W^T for few rows x (decode and verification, M = 1..512), of one matrix or of each expert's, for every format and size: sums over I
+// are cut into at most eight slices.
+//
+//     slice s of the steps of I (128 columns; 64 of 16-bit numbers) is [s per, (s + 1) per), per = ceil(steps / 8)
+//     sum of a slice    steps ascend; columns of a step by matrix instructions in one order. Four bits: a group of 128 columns, or a smaller
+//                       scale group, sums from zero on exact integers and is added times its scale; blocks of e4m3 likewise by their two scales
+//     y                 slices ascend, in float32
+//
+// So the sum of an output has one shape, and a row's bits depend on the row alone: not on the number of rows, nor on the outputs that a warp
+// takes, nor on the warps of an item: one for each slice (SPLIT, where outputs are few) or one for all.
+//
+// An item is 16 MT outputs (of gate and of up where gated) of a unit: 8 NT rows, or those of one expert's tokens. Any order of columns serves
+// that x and W share, so a thread loads 16 bytes next to one another, as the registers of matrix instructions want them; DEPTH steps are under
+// way, the first of the weights before griddepcontrol.wait, unless the launch ahead decides which they are. They wait in registers, or, STAGED, in
+// places of shared memory that a thread has to itself, so that nobody waits for another. e4m3 codes are multiplied as float16, exactly: FP8
+// instructions would keep 14 bits of a sum.
+//
+// Layouts of W: kernels/operands/matrices.py. Macros: F16 0 = bfloat16, 1 = float16 (the model's dtype); FORMAT 0 = 16 bits, 1 = four bits,
+// 2 = e4m3 with a scale for each output and row, 3 = e4m3 in blocks; SUBGROUPS scale groups in 128 columns of four bits (1 also where a
+// group has more); OFFSETS = asymmetric; ACT as in products.cuh (gated: W is gate over up); UNITS 0 = rows in order and one
+// matrix, 1 = units of experts, whose pairs are numbered token times choices + choice, 2 = units that are older than the launch ahead, whose
+// rows of x are pairs; COMBINE = the last block of some outputs adds the choices of each token; OUT32 = y is float32; SPLIT; STAGED;
+// TAIL = the last step is not whole; MT, NT, DEPTH; WARPS of a block at most, BLOCKS of a multiprocessor at least.
+
+constexpr bool FP8 = FORMAT >= 2, HALF = F16 || FP8, FROM_ZERO = FORMAT == 1 || FORMAT == 3;
+constexpr int MATRICES = ACT ? 2 : 1, WARP = 32, TOKENS = 8 * NT, OUTPUTS = 16 * MT, TILES = MATRICES * MT;
+constexpr int W_VECTORS = FORMAT == 1 ? 1 : 2, X_VECTORS = FORMAT == 1 ? 4 : 2;  // of 64 bytes that four threads share, of a row in a step
+constexpr int W_STEP = FORMAT == 1 ? 1024 : 128, X_STEP = FORMAT == 1 ? 256 : 128;  // bytes from a step to the next
+constexpr bool X_AHEAD = STAGED || NT * X_VECTORS <= 8;  // else there are no registers for it
+constexpr int W_PLACES = TILES * 2 * W_VECTORS, PLACES = W_PLACES + NT * X_VECTORS;  // of 16 bytes of a thread, in a step that is STAGED
+constexpr int SUMS = TILES * NT * 128;  // of a slice of an item
+constexpr int STAGES = STAGED ? DEPTH * PLACES * 128 : 0;
+constexpr int OWN = !SPLIT ? STAGES + SUMS : STAGES > SUMS ? STAGES : SUMS;  // numbers of shared memory of a warp
+
+struct Args {
+    const char* x;
+    const float* x_scale;
+    const char* w;
+    const void* scale;
+    const u16* offset;
+    const u16* bias;
+    const u16* residual;
+    void* y;
+    const int* experts;
+    const int* pairs;  // NULL: unit u is pair u
+    const float* weights;
+    u16* combined;
+    u32* arrivals;
+    long long expert_bytes, expert_scales;
+    int out, in, steps, per, scale_steps, scale_rows, num_scales, num_rows, choices;
+};
+
+// 16 bytes of a weight, or zeros past the end of its row: without a branch, so that loads stay one after another.
+__device__ __forceinline__ uint4 load_weight(const char* at, bool inside) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (TAIL)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)inside));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+// 16 bytes of a row, past the first-level cache, which may hold what was there before, or zeros past its end. Of no row v may stay: what a token
+// that is not there has concerns no other.
+__device__ __forceinline__ void load_row(uint4& v, const char* at, bool there) {
+    if (TAIL) v = make_uint4(0, 0, 0, 0);
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(at), "r"((u32)there) : "memory");
+}
+
+// The same, to shared memory.
+__device__ __forceinline__ void copy_weight(uint4* to, const char* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_row(uint4* to, const char* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int STEPS> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(STEPS) : "memory"); }
+
+// Four e4m3 codes as float16 times a power of two, that of their products being 1 / E4M3_FACTOR: odd bytes and even bytes, or halves.
+#if __CUDA_ARCH__ >= 890
+#define E4M3_FACTOR 1.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) {
+    uint2 v;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}" : "=r"(v.x), "=r"(v.y) : "r"(codes));
+    return v;
+}
+#else
+#define E4M3_FACTOR 65536.0f
+__device__ __forceinline__ uint2 factors_of(u32 codes) { return e4m3_to_f16(codes); }
+#endif
+__device__ __forceinline__ float load_float(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ int load_index(const int* at) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+// Nibbles i of two words, minus their zero point, exactly; `offset` is -(8 + zero point) - 128, in float16 - 1024, twice.
+__device__ __forceinline__ u32 numbers(u32 words, int i, u32 offset) {
+    u32 v;
+#if F16
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x64006400, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(v) : "r"(v), "r"(offset));
+#else
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(v) : "r"(words >> (4 * i)));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(0x3F803F80), "r"(offset));
+#endif
+    return v;
+}
+
+// What a thread holds of a step: outputs g and g + 8 of each tile of 16, row g of each tile of 8, and quarter t of their columns.
+struct Step {
+#if !STAGED
+    uint4 w[TILES][2][W_VECTORS], x[X_AHEAD ? NT : 1][X_VECTORS];
+#endif
+#if FORMAT == 1
+    u16 scale[TILES][2][SUBGROUPS];
+#if OFFSETS
+    u16 offset[TILES][2][SUBGROUPS];
+#endif
+#elif FORMAT == 3
+    float scale[TILES][2];
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, BLOCKS) sliced_product(const __grid_constant__ Args args) {
+    extern __shared__ __align__(16) float shared_sums[];  // of each warp, and for blocks of e4m3 the scales of x [TOKENS][steps]
+    float* x_scales = shared_sums + WARPS * OWN;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
+    float* sums = shared_sums + warp * OWN;
+    uint4* places = (uint4*)(sums + (SPLIT ? 0 : SUMS)) + lane;
+    const int size = args.out / MATRICES, row_bytes = args.in * (FP8 ? 1 : 2), unit = blockIdx.y;
+    const int tile = SPLIT ? blockIdx.x : blockIdx.x * WARPS + warp, first_output = tile * OUTPUTS;
+    const int first = SPLIT ? warp * args.per : 0, count = SPLIT ? min(args.per, args.steps - first) : args.steps;
+    __shared__ int pair_at[UNITS ? TOKENS : 1];  // -1: there is none
+#if HOPPER
+    if (UNITS == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");  // if UNITS 1, the next launch may read what was written before this one
+#endif
+    const int expert = UNITS ? load_index(args.experts + unit) : 0;
+    if (expert < 0) return;
+    const long long scales = expert * args.expert_scales;
+
+    // Where the next step of this warp begins, and in it the tiles, or, of other formats than four bits, their halves.
+    constexpr int HALVES = FORMAT == 1 ? 1 : 2;
+    const char* w = args.w + expert * args.expert_bytes + (long long)first * W_STEP + t * 16;
+#if FORMAT == 1
+    const int first_group = SUBGROUPS > 1 ? first * SUBGROUPS : first / args.scale_steps;
+    const u16 *scale = (const u16*)args.scale + scales + first_group * 16, *offset = args.offset + scales + first_group * 16;
+    int group_left = args.scale_steps - first % args.scale_steps;  // steps
+#else
+    const float* scale = (const float*)args.scale + scales + first;
+#endif
+    u32 w_at[TILES][HALVES], scale_at[TILES][HALVES];  // in 16 bytes, in numbers
+#pragma unroll
+    for (int m = 0; m < MATRICES; ++m)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < HALVES; ++h) {
+                u32 &at = w_at[m * MT + i][h], &own_scale = scale_at[m * MT + i][h];
+#if FORMAT == 1
+                const int block = min(tile * MT + i, size / 16 - 1) + m * (size / 16);
+                at = block * (args.steps * 64u) + g * 4, own_scale = block * (args.num_scales * 16) + g;
+#else
+                const int own = min(first_output + 16 * i + 8 * h + g, size - 1);
+                at = (m * size + own) * (row_bytes / 16u);
+                own_scale = (m * ((size + args.scale_rows - 1) / args.scale_rows) + own / args.scale_rows) * args.steps;
+#endif
+            }
+    auto load_weights = [&](Step& to, int step, int place) {  // of one step after the other
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+#pragma unroll
+                for (int v = 0; v < W_VECTORS; ++v) {
+                    const bool inside = FORMAT == 1 || (first + step) * 128 + v * 64 + t * 16 < row_bytes;
+                    const char* at = w + (u64)w_at[i][h % HALVES] * 16 + (h / HALVES * 512 + v * 64);
+#if STAGED
+                    copy_weight(places + (place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP, at, inside);
+#else
+                    to.w[i][h][v] = load_weight(at, inside);
+#endif
+                }
+#if FORMAT == 1
+#pragma unroll
+                for (int s = 0; s < SUBGROUPS; ++s) {
+                    to.scale[i][h][s] = (scale + scale_at[i][0])[h * 8 + s * 16];
+#if OFFSETS
+                    to.offset[i][h][s] = (offset + scale_at[i][0])[h * 8 + s * 16];
+#endif
+                }
+#elif FORMAT == 3
+                to.scale[i][h] = scale[scale_at[i][h]];
+#endif
+            }
+        w += W_STEP;
+#if FORMAT == 1
+        if (SUBGROUPS > 1 || --group_left == 0) group_left = args.scale_steps, scale += 16 * SUBGROUPS, offset += 16 * SUBGROUPS;
+#else
+        scale += 1;
+#endif
+    };
+
+    Step ring[DEPTH] = {};  // what is loaded of no row stays zero
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+        if (d < count) load_weights(ring[d], d, d);
+#if HOPPER
+    if (UNITS != 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
+    if (UNITS && args.pairs) {
+        if (threadIdx.x < TOKENS) pair_at[threadIdx.x] = load_index(args.pairs + unit * TOKENS + threadIdx.x);
+        __syncthreads();
+    }
+    auto pair_of = [&](int token) {
+        const int row = unit * TOKENS + token;
+        return !UNITS ? (row < args.num_rows ? row : -1) : args.pairs ? pair_at[token] : token == 0 ? unit : -1;
+    };
+    auto row_of = [&](int pair) { return UNITS == 1 ? pair / args.choices : pair; };
+    const char* x[NT];
+    bool there[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+        const int pair = pair_of(8 * n + g);
+        there[n] = pair >= 0;
+        x[n] = args.x + (long long)row_of(max(pair, 0)) * row_bytes + first * X_STEP + t * 16;
+    }
+    auto inside = [&](int step, int v) { return !TAIL || (first + step) * X_STEP + v * 64 + t * 16 < row_bytes; };
+    auto load_x = [&](uint4& to, int n, int step, int v) { load_row(to, x[n] + v * 64, there[n] && inside(step, v)); };
+    auto load_rows = [&](Step& to, int step, int place) {  // of one step after the other
+#pragma unroll
+        for (int n = 0; n < (X_AHEAD ? NT : 0); ++n) {
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v)
+#if STAGED
+                if (there[n]) copy_row(places + (place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP, x[n] + v * 64, inside(step, v));
+#else
+                load_x(to.x[n][v], n, step, v);
+#endif
+            x[n] += X_STEP;
+        }
+    };
+
+    float total[TILES][NT][4] = {};
+    auto multiply = [&](const Step& from, int step, int place) {
+        uint4 rows[NT][X_VECTORS];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) {
+#if STAGED
+                rows[n][v] = places[(place * PLACES + W_PLACES + n * X_VECTORS + v) * WARP];
+#else
+                rows[n][v] = X_AHEAD ? from.x[X_AHEAD ? n : 0][v] : make_uint4(0, 0, 0, 0);
+                if (!X_AHEAD) load_x(rows[n][v], n, step, v);
+#endif
+            }
+            if (!X_AHEAD) x[n] += X_STEP;
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            auto weights = [&](int h, int v) {
+#if STAGED
+                return places[(place * PLACES + (i * 2 + h) * W_VECTORS + v) * WARP];
+#else
+                return from.w[i][h][v];
+#endif
+            };
+            float group_sum[NT][4];
+            auto fold = [&](int s) {  // adds the sums of scale group s
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        float& sum = total[i][n][r];
+#if FORMAT == 1
+                        sum = __fmaf_rn(group_sum[n][r], widen(from.scale[i][r / 2][s]), sum);
+#elif FORMAT == 3
+                        const float x_scale = x_scales[(8 * n + 2 * t + r % 2) * args.steps + first + step] * E4M3_FACTOR;
+                        sum = __fmaf_rn(__fmul_rn(group_sum[n][r], x_scale), from.scale[i][r / 2], sum);
+#endif
+                    }
+            };
+#pragma unroll
+            for (int v = 0; v < X_VECTORS; ++v) {
+#pragma unroll
+                for (int k = 0; k < (FP8 ? 4 : 2); ++k) {  // 16 columns
+                    u32 a[4];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const uint4 words = weights(h, FORMAT == 1 ? 0 : v);
+#if FORMAT == 1
+                        u32 offset = F16 ? 0xE408E408 : 0xC308C308;  // -1032, -136
+#if OFFSETS
+                        offset = from.offset[i][h][v * SUBGROUPS / 4] * 0x10001u;
+#endif
+                        a[h] = numbers(word_of(words, 2 * k), v, offset), a[2 + h] = numbers(word_of(words, 2 * k + 1), v, offset);
+#elif FORMAT == 0
+                        a[h] = word_of(words, 2 * k), a[2 + h] = word_of(words, 2 * k + 1);
+#else
+                        const uint2 codes = factors_of(word_of(words, k));
+                        a[h] = codes.x, a[2 + h] = codes.y;
+#endif
+                    }
+                    const bool accumulate = FROM_ZERO ? k > 0 || (FORMAT == 1 ? v * SUBGROUPS % 4 != 0 : v > 0) : true;
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        float(&sum)[4] = FROM_ZERO ? group_sum[n] : total[i][n];
+                        if (FP8) {
+                            const uint2 codes = factors_of(word_of(rows[n][v], k));
+                            mma<HALF>(sum, a, codes.x, codes.y, accumulate);
+                        } else mma<HALF>(sum, a, word_of(rows[n][v], 2 * k), word_of(rows[n][v], 2 * k + 1), accumulate);
+                    }
+                }
+                if (FORMAT == 1 && (v + 1) * SUBGROUPS % 4 == 0) fold(v * SUBGROUPS / 4);
+            }
+            if (FORMAT == 3) fold(0);
+        }
+    };
+
+    float4* before = (float4*)sums + lane;  // the sum of the slices so far
+    if (!SPLIT)
+#pragma unroll
+        for (int j = 0; j < TILES * NT; ++j) before[j * WARP] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // which change nothing, whatever the sign
+    auto close_slice = [&] {
+#pragma unroll
+        for (int j = 0; j < TILES * NT; ++j) {
+            float(&own)[4] = total[j / NT][j % NT];
+            const float4 sum = before[j * WARP];
+            before[j * WARP] = make_float4(sum.x + own[0], sum.y + own[1], sum.z + own[2], sum.w + own[3]);
+            own[0] = own[1] = own[2] = own[3] = 0.0f;
+        }
+    };
+    int left = args.per;
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d)
+    {
+        if (d < count) load_rows(ring[d], d, d);
+        if (STAGED) end_copies();
+    }
+#if FORMAT == 3
+    // Every warp reads scales of few rows: from memory, they would all ask the same few places for four bytes at a time.
+    for (int at = threadIdx.x; at < TOKENS * args.steps; at += blockDim.x) {
+        const int pair = pair_of(at / args.steps);
+        if (pair >= 0) x_scales[at] = load_float(args.x_scale + (long long)row_of(pair) * args.steps + at % args.steps);
+    }
+    __syncthreads();
+#endif
+#pragma unroll 1
+    for (int done = 0; done < count; done += DEPTH) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) {
+            const int step = done + d;
+            if (STAGED) await_copies<DEPTH - 1>();
+            if (step < count) multiply(ring[d], step, d);
+            if (step + DEPTH < count) {
+                load_weights(ring[d], step + DEPTH, d);
+                load_rows(ring[d], step + DEPTH, d);
+            }
+            if (STAGED) end_copies();
+            if (!SPLIT && --left == 0) {
+                left = args.per;
+                close_slice();
+            }
+        }
+    }
+
+    __syncwarp();  // before sums take the place of what lanes read
+    if (SPLIT) {
+#pragma unroll
+        for (int j = 0; j < TILES * NT; ++j) {
+            const float(&own)[4] = total[j / NT][j % NT];
+            before[j * WARP] = make_float4(own[0], own[1], own[2], own[3]);
+        }
+    } else close_slice();
+    if (SPLIT) __syncthreads();
+    else __syncwarp();
+
+    const int slices = SPLIT ? blockDim.x / WARP : 1, thread = SPLIT ? threadIdx.x : lane, threads = SPLIT ? blockDim.x : WARP;
+    for (int at = thread; at < OUTPUTS * TOKENS; at += threads) {
+        const int own = at % OUTPUTS, token = at / OUTPUTS, output = first_output + own, pair = pair_of(token);
+        if (pair < 0) break;  // nor has any token after it
+        if (output >= size) continue;
+        float value[MATRICES];
+#pragma unroll
+        for (int m = 0; m < MATRICES; ++m) {
+            const float* sum = (SPLIT ? shared_sums : sums) + ((m * MT + own / 16) * NT + token / 8) * 128 + (own % 8 * 4 + token % 8 / 2) * 4 + own % 16 / 8 * 2 + token % 2;
+            float v = *sum;
+            for (int s = 1; s < slices; ++s) v += sum[s * OWN];
+            if (FORMAT == 2) {
+                const float x_scale = load_float(args.x_scale + row_of(pair)) * E4M3_FACTOR;
+                v = __fmul_rn(__fmul_rn(v, x_scale), ((const float*)args.scale)[scales + m * size + output]);
+            }
+            if (args.bias) v += widen(args.bias[(long long)expert * args.out + m * size + output]);
+            value[m] = v;
+        }
+#if ACT
+        const float y = gated(value[0], value[MATRICES - 1]);
+#else
+        const float y = value[0];
+#endif
+        const long long to = (long long)pair * size + output;
+#if OUT32
+        ((float*)args.y)[to] = args.residual && !UNITS ? widen(args.residual[to]) + y : y;
+#else
+        ((u16*)args.y)[to] = args.residual && !UNITS ? narrow(widen(args.residual[to]) + rounded(y)) : narrow(y);
+#endif
+    }
+#if COMBINE
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(args.arrivals + blockIdx.x, 1) == gridDim.y - 1;
+        if (last) args.arrivals[blockIdx.x] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    for (int at = threadIdx.x; last && at < OUTPUTS * args.num_rows; at += blockDim.x) {
+        const int output = first_output + at % OUTPUTS, token = at / OUTPUTS;
+        if (output >= size) continue;
+        float sum = 0.0f;
+        for (int c = 0; c < args.choices; ++c) {
+            const long long choice = (long long)token * args.choices + c;
+            sum = __fmaf_rn(load_float((const float*)args.y + choice * size + output), load_float(args.weights + choice), sum);
+        }
+        const long long to = (long long)token * size + output;
+        args.combined[to] = args.residual ? narrow(widen(args.residual[to]) + rounded(sum)) : narrow(sum);
+    }
+#endif
+}

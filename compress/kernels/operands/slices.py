@@ -1,0 +1,273 @@
+"""Products of few rows in slices of I: launches `slices.cu`, which documents its sums."""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kernels.compilers.nvrtc import Function, Launch, Source, source_text
+from compress.kernels.operands.gpu import gpu_of
+from compress.kernels.operands.matrices import FORMATS, Matrices, MatrixFormat, whole_blocks
+
+SLICES = 8
+ITEMS = 4
+"""Items of a block whose warps have one each."""
+ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "swiglu_clamped")
+Rows = Literal["in order", "chosen", "by pair"]
+ROWS: tuple[Rows, ...] = ("in order", "chosen", "by pair")
+"""The rows of x that a unit reads: the next ones, those of the tokens of its pairs, or those of its pairs,
+where the launch ahead does not write the units. The macro UNITS."""
+STATIC_BYTES = 1024
+"""Shared memory that a block keeps for the system, with a margin."""
+SOURCES = ("operands/numbers.cuh", "operands/products.cuh", "operands/slices.cu")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The tiles of 16 outputs and of 8 rows of an item, the steps that a warp has under way, and the blocks
+    of a multiprocessor at least; `split` gives each slice a warp, else one has all; steps under way wait in
+    shared memory where `staged`, else in registers. None of them changes a bit."""
+
+    output_tiles: int
+    row_tiles: int
+    depth: int
+    blocks: int
+    split: bool
+    staged: bool = False
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block at most."""
+        return SLICES if self.split else ITEMS
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Experts of units [U], -1 after the last, and their pairs [U, 8 row_tiles], -1 where a unit has fewer;
+    no pairs where unit u is pair u. A pair is one of the `top_k` choices of a token."""
+
+    experts: Tensor
+    pairs: Tensor | None
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum over the choices of a token that the last block of some outputs forms: weights [T, K], a
+    residual [T, O] or None, the result [T, O], and zeroed counters, a number for each block of outputs."""
+
+    weights_TK: Tensor
+    residual_TO: Tensor | None
+    out_TO: Tensor
+    arrivals: Tensor
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The constants that the kernel is compiled with."""
+
+    format: MatrixFormat
+    dtype: torch.dtype
+    subgroups: int
+    offsets: bool
+    tail: bool
+    activation: str | None
+    rows: Rows
+    combine: bool
+    float32_output: bool
+    tile: Tile
+
+    @property
+    def source(self) -> Source:
+        macros = {
+            "FORMAT": FORMATS.index(self.format),
+            "F16": int(self.dtype == torch.float16),
+            "SUBGROUPS": self.subgroups,
+            "OFFSETS": int(self.offsets),
+            "TAIL": int(self.tail),
+            "ACT": ACTIVATIONS.index(self.activation),
+            "UNITS": ROWS.index(self.rows),
+            "COMBINE": int(self.combine),
+            "OUT32": int(self.float32_output),
+            "SPLIT": int(self.tile.split),
+            "STAGED": int(self.tile.staged),
+            "MT": self.tile.output_tiles,
+            "NT": self.tile.row_tiles,
+            "DEPTH": self.tile.depth,
+            "WARPS": self.tile.warps,
+            "BLOCKS": self.tile.blocks,
+        }
+        return Source(source_text(*SOURCES), "sliced_product", tuple(macros.items()))
+
+    def shared_bytes(self, steps: int) -> int:
+        """Return the bytes of the sums of all warps, or of their steps under way, and of the scales of x."""
+        tile = self.tile
+        tiles = tile.output_tiles * (1 if self.activation is None else 2)
+        scales = 32 * tile.row_tiles * steps if self.format == "fp8_block" else 0
+        w, x = (1, 4) if self.format == "w4" else (2, 2)
+        staged = tile.depth * (2 * w * tiles + x * tile.row_tiles) * 512 if tile.staged else 0
+        sums = tiles * tile.row_tiles * 512
+        return tile.warps * (max(staged, sums) if tile.split else staged + sums) + scales
+
+
+def variant_of(
+    matrices: Matrices,
+    tile: Tile,
+    *,
+    dtype: torch.dtype,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    rows: Rows = "in order",
+    combine: bool = False,
+) -> Variant:
+    """Return what the kernel is compiled for to serve weights."""
+    return Variant(
+        format=matrices.format,
+        dtype=dtype,
+        subgroups=max(1, 128 // matrices.group_size) if matrices.format == "w4" else 1,
+        offsets=matrices.offset is not None,
+        tail=matrices.in_features % _columns(matrices) != 0,
+        activation=activation,
+        rows=rows,
+        combine=combine,
+        float32_output=out_dtype == torch.float32,
+        tile=tile,
+    )
+
+
+def steps_of(matrices: Matrices) -> int:
+    """Return the steps of a sum over I."""
+    return -(-matrices.in_features // _columns(matrices))
+
+
+def _columns(matrices: Matrices) -> int:
+    """Return the columns of a step."""
+    return 64 if matrices.format == "dense16" else 128
+
+
+class _Arguments(ctypes.Structure):
+    """`Args` of slices.cu."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "x_scale",
+                "w",
+                "scale",
+                "offset",
+                "bias",
+                "residual",
+                "y",
+                "experts",
+                "pairs",
+                "weights",
+                "combined",
+                "arrivals",
+            )
+        ),
+        *((name, ctypes.c_longlong) for name in ("expert_bytes", "expert_scales")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "out",
+                "in_",
+                "steps",
+                "per",
+                "scale_steps",
+                "scale_rows",
+                "num_scales",
+                "num_rows",
+                "choices",
+            )
+        ),
+    ]
+
+
+def multiply(
+    x: Tensor,
+    x_scale: Tensor | None,
+    matrices: Matrices,
+    y: Tensor,
+    tile: Tile,
+    *,
+    dtype: torch.dtype,
+    num_rows: int,
+    activation: str | None = None,
+    scale_rows: int = 128,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    rows: Rows = "in order",
+    chosen: Chosen | None = None,
+    total: Sum | None = None,
+) -> None:
+    """Write y = x W^T of `num_rows` rows in order, or of the pairs of `chosen`: [.., O], or [.., O / 2] with
+    an activation, in the model's `dtype` or in float32.
+
+    x are numbers of that dtype, or e4m3 codes with their scales. `scale_rows` outputs share a scale of
+    fp8_block. The residual is of rows in order.
+    """
+    device = matrices.data.device
+    steps = steps_of(matrices)
+    per = -(-steps // SLICES)
+    is_w4 = matrices.format == "w4"
+    group = matrices.group_size
+    scale = matrices.scale
+    variant = variant_of(
+        matrices,
+        tile,
+        dtype=dtype,
+        activation=activation,
+        out_dtype=y.dtype,
+        rows=rows,
+        combine=total is not None,
+    )
+    tensors = (
+        x,
+        x_scale,
+        matrices.data,
+        scale,
+        matrices.offset,
+        bias,
+        residual if total is None else total.residual_TO,
+        y,
+        None if chosen is None else chosen.experts,
+        None if chosen is None else chosen.pairs,
+        None if total is None else total.weights_TK,
+        None if total is None else total.out_TO,
+        None if total is None else total.arrivals,
+    )
+    arguments = _Arguments(
+        *(None if each is None else each.data_ptr() for each in tensors),
+        matrices.data[0].numel() * matrices.data.element_size(),
+        0 if scale is None else scale[0].numel(),
+        matrices.out_features,
+        matrices.in_features,
+        steps,
+        per,
+        max(1, group // 128) if is_w4 else 1,
+        scale_rows,
+        whole_blocks(matrices.in_features) // group if is_w4 else 0,
+        num_rows,
+        1 if chosen is None else chosen.top_k,
+    )
+    size = matrices.out_features if activation is None else matrices.out_features // 2
+    tiles = -(-size // (16 * tile.output_tiles))
+    units = -(-num_rows // (8 * tile.row_tiles)) if chosen is None else chosen.experts.numel()
+    launch = Launch(
+        grid=(tiles if tile.split else -(-tiles // ITEMS), units),
+        threads=32 * (-(-steps // per) if tile.split else ITEMS),
+        shared_bytes=variant.shared_bytes(steps),
+        overlap=gpu_of(device).sm >= 90,
+    )
+    _function(variant, device)(launch, arguments, device=device)
+
+
+@functools.cache
+def _function(variant: Variant, device: torch.device) -> Function:
+    gpu = gpu_of(device)
+    return Function(variant.source, device=device, shared_bytes=gpu.shared_bytes - STATIC_BYTES, sm=gpu.sm)

@@ -1,0 +1,199 @@
+// The router of decode rows in one launch: logits by matrix instructions, the choice by a warp for each row.
+//
+//     logits = x W^T + bias     columns are cut into eight slices, a warp for each, whose vectors of 32 columns ascend; slices ascend, in float32
+//     scores = softmax, or the sigmoid of each, or the logits; compared = scores + selection bias, or logits where those decide alone
+//     chosen = the largest compared, of equal ones the lowest ids; of the groups whose two best have the largest sums, where there are groups
+//     weights = scores of the chosen (softmax of their logits; divided by their sum), times a factor
+//
+// A block takes 16 experts and 8 rows, and the one that arrives last for its rows chooses: so a row's bits depend on the row alone. A key is the
+// compared number as an unsigned integer of the same order: 0 was taken or is absent, 1 is in no chosen group. `models/moe.py` has the definition.
+//
+// After products.cuh (ACT 0). Macros: F16; VECTORS of a slice; PER_LANE experts of a lane; SCORE 0 = softmax, 1 = sigmoid, 2 = softmax of the
+// chosen; RENORMALIZE; GROUPED; SELECTION = there is a selection bias.
+
+constexpr int WARP = 32, WARPS = 8, ROWS = 8, EXPERTS = 16;  // ROWS and EXPERTS of a block
+constexpr int AT_ONCE = VECTORS < 16 ? VECTORS : 16;  // vectors that a thread has in registers
+constexpr bool BY_LOGIT = SCORE == 0 && !SELECTION && !GROUPED;
+
+struct Args {
+    const u16* x;
+    const u16* w;
+    const float* bias;
+    const float* selection_bias;
+    float* logits;
+    u32* arrivals;
+    int* ids;
+    float* weights;
+    int size, num_experts, num_rows, choices, num_groups, top_groups;
+    float scale, least;
+};
+
+__device__ __forceinline__ float load_float(const float* at) {  // past the first-level cache
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load_row(const u16* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 ordered(float v) {
+    const u32 bits = __float_as_uint(v + 0.0f);  // of two zeros, too, the lowest id is first
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float number(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key); }
+// Takes the largest key of all lanes, of equal ones that of the lowest id = j 32 + lane.
+template <int N> __device__ __forceinline__ int take_largest(u32 (&keys)[N], int lane, u32& largest) {
+    u32 own = keys[0];
+#pragma unroll
+    for (int j = 1; j < N; ++j) own = keys[j] > own ? keys[j] : own;
+    largest = __reduce_max_sync(0xFFFFFFFFu, own);
+    u32 id = 0xFFFFFFFFu;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j)
+        if (keys[j] == largest) id = j * WARP + lane;
+    id = __reduce_min_sync(0xFFFFFFFFu, id);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+        if (j * WARP + lane == id) keys[j] = 0;
+    return id;
+}
+
+#if GROUPED
+// The groups that may be chosen from, a bit each; lane g looks at group g.
+__device__ __forceinline__ u32 kept_groups(const float* compared, const Args& args, int lane) {
+    const int members = args.num_experts / args.num_groups;
+    u32 keys[1] = {0};
+    if (lane < args.num_groups) {
+        float first = __uint_as_float(0xFF800000), second = first;
+        for (int i = 0; i < members; ++i) {
+            const float v = compared[lane * members + i];
+            second = v > first ? first : fmaxf(second, v);
+            first = fmaxf(first, v);
+        }
+        keys[0] = ordered(members > 1 ? first + second : first);
+    }
+    u32 kept = 0, largest;
+    for (int i = 0; i < args.top_groups; ++i) kept |= 1u << take_largest(keys, lane, largest);
+    return kept;
+}
+#endif
+
+__device__ __forceinline__ void choose(const Args& args, int row, int lane, float* compared_of) {
+    float logits[PER_LANE], scores[PER_LANE];
+    float most = __uint_as_float(0xFF800000), total = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int id = j * WARP + lane;
+        logits[j] = id < args.num_experts ? load_float(args.logits + (long long)row * args.num_experts + id) : __uint_as_float(0xFF800000);
+        most = larger(most, logits[j]);
+    }
+    if (SCORE == 0) {
+        most = warp_max(most);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) total += scores[j] = __expf(logits[j] - most);
+        total = sum_of_lanes(total);
+    }
+    u32 keys[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int id = j * WARP + lane;
+        scores[j] = SCORE == 0 ? scores[j] / total : SCORE == 1 ? 1.0f / (1.0f + __expf(-logits[j])) : logits[j];
+        float compared = BY_LOGIT ? logits[j] : scores[j];
+        if (SELECTION && id < args.num_experts) compared += args.selection_bias[id];
+        keys[j] = id < args.num_experts ? ordered(compared) : 0;
+        if (GROUPED && id < args.num_experts) compared_of[id] = compared;
+    }
+#if GROUPED
+    __syncwarp();
+    const u32 kept = kept_groups(compared_of, args, lane);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int id = j * WARP + lane;
+        if (id < args.num_experts && !(kept >> id / (args.num_experts / args.num_groups) & 1)) keys[j] = 1;
+    }
+#endif
+    int chosen = 0;
+    float weight = SCORE == 2 ? __uint_as_float(0xFF800000) : 0.0f;
+    for (int k = 0; k < args.choices; ++k) {
+        u32 largest;
+        const int id = take_largest(keys, lane, largest);
+        float score = number(largest);
+        if (SELECTION) {
+#pragma unroll
+            for (int j = 0; j < PER_LANE; ++j)
+                if (j * WARP + lane == id) score = scores[j];
+            score = __shfl_sync(0xFFFFFFFFu, score, id % WARP);
+        }
+        if (lane == k) chosen = id, weight = score;
+    }
+    const bool holds = lane < args.choices;
+    if (BY_LOGIT) weight = holds ? __expf(weight - most) / total : 0.0f;
+    if (SCORE == 2) {
+        weight = __expf(weight - warp_max(weight));
+        weight /= sum_of_lanes(weight);
+    } else if (RENORMALIZE) weight /= sum_of_lanes(weight) + args.least;
+    if (holds) {
+        args.ids[(long long)row * args.choices + lane] = chosen;
+        args.weights[(long long)row * args.choices + lane] = weight * args.scale;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * WARP) route_rows(const __grid_constant__ Args args) {
+    __shared__ float compared[GROUPED ? WARPS * PER_LANE * WARP : 1];
+    __shared__ float sums[WARPS][EXPERTS * ROWS];
+    __shared__ bool last;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, t = lane & 3;
+    const int first_expert = blockIdx.x * EXPERTS, first_row = blockIdx.y * ROWS, num_rows = min(args.num_rows - first_row, ROWS);
+    const int column = warp * VECTORS * 32 + t * 8;  // of this thread, in the first vector
+    const u16 *w[2], *x = args.x + (long long)(first_row + min(g, num_rows - 1)) * args.size + column;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) w[h] = args.w + (long long)min(first_expert + 8 * h + g, args.num_experts - 1) * args.size + column;
+#if HOPPER
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    float sum[4] = {};
+#pragma unroll
+    for (int first = 0; first < VECTORS; first += AT_ONCE) {
+        uint4 factors[2][AT_ONCE] = {}, rows[AT_ONCE] = {};
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (column + (first + v) * 32 < args.size && first + v < VECTORS) factors[h][v] = *(const uint4*)(w[h] + (first + v) * 32);
+#if HOPPER
+        if (first == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v)
+            if (column + (first + v) * 32 < args.size && first + v < VECTORS) rows[v] = load_row(x + (first + v) * 32);
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; ++v) {
+            const u32 low_half[4] = {factors[0][v].x, factors[1][v].x, factors[0][v].y, factors[1][v].y};
+            const u32 high_half[4] = {factors[0][v].z, factors[1][v].z, factors[0][v].w, factors[1][v].w};
+            mma<F16>(sum, low_half, rows[v].x, rows[v].y, true);
+            mma<F16>(sum, high_half, rows[v].z, rows[v].w, true);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) sums[warp][(2 * t + r % 2) * EXPERTS + g + 8 * (r / 2)] = sum[r];
+    __syncthreads();
+    if (threadIdx.x < EXPERTS * ROWS) {
+        const int expert = first_expert + threadIdx.x % EXPERTS, row = threadIdx.x / EXPERTS;
+        float logit = sums[0][threadIdx.x];
+#pragma unroll
+        for (int s = 1; s < WARPS; ++s) logit += sums[s][threadIdx.x];
+        if (expert < args.num_experts && row < num_rows)
+            args.logits[(long long)(first_row + row) * args.num_experts + expert] = args.bias ? logit + args.bias[expert] : logit;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(args.arrivals + blockIdx.y, 1) == gridDim.x - 1;
+        if (last) args.arrivals[blockIdx.y] = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    if (last && warp < num_rows) choose(args, first_row + warp, lane, compared + (GROUPED ? warp * PER_LANE * WARP : 0));
+}

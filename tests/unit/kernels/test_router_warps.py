@@ -1,0 +1,56 @@
+"""The CUDA router of decode rows compiles for every routing, and refuses what one warp cannot choose from.
+How it chooses is tested with the other routers (`test_experts.py`)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compress.kernels.compilers import nvrtc
+from compress.kernels.problem import KernelDevice
+from compress.kernels.router import warps
+from compress.kernels.select import refusals, select
+from compress.models.experts import Experts
+
+ROUTINGS = (
+    (Experts(128, 8, 16, renormalize=True), 2048),
+    (Experts(60, 4, 16, scale=2.5), 2048),
+    (Experts(32, 4, 16, score="softmax_topk"), 2880),
+    (
+        Experts(
+            160, 8, 16, score="sigmoid", renormalize=True, num_groups=8, top_groups=4, selection_bias=True
+        ),
+        5120,
+    ),
+)
+
+
+@pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no libnvrtc")
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(("facts", "size"), ROUTINGS, ids=lambda each: str(each)[:20])
+def test_the_kernel_compiles(
+    facts: Experts, size: int, sm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for dtype in (torch.bfloat16, torch.float16):
+        made = warps.variant_of(dtype, size, facts)
+        assert nvrtc.compile_cubin(made.source, sm)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"k": 2044}, "K = 2044 is no multiple of 8 up to 16384"),
+        ({"k": 32768}, "K = 32768 is no multiple of 8 up to 16384"),
+        ({"experts": 2048}, "chooses by one warp, from at most 1024 experts, not 2048"),
+        ({"top_k": 33}, "chooses by one warp, from at most 32 choices, not 33"),
+        ({"expert_groups": 64}, "chooses by one warp, from at most 32 groups of experts, not 64"),
+        ({"phase": "prefill"}, "for decode rows; a prompt's logits are one product"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], reason: str) -> None:
+    facts: dict[str, Any] = {"n": 128, "k": 2048, "experts": 128, "top_k": 8, "phase": "decode"}
+    device = KernelDevice("cuda", 90, torch.bfloat16)
+    assert select(device.problem("router", **facts)).name == "cuda.warps"
+    assert refusals(device.problem("router", **(facts | changed)))["cuda.warps"] == reason
