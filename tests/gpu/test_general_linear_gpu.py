@@ -78,6 +78,8 @@ def test_products_and_bits(
         if phase == "decode":
             pytest.skip("one way for decode rows")
         monkeypatch.setattr(general, "e4m3_factors", lambda device, native: "bits")
+    if phase == "prefill" and name is None:
+        pytest.skip("a library multiplies prompts by weights of 16 bits")
     activation = activation if phase == "decode" else None
     weights = [weight((size, k), name, dtype, 7 * idx) for idx, size in enumerate(sizes)]
     kernel = kernel_of(name, dtype, sizes, k, phase, activation)
