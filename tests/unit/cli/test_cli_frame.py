@@ -18,7 +18,7 @@ import compress.stages
 from compress.artifact.manifest import open_artifact
 from compress.artifact.workspace import ArtifactWriter, Workspace
 from compress.cli import app as app_module
-from compress.cli import doctor
+from compress.cli import doctor, packages
 from compress.cli.app import main
 from compress.cli.init import PRESETS
 from compress.cli.output import duration_text, progress, size_text, table
@@ -338,7 +338,7 @@ def test_doctor_ends_with_4_when_something_required_is_missing(
 
 def test_torchvision_of_another_build_is_unfit() -> None:
     def judged(**versions: str) -> list[str]:
-        return [finding.status for finding in doctor.vision_and_audio(versions.get)]
+        return [finding.status for finding in packages.vision_and_audio(versions.get)]
 
     assert judged(torch="2.13.0+cpu") == []
     assert judged(torch="2.13.0+cpu", torchvision="0.28.0") == ["unfit"]
@@ -363,16 +363,16 @@ def test_torchvision_of_another_build_is_unfit() -> None:
     ],
 )
 def test_version_comparison(version: str, wanted: str, expected: bool) -> None:
-    assert doctor.satisfies(version, wanted) is expected
+    assert packages.satisfies(version, wanted) is expected
 
 
 def test_requirement_lines_are_split() -> None:
-    assert doctor.parse_requirement("torch<2.14,>=2.9") == ("torch", "<2.14,>=2.9")
-    assert doctor.parse_requirement('ruamel.yaml (>= 0.18) ; python_version > "3"') == (
+    assert packages.parse_requirement("torch<2.14,>=2.9") == ("torch", "<2.14,>=2.9")
+    assert packages.parse_requirement('ruamel.yaml (>= 0.18) ; python_version > "3"') == (
         "ruamel.yaml",
         ">=0.18",
     )
-    assert doctor.parse_requirement("name[extra]>=1") == ("name", ">=1")
+    assert packages.parse_requirement("name[extra]>=1") == ("name", ">=1")
 
 
 def test_cpu_features_come_from_the_flags_line() -> None:
