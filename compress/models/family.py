@@ -2,9 +2,9 @@
 `config.json` and in tensor names.
 
 `read_config` turns a config into an `Arch`, `write_config` is its inverse; `to_disk` renames modules
-(`tensor_names.py`). A field that may change the function and that no table reads is an error and not a guess;
-`config_facts.py` decides which fields change nothing. Families are data, one file each in `archs/`, found by
-`FAMILIES`.
+(`tensor_names.py`). A field that may change the function and that no table reads is an error and not a guess
+(`config_fields.py`); `config_facts.py` decides which fields change nothing. Families are data, one file each
+in `archs/`, found by `FAMILIES`.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -19,9 +19,8 @@ from compress.models.config_facts import (
     IDLE_FIELDS,
     SHAPE_FIELDS,
     TRAINING_OF_ROUTERS,
-    facts_of,
-    is_same,
 )
+from compress.models.config_fields import TableFields, field_name, listed
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
     FULL,
@@ -35,8 +34,7 @@ from compress.models.mixture import ExpertLayout, Mixture
 from compress.models.rope_config import read_rope
 from compress.models.tensor_names import TensorNames, with_other_prefix
 from compress.plugins import PluginSet
-from compress.untrusted.fields import Fields, shown
-from compress.untrusted.text import one_line
+from compress.untrusted.fields import Fields
 
 MAX_NAMED = 12
 """Most fields that one sentence names."""
@@ -148,7 +146,7 @@ class Family:
             UnsupportedArch: a field is missing, unknown, or has a value that the decoder does not support;
                 the message names it.
         """
-        self._refuse_unknown(raw)
+        self._table_fields.check(raw)
         config = Fields(self.completed(raw), self._where, UnsupportedArch)
         num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
         hidden_size = config.integer("hidden_size", 1, MAX_SIZE)
@@ -343,38 +341,19 @@ class Family:
     def unread_fields(self, config: Mapping[str, Any]) -> list[str]:
         """Return the names of a config's fields that change nothing, because they have the default or nobody
         reads them; notes on training and token ids are not among them."""
-        facts = facts_of(self.model_type)
-        return sorted(name for name, value in self._others(config) if facts.is_inert(name, value))
-
-    def _refuse_unknown(self, config: Mapping[str, Any]) -> None:
-        facts = facts_of(self.model_type)
-        refused = {name: value for name, value in self._others(config) if not facts.is_inert(name, value)}
-        if refused:
-            stated = [f"{_name(name)} = {shown(refused[name])}" for name in sorted(refused)]
-            raise UnsupportedArch(
-                f"config.json of this {self.model_type} model has {_some(stated, 3)}, which may change what "
-                "the model computes and which the decoder does not honour. Remove it if it is a note of "
-                "another tool; otherwise this model is not supported yet."
-            )
-        for name, value in self._fixed().items():
-            if config.get(name) is not None and not is_same(config[name], value):
-                raise UnsupportedArch(
-                    f"config.json says {name} = {shown(config[name])}; the decoder computes {value!r} only."
-                )
-
-    def _others(self, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Return the fields, other than `null`, that the table does not read."""
-        read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | self._fixed().keys()
-        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
-        read = (read - self.spelled.keys()) | set(self.spelled.values())
-        return [(name, value) for name, value in config.items() if name not in read and value is not None]
+        return self._table_fields.inert_others(config)
 
     def _aliased(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a config states by another name."""
         return {name: config[other] for name, other in self.aliases.items() if other in config}
 
-    def _fixed(self) -> Mapping[str, Any]:
-        return {**HONOURED_FIELDS, **self.fixed_fields}
+    @property
+    def _table_fields(self) -> TableFields:
+        fixed = {**HONOURED_FIELDS, **self.fixed_fields}
+        read = IDLE_FIELDS | SHAPE_FIELDS | self.known_fields | fixed.keys()
+        read |= set(self.aliases.values()) | (TRAINING_OF_ROUTERS if self.mixture is not None else set())
+        read = (read - self.spelled.keys()) | set(self.spelled.values())
+        return TableFields(self.model_type, read, fixed)
 
 
 def unread_note(arch: Arch) -> str | None:
@@ -385,7 +364,7 @@ def unread_note(arch: Arch) -> str | None:
         return None
     return (
         f"config.json has fields that change nothing in a {arch.family} model and are not read: "
-        f"{_some([_name(name) for name in names], MAX_NAMED)}."
+        f"{listed([field_name(name) for name in names], MAX_NAMED)}."
     )
 
 
@@ -435,13 +414,3 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
 
 def _flag(rule: bool | str, config: Fields) -> bool:
     return rule if isinstance(rule, bool) else config.flag(rule, default=False)
-
-
-def _name(name: str) -> str:
-    """Return a field's name as a sentence shows it: on one line, of at most 80 characters."""
-    return one_line(f"{name:.80}")
-
-
-def _some(texts: list[str], most: int) -> str:
-    left_out = len(texts) - most
-    return ", ".join(texts[:most]) + (f" and {left_out} more" if left_out > 0 else "")
