@@ -96,7 +96,9 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        self.family = self.family.as_stored(self._arch, set(self._files.names()))
+        self.family = self.family.as_stored(
+            self._arch, {name: self._files.shape(name) for name in self._files.names()}
+        )
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))

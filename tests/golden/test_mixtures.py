@@ -21,7 +21,7 @@ from compress.quant.mxfp4 import MAX_SCALE, VALUES, from_mxfp4
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, QuantizedWeight
 from tests.golden.test_families import assert_same_tensors, tensors_of, tolerance
-from tests.support.tiny_hf import CASES, build, saved, tokens
+from tests.support.tiny_hf import CASES, auto_class, build, saved, tokens
 
 CPU = torch.device("cpu")
 EXPORTED = [
@@ -68,6 +68,32 @@ def test_what_transformers_has_in_memory_is_read_and_written_as_it_was_read(
     (tmp_path / "written").mkdir()
     write_checkpoint(tmp_path / "written", in_one)
     assert_same_tensors(tmp_path / "written", tmp_path / "in-one")
+
+
+def test_transposed_experts_of_the_hub_are_read_and_written_as_they_were_read(tmp_path: Path) -> None:
+    """Both layouts of Qwen3-VL have the same names; widths at which one tensor is square are told apart by
+    the other."""
+    family, changes = CASES["qwen3_vl_moe"]
+    for idx, width in enumerate((24, 40, 48)):
+        plain, hub, written = (tmp_path / f"{name}-{idx}" for name in ("plain", "hub", "written"))
+        model = saved(plain, family, {**changes, "moe_intermediate_size": width})
+        hub.mkdir(), written.mkdir()
+        tensors = {
+            name: each.transpose(1, 2).contiguous() if ".experts." in name else each
+            for name, each in tensors_of(plain).items()
+        }
+        save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
+        (hub / "config.json").write_bytes((plain / "config.json").read_bytes())
+        source = Checkpoint(hub)
+        for layer in range(source.arch.num_layers):
+            ours, theirs = source.layer(layer), Checkpoint(plain).layer(layer)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        write_checkpoint(written, source)
+        assert_same_tensors(written, hub)
+        if width == 40:
+            again = auto_class(family).from_pretrained(hub, attn_implementation="eager").eval()
+            with torch.no_grad():
+                assert torch.equal(again(tokens(1, 12)).logits, model(tokens(1, 12)).logits)
 
 
 def test_mxfp4_blocks_are_read_as_the_numbers_that_transformers_makes_of_them(tmp_path: Path) -> None:
@@ -273,7 +299,7 @@ class _InFloat16(Rounded):
         return found
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "granitemoe"])
+@pytest.mark.parametrize("case", ["gpt-oss", "granitemoe", "qwen3_vl_moe"])
 def test_codes_of_experts_that_share_a_tensor_are_refused(case: str, tmp_path: Path) -> None:
     source, scheme = rounded(tmp_path / "source", case, "W4A16_G128")
     with pytest.raises(UnsupportedFormat, match="experts-apart"):

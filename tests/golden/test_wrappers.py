@@ -17,6 +17,7 @@ from compress.export import check_rules, open_checkpoint, write_format
 from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
+from compress.models.overrides import decide
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, with_exceptions
@@ -44,7 +45,9 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def wide(case: str, directory: Path) -> Any:
     family, changes = CASES[case]
-    return saved(directory, family, {**changes, **WIDE}, dtype=torch.bfloat16)
+    # transformers would take square experts for those of its memory
+    sizes = {**WIDE, "moe_intermediate_size": 256} if "moe_intermediate_size" in changes else WIDE
+    return saved(directory, family, {**changes, **sizes}, dtype=torch.bfloat16)
 
 
 @each_wrapper
@@ -130,15 +133,14 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
 ) -> None:
     wide(case, tmp_path / "model")
     source = Checkpoint(tmp_path / "model")
-    names: dict[str, Scheme | None] = {
-        "layers.0.ffn.down": SCHEMES["FP8_DYNAMIC"],
-        "layers.1.attn.o": None,
-    }
+    experts = decide({"*.moe.experts.*": None}, source.arch) if source.arch.has_experts else {}
+    other = "layers.0.attn.o" if experts else "layers.0.ffn.down"
+    names: dict[str, Scheme | None] = {**experts, other: SCHEMES["FP8_DYNAMIC"], "layers.1.attn.o": None}
     scheme = with_exceptions(SCHEMES["W4A16_G128"], names)
     (tmp_path / "out").mkdir()
     write_format("compressed-tensors", tmp_path / "out", Rounded(source, scheme), scheme)
     opened = open_checkpoint(tmp_path / "out")
-    assert opened.schemes["layers.0.ffn.down"] == names["layers.0.ffn.down"]
+    assert opened.schemes[other] == names[other]
     assert "layers.1.attn.o" not in opened.schemes
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True
@@ -152,9 +154,14 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
             theirs = weights[opened.family.to_memory(opened.family.tensor(f"layers.{idx}.{name}"))]
+            if name.startswith("moe.experts."):
+                _, _, expert, part, _ = name.split(".")
+                halves = theirs[int(expert)].chunk(2)
+                theirs = theirs[int(expert)] if part == "down" else halves[part == "up"]
             assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
+    one_dense = with_exceptions(SCHEMES["W4A16_G128"], {**experts, "layers.1.attn.o": None})
     with pytest.raises(UnsupportedFormat, match="dense-linears"):
-        check_rules("gptq", source.arch, with_exceptions(SCHEMES["W4A16_G128"], {"layers.1.attn.o": None}))
+        check_rules("gptq", source.arch, one_dense)
 
 
 @each_wrapper
@@ -172,12 +179,15 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wide(case, tmp_path / "model")
+    quantize: dict[str, Any] = {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}}
+    if Checkpoint(tmp_path / "model").arch.has_experts:
+        quantize["overrides"] = {"*.moe.experts.*": "dense"}
     (tmp_path / "model/preprocessor_config.json").write_text('{"size": 28}')
     recipe = {
         "version": 1,
         "model": "./model",
         "stages": [
-            {"kind": "quantize", "scheme": scheme, "round": {"kind": "rtn"}},
+            quantize,
             {"kind": "export", "formats": [form]},
         ],
     }

@@ -45,6 +45,8 @@ CONFIGS: dict[str, Any] = {
     "gemma4": transformers.Gemma4Config,
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
+    "qwen3_vl": transformers.Qwen3VLConfig,
+    "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
 }
 _VISION = {
     "hidden_size": 32,
@@ -53,6 +55,20 @@ _VISION = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+}
+_QWEN_IDS = {
+    "image_token_id": 97,
+    "video_token_id": 98,
+    "vision_start_token_id": 99,
+    "vision_end_token_id": 100,
 }
 # What is around the text model of a wrapper; ids of images are beyond the vocabulary.
 AROUND: dict[str, dict[str, Any]] = {
@@ -90,11 +106,10 @@ AROUND: dict[str, dict[str, Any]] = {
             "num_heads": 2,
             "fullatt_block_indexes": [0],
         },
-        "image_token_id": 97,
-        "video_token_id": 98,
-        "vision_start_token_id": 99,
-        "vision_end_token_id": 100,
+        **_QWEN_IDS,
     },
+    "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
+    "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
 }
 TEXT_FAMILIES = [family for family in CONFIGS if family not in AROUND]
 SMALL: dict[str, Any] = {
@@ -419,6 +434,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "qwen3_vl": ("qwen3_vl", {"head_dim": 12}),
+    "qwen3_vl-tied-biases": (
+        "qwen3_vl",
+        {
+            "head_dim": 16,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_interleaved": True},
+        },
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {**EXPERTS, "head_dim": 8}),
+    "qwen3_vl_moe-some-dense": (
+        "qwen3_vl_moe",
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "ernie4_5-biases": ("ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", LOCAL_EXPERTS),
     "mixtral-window": ("mixtral", {**LOCAL_EXPERTS, "num_experts_per_tok": 3, "sliding_window": 5}),
@@ -499,7 +537,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
     if "depth" in around["vision_config"]:
         around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
-        num_pairs = stated["hidden_size"] // stated["num_attention_heads"] // 2
+        head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
+        num_pairs = head_dim // 2
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
     return CONFIGS[family](text_config=stated, **around)
