@@ -83,6 +83,7 @@ EXPORTED = [
     ("cohere2", "FP8_DYNAMIC"),
     ("exaone4", "W4A16_G128"),
     ("ernie4_5", "W4A16_G128"),
+    ("seed_oss", "W4A16_G128"),
     ("gemma3-vision", "W4A16_G128"),
     ("gemma4", "W4A16_G32"),
     ("gemma4-vision", "FP8_DYNAMIC"),

@@ -219,4 +219,6 @@ def test_a_run_quantizes_the_text_model_and_the_stock_class_loads_the_rest_untou
         ours = build_decoder(open_checkpoint(found), dtype=torch.float32, device=torch.device("cpu"))
         exact = ours(tokens(2, 12))
         theirs = model.eval()(tokens(2, 12)).logits.float()
-    assert (theirs - exact).square().mean().sqrt() < 0.1 * exact.square().mean().sqrt()
+    # inputs rounded to eight bits send tokens to other experts now and then
+    most = 0.2 if "overrides" in quantize else 0.1
+    assert (theirs - exact).square().mean().sqrt() < most * exact.square().mean().sqrt()

@@ -33,6 +33,7 @@ CONFIGS: dict[str, Any] = {
     "cohere2": transformers.Cohere2Config,
     "exaone4": transformers.Exaone4Config,
     "ernie4_5": transformers.Ernie4_5Config,
+    "seed_oss": transformers.SeedOssConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
@@ -407,6 +408,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 8}),
+    "seed_oss": ("seed_oss", {"head_dim": 8}),
+    "seed_oss-other-biases": (
+        "seed_oss",
+        {
+            "head_dim": 12,
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3-vision": ("gemma3", {"head_dim": 16, "sliding_window": 5, "tie_word_embeddings": True}),
     "gemma4-vision": (
         "gemma4",
