@@ -179,7 +179,8 @@ class Checkpoint:
             return read_kv_scale(self._files.get(stored), stored)
         if self._is_mxfp4(name):
             return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
-        return self._files.get(stored)
+        tensor = self._files.get(stored)
+        return tensor.squeeze(0) if self.family.is_in_one_row(name) else tensor
 
     def _is_mxfp4(self, name: str) -> bool:
         """Return whether a parameter is stored in blocks of four-bit floats."""
@@ -204,7 +205,7 @@ class Checkpoint:
             return ()
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
-            return shape
+            return (1, *shape) if self.family.is_in_one_row(name) else shape
         num_experts = num_experts_of(self._arch, name)
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))

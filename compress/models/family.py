@@ -107,6 +107,7 @@ class Family:
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers.
+    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -129,6 +130,7 @@ class Family:
     full_keys_are_values: bool | str = False
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
+    in_one_row: frozenset[str] = frozenset()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -319,6 +321,11 @@ class Family:
         if match is not None and _without_expert(match[2])[1]:
             suffix = self.expert_layouts[0].suffixes[leaf]
         return self.to_disk(module) + suffix
+
+    def is_in_one_row(self, parameter: str) -> bool:
+        """Return whether the tensor of a canonical parameter is a matrix of one row."""
+        match = _CANONICAL_LAYER.fullmatch(parameter)
+        return match is not None and match[2] in self.in_one_row
 
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;

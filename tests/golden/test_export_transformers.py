@@ -89,6 +89,7 @@ EXPORTED = [
     ("gemma4-vision", "FP8_DYNAMIC"),
     ("mistral3-ministral3", "FP8_DYNAMIC"),
     ("qwen2_5_vl", "W4A16_G128"),
+    ("qwen2_vl", "W4A16_G128"),
     ("qwen3_vl", "FP8_DYNAMIC"),
 ]
 WITH_HEAD = [

@@ -31,6 +31,9 @@ EXPORTED = [
     ("qwen3-moe-some-dense", "FP8_DYNAMIC"),
     ("olmoe", "W8A16"),
     ("glm4-moe", "FP8_BLOCK"),
+    ("ernie4_5_moe", "W4A16_G128"),
+    ("minimax_m2", "FP8_DYNAMIC"),
+    ("dots1", "W4A16_G128"),
 ]
 WHOLE_GROUPS = {
     "hidden_size": 128,
@@ -40,6 +43,7 @@ WHOLE_GROUPS = {
     "head_dim": 32,
 }
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256}
+FP8_BLOCKS = ["qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe", "minimax_m2"]
 IN_MEMORY = (
     "mixtral",
     "qwen2-moe-some-dense",
@@ -48,6 +52,9 @@ IN_MEMORY = (
     "glm4-moe",
     "granitemoe",
     "granitemoeshared",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "dots1",
 )
 
 
@@ -218,7 +225,7 @@ def test_transformers_loads_each_exported_expert_with_our_bits(
             assert torch.equal(theirs[f"{prefix}.experts.down_proj"][expert], down)
 
 
-@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3-moe-some-dense", "qwen2-moe", "mixtral", "glm4-moe"])
+@pytest.mark.parametrize("case", FP8_BLOCKS)
 def test_blocks_of_fp8_open_with_our_codes_and_transformers_loads_them(case: str, tmp_path: Path) -> None:
     source, scheme = rounded(tmp_path / "source", case, "FP8_BLOCK", num_key_value_heads=4)
     (tmp_path / "exported").mkdir()

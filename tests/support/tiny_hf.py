@@ -34,6 +34,9 @@ CONFIGS: dict[str, Any] = {
     "exaone4": transformers.Exaone4Config,
     "ernie4_5": transformers.Ernie4_5Config,
     "seed_oss": transformers.SeedOssConfig,
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
+    "minimax_m2": transformers.MiniMaxM2Config,
+    "dots1": transformers.Dots1Config,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
@@ -46,6 +49,7 @@ CONFIGS: dict[str, Any] = {
     "gemma4": transformers.Gemma4Config,
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
+    "qwen2_vl": transformers.Qwen2VLConfig,
     "qwen3_vl": transformers.Qwen3VLConfig,
     "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
 }
@@ -109,6 +113,7 @@ AROUND: dict[str, dict[str, Any]] = {
         },
         **_QWEN_IDS,
     },
+    "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}, **_QWEN_IDS},
     "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
     "qwen3_vl_moe": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
 }
@@ -130,6 +135,7 @@ SMALL: dict[str, Any] = {
 _GEMMA4 = {"hidden_size_per_layer_input": 0}
 NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma4_text": _GEMMA4,
     "gemma4": _GEMMA4,
 }
@@ -447,6 +453,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "qwen2_vl": ("qwen2_vl", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "qwen2_vl-tied-window": (
+        "qwen2_vl",
+        {
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3_vl": ("qwen3_vl", {"head_dim": 12}),
     "qwen3_vl-tied-biases": (
         "qwen3_vl",
@@ -514,6 +531,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "ernie4_5_moe-range": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "num_key_value_heads": 1,
+            "use_bias": False,
+        },
+    ),
+    "minimax_m2": ("minimax_m2", {**LOCAL_EXPERTS, "head_dim": 8, "partial_rotary_factor": 0.5}),
+    "minimax_m2-rotary-dim": (
+        "minimax_m2",
+        {
+            **LOCAL_EXPERTS,
+            "head_dim": 16,
+            "rotary_dim": 12,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "dots1": (
+        "dots1",
+        {
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "dots1-groups-windows": (
+        "dots1",
+        {
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "head_dim": 12,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
     "gpt-oss": ("gpt_oss", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 5}),
     "gpt-oss-other-layers": (
         "gpt_oss",
@@ -549,7 +617,8 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
     around = copy.deepcopy(AROUND[family])
     around["tie_word_embeddings"] = stated["tie_word_embeddings"]
     if "depth" in around["vision_config"]:
-        around["vision_config"]["out_hidden_size"] = stated["hidden_size"]
+        width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
+        around["vision_config"][width] = stated["hidden_size"]
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
         num_pairs = head_dim // 2
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
