@@ -90,6 +90,8 @@ EXPORTED = [
     ("mistral3-ministral3", "FP8_DYNAMIC"),
     ("qwen2_5_vl", "W4A16_G128"),
     ("qwen2_vl", "W4A16_G128"),
+    ("llava-mistral", "W4A16_G128"),
+    ("glm4v", "FP8_DYNAMIC"),
     ("qwen3_vl", "FP8_DYNAMIC"),
 ]
 WITH_HEAD = [

@@ -18,6 +18,7 @@ from compress.models.checkpoint import Checkpoint
 from compress.models.checkpoint_writer import write_checkpoint
 from compress.models.family import family_of
 from compress.models.overrides import decide
+from compress.models.stored_tensors import members_of, places_of
 from compress.models.weights import UNTOUCHED, Dense, build_decoder, dense, split_outer
 from compress.quant.numerics import nearest_weight
 from compress.quant.scheme import SCHEMES, ModelScheme, Scheme, with_exceptions
@@ -153,11 +154,17 @@ def test_several_schemes_and_dense_linears_are_named_as_the_stock_class_names_th
     weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for idx in range(opened.arch.num_layers):
         for name, value in opened.layer(idx).items():
-            theirs = weights[opened.family.to_memory(opened.family.tensor(f"layers.{idx}.{name}"))]
+            full = f"layers.{idx}.{name}"
+            theirs = weights[opened.family.to_memory(opened.family.tensor(full))]
             if name.startswith("moe.experts."):
                 _, _, expert, part, _ = name.split(".")
                 halves = theirs[int(expert)].chunk(2)
                 theirs = theirs[int(expert)] if part == "down" else halves[part == "up"]
+            elif name.endswith((".weight", ".bias")):
+                members = members_of(opened.family, opened.arch, full)
+                sizes = [theirs.shape[0] // len(members)] * len(members)
+                places = places_of(opened.family, opened.arch, members, sizes)
+                theirs = places[members.index(full)].read(theirs)
             assert torch.equal(theirs.to(torch.bfloat16), dense(value, torch.bfloat16)), name
     one_dense = with_exceptions(SCHEMES["W4A16_G128"], {**experts, "layers.1.attn.o": None})
     with pytest.raises(UnsupportedFormat, match="dense-linears"):

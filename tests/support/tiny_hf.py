@@ -50,6 +50,8 @@ CONFIGS: dict[str, Any] = {
     "mistral3": transformers.Mistral3Config,
     "qwen2_5_vl": transformers.Qwen2_5_VLConfig,
     "qwen2_vl": transformers.Qwen2VLConfig,
+    "glm4v": transformers.Glm4vConfig,
+    "llava": transformers.LlavaConfig,
     "qwen3_vl": transformers.Qwen3VLConfig,
     "qwen3_vl_moe": transformers.Qwen3VLMoeConfig,
 }
@@ -112,6 +114,25 @@ AROUND: dict[str, dict[str, Any]] = {
             "fullatt_block_indexes": [0],
         },
         **_QWEN_IDS,
+    },
+    "llava": {
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **_VISION},
+        "image_token_index": 97,
+    },
+    "glm4v": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "image_size": 28,
+        },
+        "image_token_id": 97,
+        "video_token_id": 98,
+        "image_start_token_id": 99,
+        "image_end_token_id": 100,
+        "video_start_token_id": 101,
+        "video_end_token_id": 102,
     },
     "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}, **_QWEN_IDS},
     "qwen3_vl": {"vision_config": _QWEN3_VISION, **_QWEN_IDS},
@@ -453,6 +474,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "llava-llama": ("llava", {"model_type": "llama", "attention_bias": True}),
+    "llava-mistral": (
+        "llava",
+        {
+            "model_type": "mistral",
+            "head_dim": 16,
+            "sliding_window": 5,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4v": (
+        "glm4v",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4v-whole-rotary-tied": ("glm4v", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2_vl": ("qwen2_vl", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "qwen2_vl-tied-window": (
         "qwen2_vl",
@@ -620,9 +659,9 @@ def build_config(family: str, changes: dict[str, Any]) -> Any:
         width = "hidden_size" if "embed_dim" in around["vision_config"] else "out_hidden_size"
         around["vision_config"][width] = stated["hidden_size"]
         head_dim = stated.get("head_dim", stated["hidden_size"] // stated["num_attention_heads"])
-        num_pairs = head_dim // 2
         rope = stated.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
-        rope["mrope_section"] = [num_pairs // 4, num_pairs // 4, num_pairs // 2]
+        num_pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [num_pairs - 2 * (num_pairs // 4), num_pairs // 4, num_pairs // 4]
     return CONFIGS[family](text_config=stated, **around)
 
 
