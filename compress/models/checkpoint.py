@@ -20,7 +20,7 @@ from compress.models.arch import Arch
 from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
-from compress.models.stored_tensors import members_of, num_experts_of, places_of
+from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, parameter_names
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -96,9 +96,8 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._codec = _codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        self.family = self.family.as_stored(
-            self._arch, {name: self._files.shape(name) for name in self._files.names()}
-        )
+        shapes = {name: self._files.shape(name) for name in self._files.names()}
+        self.family = as_stored(self.family, self._arch, shapes)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))

@@ -348,32 +348,6 @@ class Family:
         pattern, expert = _without_expert(match[2]) if match else ("", "")
         return bool(expert) and "*" not in self._modules[pattern]
 
-    def as_stored(self, arch: Arch, shapes: Mapping[str, tuple[int, ...]]) -> "Family":
-        """Return the family with the layout of experts in which tensors of these names and shapes are stored;
-        without any of them the layout that is written."""
-        first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
-        if first is None:
-            return self
-        layouts = [self.with_layout(layout) for layout in self.expert_layouts]
-        named = [each for each in layouts if each._tensor_of_expert(first, "down") in shapes]
-        fitting = [each for each in named if each._fits(arch, first, shapes)]
-        return (*fitting, *named, self)[0]
-
-    def _tensor_of_expert(self, layer_idx: int, part: str) -> str:
-        """Return the name of a tensor that holds a linear of a layer's experts."""
-        name = self.tensor(f"layers.{layer_idx}.moe.experts.0.{part}.weight")
-        return f"{name}_blocks" if self.expert_layouts[0].mxfp4 else name
-
-    def _fits(self, arch: Arch, layer_idx: int, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Return whether the experts of a layer have their inputs where the layout has them. Of layouts whose
-        names are the same one is transposed, and no widths hide that in gates and in downs."""
-        inputs_at = slice(-2, -1) if self.expert_layouts[0].transposed else slice(-1, None)
-        for part in ("gate", "down"):
-            inputs = arch.layers[layer_idx].linear_shape(f"moe.experts.0.{part}", arch.hidden_size)[1]
-            if inputs not in shapes.get(self._tensor_of_expert(layer_idx, part), ())[inputs_at]:
-                return False
-        return True
-
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""
         return replace(self, expert_layouts=(layout,))
