@@ -35,6 +35,8 @@ from compress.untrusted.fields import Fields
 
 BLOCKS = SCHEMES["FP8_BLOCK"]
 BLOCK_SIZE = [128, 128]
+NAMES_OF_E4M3 = ("e4m3", "float8_e4m3fn")
+"""How configs name the numbers of codes."""
 
 
 class Fp8Codec:
@@ -64,7 +66,7 @@ class Fp8Codec:
                 raise UnsupportedFormat(
                     f"the checkpoint's quantization_config has {unread}, which is not read."
                 )
-        if (quantization_config.get("fmt") or "e4m3") != "e4m3" or (
+        if (quantization_config.get("fmt") or "e4m3") not in NAMES_OF_E4M3 or (
             quantization_config.get("scale_fmt") or "float"
         ) != "float":
             raise UnsupportedFormat(

@@ -21,7 +21,7 @@ from compress.models.family import family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.quantization_config import codec_of, linears_of, schemes_of
-from compress.models.stored_tensors import members_of, num_experts_of, places_of
+from compress.models.stored_tensors import as_stored, members_of, num_experts_of, places_of
 from compress.models.weights import UNTOUCHED, parameter_names
 from compress.quant.codec import ForeignCodec
 from compress.quant.kv import FP8_STATIC, KV_SCALES, read_kv_scale
@@ -94,7 +94,8 @@ class Checkpoint:
         self._arch = self.family.read_config(config)
         self._codec = codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
-        self.family = self.family.as_stored(self._arch, set(self._files.names()))
+        shapes = {name: self._files.shape(name) for name in self._files.names()}
+        self.family = as_stored(self.family, self._arch, shapes)
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
         self._schemes, stated = schemes_of(config, self._codec, self._arch)
@@ -175,7 +176,8 @@ class Checkpoint:
             return read_kv_scale(self._files.get(stored), stored)
         if self._is_mxfp4(name):
             return from_mxfp4(self._files.get(f"{stored}_blocks"), self._files.get(f"{stored}_scales"))
-        return self._files.get(stored)
+        tensor = self._files.get(stored)
+        return tensor.squeeze(0) if self.family.is_in_one_row(name) else tensor
 
     def _is_mxfp4(self, name: str) -> bool:
         """Return whether a parameter is stored in blocks of four-bit floats."""
@@ -200,7 +202,7 @@ class Checkpoint:
             return ()
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if not self.family.holds_all_experts(module):
-            return shape
+            return (1, *shape) if self.family.is_in_one_row(name) else shape
         num_experts = num_experts_of(self._arch, name)
         shape = (shape[0] // num_experts, *shape[1:])
         return (num_experts, *(shape[::-1] if self.family.expert_layouts[0].transposed else shape))

@@ -61,6 +61,7 @@ def write_checkpoint(
                 else stacked(stored, [place.stored(part) for place, part in zip(places, parts, strict=True)])
             )
         if not isinstance(value, QuantizedWeight):
+            value = value.unsqueeze(0) if family.is_in_one_row(name) else value
             shards.add(
                 stored, value if value.dim() else value.reshape(1)
             )  # scales of the KV cache: consumers want [1]

@@ -7,7 +7,7 @@
 in `archs/`, found by `FAMILIES`.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -104,6 +104,7 @@ class Family:
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers.
+    `in_one_row` are parameters of a layer that checkpoints store as a matrix of one row.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -126,6 +127,7 @@ class Family:
     full_keys_are_values: bool | str = False
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
+    in_one_row: frozenset[str] = frozenset()
     spelled: Mapping[str, str] = field(default_factory=dict)
     implied: ImpliedFields = nothing_implied
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -306,6 +308,11 @@ class Family:
         """Name of the tensor on disk that holds a canonical parameter: `layers.3.attn.q.weight`."""
         return self._names.tensor(parameter)
 
+    def is_in_one_row(self, parameter: str) -> bool:
+        """Return whether the tensor of a canonical parameter is a matrix of one row."""
+        _, _, of_layer = parameter.partition("layers.")
+        return of_layer.partition(".")[2] in self.in_one_row
+
     def stacked_modules(self, module: str, num_experts: int = 0) -> tuple[str, ...]:
         """Return the canonical modules that one tensor on disk holds, in order, given one of them;
         `num_experts` is that of its layer."""
@@ -314,19 +321,6 @@ class Family:
     def holds_all_experts(self, module: str) -> bool:
         """Return whether a canonical module is one of an expert and its tensor holds those of all."""
         return self._names.holds_all_experts(module)
-
-    def as_stored(self, arch: Arch, names: Container[str]) -> "Family":
-        """Return the family with the layout of experts in which tensors of these names are stored; without
-        any of them the layout that is written."""
-        first = next((idx for idx, layer in enumerate(arch.layers) if layer.experts is not None), None)
-        if first is None:
-            return self
-        for layout in self.expert_layouts:
-            family = self.with_layout(layout)
-            name = family.tensor(f"layers.{first}.moe.experts.0.down.weight")
-            if (f"{name}_blocks" if layout.mxfp4 else name) in names:
-                return family
-        return self
 
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""

@@ -107,6 +107,17 @@ class Mixture:
         return stated | {name: getattr(first, fact) for fact, name in self.fields.items() if first}
 
 
+def shared_of(name: str) -> Callable[[Fields], dict[str, Any]]:
+    """Return the reader of the width of shared experts, which are one FFN, where a config states how many
+    there are, each as wide as a routed one."""
+
+    def read(config: Fields) -> dict[str, Any]:
+        each = config.integer("moe_intermediate_size", 1, MAX_EXPERT_SIZE)
+        return {"shared_size": each * config.integer(name, 0, 64)}
+
+    return read
+
+
 def sparse_by_step(config: Fields, num_layers: int) -> list[bool]:
     """Return which layers have experts in Qwen's mixtures: every `decoder_sparse_step`-th without those of
     `mlp_only_layers`."""
