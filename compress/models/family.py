@@ -24,11 +24,14 @@ from compress.models.config_facts import (
 )
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
+    CHUNKED,
     FULL,
+    Chunks,
     RotatedLayers,
     Windows,
     every_layer,
     layer_types,
+    no_chunk,
     no_window,
 )
 from compress.models.mixture import ExpertLayout, Mixture
@@ -107,6 +110,7 @@ class Family:
     `full_widths` maps widths of layers (`LayerShape`) to the fields that state them for those with full
     attention, in families in which these layers have others than the rest; `full_keys_are_values` is a field
     or a constant like the biases, for the same layers.
+    `dense_size` is the field of the width of a dense FFN.
     `aliases` maps names of fields to other names that some checkpoints state instead.
     `heads_divide_hidden`: `transformers` refuses a config whose number of heads does not divide the hidden
     size; `heads_span_hidden`: it takes the quotient of the two for the size of a head, whatever is stated.
@@ -122,11 +126,13 @@ class Family:
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
     windows: Windows = no_window
+    chunks: Chunks = no_chunk
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
     interleaved_rotary: bool = False
     full_widths: Mapping[str, str] = field(default_factory=dict)
     full_keys_are_values: bool | str = False
+    dense_size: str = "intermediate_size"
     mixture: Mixture | None = None
     expert_layouts: tuple[ExpertLayout, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -160,9 +166,12 @@ class Family:
             "head_dim": _head_dim(config, hidden_size, num_heads),
         }
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
-        ffn_size = config.integer("intermediate_size", 1, MAX_SIZE) if None in experts else 0
+        ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
+        chunks = self.chunks(config, num_layers)
         types = layer_types(config, num_layers)
+        if any(kind == CHUNKED and chunk is None for kind, chunk in zip(types, chunks, strict=True)):
+            raise config.wrong("layer_types", CHUNKED, "beside the size of a chunk, in a family that has one")
         rotated = self.rotated_layers(config, num_layers)
         own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
         ropes = {kind: read_rope(config, kind, own["head_dim"]) for kind, own in own_widths.items()}
@@ -188,10 +197,13 @@ class Family:
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
                     rope=ropes[kind] if rotates else None,
                     window=window,
+                    chunk=chunk,
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 )
-                for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
+                for kind, rotates, window, chunk, mixture in zip(
+                    types, rotated, windows, chunks, experts, strict=True
+                )
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=facts.pop("activation", config.text("hidden_act")),
@@ -287,7 +299,7 @@ class Family:
             config.pop(PER_LAYER, None)
         dense = [layer.intermediate_size for layer in arch.layers if layer.experts is None]
         if dense:
-            config["intermediate_size"] = dense[0]
+            config[self.dense_size] = dense[0]
         if self.mixture is not None:
             values = {**self.defaults, **config, **self._aliased(config)}
             stated = Fields(values, "the source's config", UnsupportedArch)

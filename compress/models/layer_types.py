@@ -12,14 +12,21 @@ from compress.untrusted.fields import Fields
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
+Chunks = Callable[[Fields, int], list[int | None]]
+"""(config, number of layers) -> the positions of a chunk that a query sees nothing before, None for none."""
 RotatedLayers = Callable[[Fields, int], list[bool]]
 """(config, number of layers) -> whether a layer encodes positions."""
 
 
 def no_window(config: Fields, num_layers: int) -> list[int | None]:
+    return [None] * num_layers
+
+
+def no_chunk(config: Fields, num_layers: int) -> list[int | None]:
     return [None] * num_layers
 
 
@@ -76,9 +83,10 @@ def layer_types(config: Fields, num_layers: int) -> list[str]:
     types = config.texts("layer_types", default=())
     if not types:
         return [FULL] * num_layers
-    unknown = sorted(set(types) - {FULL, SLIDING})
+    unknown = sorted(set(types) - {FULL, SLIDING, CHUNKED})
     if unknown:
-        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {FULL}, {SLIDING}.")
+        known = ", ".join((FULL, SLIDING, CHUNKED))
+        raise UnsupportedArch(f"config.json names layer_types {unknown}; known: {known}.")
     if len(types) < num_layers:
         raise config.wrong("layer_types", types, f"a list of {num_layers} layer types")
     return types[:num_layers]
