@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compress.errors import StorageError, UnsupportedArch, UnsupportedFormat, UsageError
 from compress.models.arch import Arch
-from compress.models.family import family_of
+from compress.models.family import Family, family_of
 from compress.models.family_files import FamilyFiles
 from compress.models.layout import ROTATED, Place
 from compress.models.stored_tensors import members_of, num_experts_of, places_of
@@ -73,8 +73,10 @@ def arch_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> Ar
         UnsupportedArch: the decoder does not support the config.
         UnsupportedFormat: a `quant_method` without a codec, or a scheme that its codec does not read.
     """
-    arch = family_of(config).read_config(config)
-    _schemes_of(config, _codec_of(config, codecs), _linears_on_disk(arch))
+    family = family_of(config)
+    arch = family.read_config(config)
+    family = family.in_format(_quant_method(config))
+    _schemes_of(config, _codec_of(config, codecs), _linears_on_disk(arch, family))
     return arch
 
 
@@ -94,12 +96,13 @@ class Checkpoint:
         self.path = path
         self.family = family_of(config)
         self._arch = self.family.read_config(config)
+        self.family = self.family.in_format(_quant_method(config))
         self._codec = _codec_of(config, codecs or {})
         self._files = FamilyFiles(path, self.family)
         self.family = self.family.as_stored(self._arch, set(self._files.names()))
         self._placed: dict[str, dict[str, Place]] = {}
         self._check_num_layers()
-        self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch))
+        self._schemes, stated = _schemes_of(config, self._codec, _linears_on_disk(self._arch, self.family))
         self.kv_format = kv_format if stated is None else stated
         self._names = _names_of(self._arch, kv_scales=stated == FP8_STATIC)
         self._check_names()
@@ -118,7 +121,11 @@ class Checkpoint:
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each quantized linear by canonical name (`layers.0.attn.q`, `head`); empty for a dense
         checkpoint."""
-        linears = [each for each in _linears(self._arch) if each[0] != "head" or not self._arch.tied_head]
+        linears = [
+            each
+            for each in _linears(self._arch, self.family)
+            if each[0] != "head" or not self._arch.tied_head
+        ]
         return {canonical: self._schemes[disk] for canonical, disk in linears if disk in self._schemes}
 
     def outer(self) -> dict[str, Tensor | QuantizedWeight]:
@@ -323,27 +330,30 @@ class Checkpoint:
                 )
 
 
-def _linears(arch: Arch) -> Iterator[tuple[str, str]]:
+def _linears(arch: Arch, family: Family) -> Iterator[tuple[str, str]]:
     """Yield the canonical name and the name on disk of every linear of a model, the head last."""
-    to_disk = family_of({"model_type": arch.family}).to_disk
+    to_disk = family.to_disk
     for idx, layer in enumerate(arch.layers):
         for linear in layer.linears:
             yield f"layers.{idx}.{linear}", to_disk(f"layers.{idx}.{linear}")
     yield "head", to_disk("head")
 
 
-def _linears_on_disk(arch: Arch) -> list[str]:
-    return list(dict.fromkeys(disk for _, disk in _linears(arch)))
+def _linears_on_disk(arch: Arch, family: Family) -> list[str]:
+    return list(dict.fromkeys(disk for _, disk in _linears(arch, family)))
+
+
+def _quant_method(config: Mapping[str, Any]) -> str | None:
+    """Return the `quant_method` that a config names, None where it names no quantization."""
+    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
+    return str(quantization.get("quant_method")) if quantization else None
 
 
 def _codec_of(config: Mapping[str, Any], codecs: Mapping[str, ForeignCodec]) -> ForeignCodec | None:
     """Return the codec of the `quant_method` that a config names, None where it names no quantization."""
-    quantization = Fields(config, "config.json", UnsupportedFormat).mapping("quantization_config", default={})
-    if not quantization:
-        return None
-    method = str(quantization.get("quant_method"))
-    if method == MXFP4:
-        return None  # a layout of experts whose weights bfloat16 holds exactly
+    method = _quant_method(config)
+    if method in (None, MXFP4):
+        return None  # MXFP4 is a layout of experts whose weights bfloat16 holds exactly
     if method not in codecs:
         known = ", ".join(sorted(codecs)) or "none in this place, which takes dense checkpoints only"
         raise UnsupportedFormat(

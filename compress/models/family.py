@@ -366,6 +366,11 @@ class Family:
                 return family
         return self
 
+    def in_format(self, quant_method: str | None) -> "Family":
+        """Return the family with the layout of experts that checkpoints of a `quant_method` have."""
+        own = next((each for each in self.expert_layouts if quant_method in each.methods), None)
+        return self if own is None else self.with_layout(own)
+
     def with_layout(self, layout: ExpertLayout) -> "Family":
         """Return the family with another layout of experts."""
         return replace(self, expert_layouts=(layout,))

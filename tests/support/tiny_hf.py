@@ -538,7 +538,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "llama4-vision": ("llama4", {**CHUNKED, "no_rope_layer_interval": 2, "moe_layers": [0, 2]}),
+    "llama4-vision": ("llama4", {**CHUNKED, "no_rope_layer_interval": 2, "moe_layers": [1, 2]}),
     "granitemoeshared-none": ("granitemoeshared", {**LOCAL_EXPERTS, "attention_multiplier": 0.4}),
 }
 

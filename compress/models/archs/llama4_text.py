@@ -8,7 +8,7 @@ from typing import Any
 from compress.models.arch import MAX_LAYERS, MAX_POSITIONS
 from compress.models.family import FAMILIES, LAYER_MODULES, Family
 from compress.models.layer_types import CHUNKED, FULL, layer_types
-from compress.models.mixture import BARE, Mixture, in_one
+from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.untrusted.fields import Fields
 
 
@@ -41,7 +41,8 @@ def _chunks(config: Fields, num_layers: int) -> list[int | None]:
 
 def _facts(config: Fields) -> dict[str, Any]:
     facts: dict[str, Any] = {"unit_qk_norm": config.flag("use_qk_norm")}
-    if config.flag("attn_temperature_tuning"):
+    name = "attn_temperature_tuning"  # the first files have 4 for true
+    if config.integer(name, 0, MAX_POSITIONS) > 0 if config.is_integer(name) else config.flag(name):
         growth = config.number("attn_scale", 0, 1e6), config.integer("floor_scale", 1, MAX_POSITIONS)
         facts |= {"query_growth": growth, "growth_offset": 1, "growth_unrotated": True}
     return facts
@@ -100,6 +101,7 @@ LLAMA4_TEXT = Family(
             suffixes=BARE,
             transposed=True,
         ),
+        apart("feed_forward.experts", methods=("compressed-tensors",)),
     ),
     known_fields=frozenset(
         {
