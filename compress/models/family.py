@@ -22,16 +22,15 @@ from compress.models.config_facts import (
     facts_of,
     is_same,
 )
+from compress.models.head_size import head_size
 from compress.models.layer_shape import LayerShape
 from compress.models.layer_types import (
-    CHUNKED,
     FULL,
-    Chunks,
     RotatedLayers,
     Windows,
+    chunk_of,
     every_layer,
     layer_types,
-    no_chunk,
     no_window,
 )
 from compress.models.mixture import ExpertLayout, Mixture
@@ -126,7 +125,6 @@ class Family:
     heads_divide_hidden: bool = False
     heads_span_hidden: bool = False
     windows: Windows = no_window
-    chunks: Chunks = no_chunk
     rotated_layers: RotatedLayers = every_layer
     facts: RareFacts = no_facts
     interleaved_rotary: bool = False
@@ -163,15 +161,12 @@ class Family:
         widths = {
             "num_heads": num_heads,
             "num_kv_heads": config.integer("num_key_value_heads", 1, MAX_SIZE, default=num_heads),
-            "head_dim": _head_dim(config, hidden_size, num_heads),
+            "head_dim": head_size(config, hidden_size, num_heads),
         }
         experts = [None] * num_layers if self.mixture is None else self.mixture.read(config, num_layers)
         ffn_size = config.integer(self.dense_size, 1, MAX_SIZE) if None in experts else 0
         windows = self.windows(config, num_layers)
-        chunks = self.chunks(config, num_layers)
         types = layer_types(config, num_layers)
-        if any(kind == CHUNKED and chunk is None for kind, chunk in zip(types, chunks, strict=True)):
-            raise config.wrong("layer_types", CHUNKED, "beside the size of a chunk, in a family that has one")
         rotated = self.rotated_layers(config, num_layers)
         own_widths = {kind: self._widths_of(kind, config, widths) for kind in dict.fromkeys(types)}
         ropes = {kind: read_rope(config, kind, own["head_dim"]) for kind, own in own_widths.items()}
@@ -197,13 +192,11 @@ class Family:
                     intermediate_size=ffn_size if mixture is None else mixture.expert_size,
                     rope=ropes[kind] if rotates else None,
                     window=window,
-                    chunk=chunk,
+                    chunk=chunk_of(config, kind),
                     experts=mixture,
                     keys_are_values=kind == FULL and _flag(self.full_keys_are_values, config),
                 )
-                for kind, rotates, window, chunk, mixture in zip(
-                    types, rotated, windows, chunks, experts, strict=True
-                )
+                for kind, rotates, window, mixture in zip(types, rotated, windows, experts, strict=True)
             ),
             norm_eps=config.number("rms_norm_eps", 0, 1),
             activation=facts.pop("activation", config.text("hidden_act")),
@@ -461,22 +454,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"known: {', '.join(FAMILIES.names())}."
         )
     return FAMILIES.get(model_type)
-
-
-def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
-    """Return the size of a head: as stated, or the hidden size shared by the heads. It is even, because
-    rotation takes pairs."""
-    if config.has("head_dim"):
-        head_dim = config.integer("head_dim", 2, MAX_SIZE)
-        name = "head_dim"
-    elif hidden_size % num_heads:
-        raise config.wrong("num_attention_heads", num_heads, f"a divisor of hidden_size {hidden_size}")
-    else:
-        head_dim = hidden_size // num_heads
-        name = "hidden_size / num_attention_heads"
-    if head_dim % 2:
-        raise config.wrong(name, head_dim, "even")
-    return head_dim
 
 
 def _other_prefix(name: str, prefixes: Mapping[str, str]) -> str:

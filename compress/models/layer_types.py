@@ -16,17 +16,11 @@ CHUNKED = "chunked_attention"
 
 Windows = Callable[[Fields, int], list[int | None]]
 """(config, number of layers) -> the sliding window of each layer, None where it sees all positions."""
-Chunks = Callable[[Fields, int], list[int | None]]
-"""(config, number of layers) -> the positions of a chunk that a query sees nothing before, None for none."""
 RotatedLayers = Callable[[Fields, int], list[bool]]
 """(config, number of layers) -> whether a layer encodes positions."""
 
 
 def no_window(config: Fields, num_layers: int) -> list[int | None]:
-    return [None] * num_layers
-
-
-def no_chunk(config: Fields, num_layers: int) -> list[int | None]:
     return [None] * num_layers
 
 
@@ -76,6 +70,16 @@ def rope_by_layer_type(config: Fields, full_theta: float, sliding_theta: float) 
 def one_window(config: Fields) -> int | None:
     """Return the sliding window that a config states, None where it states none."""
     return config.integer("sliding_window", 1, MAX_POSITIONS) if config.has("sliding_window") else None
+
+
+def chunk_of(config: Fields, kind: str) -> int | None:
+    """Return the positions of a chunk that layers of a type attend in, None for those without chunks. Their
+    size is a field that only families with chunks read."""
+    if kind != CHUNKED:
+        return None
+    if not config.has("attention_chunk_size"):
+        raise config.wrong("layer_types", CHUNKED, "beside an attention_chunk_size, in a family that has one")
+    return config.integer("attention_chunk_size", 1, MAX_POSITIONS)
 
 
 def layer_types(config: Fields, num_layers: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Attention in chunks (`LayerShape.chunk`) by kernels that know whole sequences only.
+"""Attention in chunks (`LayerShape.chunk`) by kernels of whole sequences.
 
 Keys are in the cache as they are attended to, rotated by their own positions, so attention sees no positions.
 A chunk of a sequence is then a sequence of its own: its blocks are some columns of the block table, and its

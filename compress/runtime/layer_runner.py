@@ -344,7 +344,7 @@ class LayerRunner:
         return attend
 
     def _attention(self, op: Op, layer: LayerWeights) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-        """Return the attention kernel of a layer and what it is told of the layer."""
+        """Return the attention kernel of a layer and the facts of the layer that it takes."""
         shape = layer.shape
         facts = {
             "window": shape.window,

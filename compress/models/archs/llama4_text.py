@@ -7,7 +7,7 @@ from typing import Any
 
 from compress.models.arch import MAX_LAYERS, MAX_POSITIONS
 from compress.models.family import FAMILIES, LAYER_MODULES, Family
-from compress.models.layer_types import CHUNKED, FULL, layer_types
+from compress.models.layer_types import CHUNKED, FULL
 from compress.models.mixture import BARE, Mixture, apart, in_one
 from compress.untrusted.fields import Fields
 
@@ -31,12 +31,6 @@ def _rotated_layers(config: Fields, num_layers: int) -> list[bool]:
     if len(stated) < num_layers:
         raise config.wrong(name, stated, f"a list of {num_layers} numbers")
     return [each == 1 for each in stated[:num_layers]]
-
-
-def _chunks(config: Fields, num_layers: int) -> list[int | None]:
-    name = "attention_chunk_size"
-    chunk = config.integer(name, 1, MAX_POSITIONS) if config.has(name) else None
-    return [chunk if kind == CHUNKED else None for kind in layer_types(config, num_layers)]
 
 
 def _facts(config: Fields) -> dict[str, Any]:
@@ -70,7 +64,6 @@ LLAMA4_TEXT = Family(
     architecture="Llama4ForCausalLM",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    chunks=_chunks,
     rotated_layers=_rotated_layers,
     implied=_implied,
     facts=_facts,

@@ -100,7 +100,10 @@ def test_no_layer_has_experts_where_none_is_listed() -> None:
         ({"no_rope_layers": [1, 0]}, "a list of 4 numbers"),
         ({"attention_chunk_size": 0}, "attention_chunk_size = 0"),
         ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning"),
-        ({"model_type": "smollm3", "layer_types": ["chunked_attention"] * 4}, "beside the size of a chunk"),
+        (
+            {"model_type": "smollm3", "layer_types": ["chunked_attention"] * 4},
+            "beside an attention_chunk_size",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -119,7 +122,7 @@ def test_what_the_decoder_does_not_compute_is_refused(changes: dict[str, Any], m
 
 
 def test_a_chunk_without_a_size_is_refused() -> None:
-    with pytest.raises(UnsupportedArch, match="beside the size of a chunk"):
+    with pytest.raises(UnsupportedArch, match="beside an attention_chunk_size"):
         arch_of(attention_chunk_size=None, layer_types=["chunked_attention"] * 4).replace(config={})
 
 
